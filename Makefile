@@ -21,7 +21,7 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
 
 test: lint types ## lint, types, then the tests, in two processes
-	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew
 
 test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
 	@echo '== the tests marked long, and the random ones with more examples'

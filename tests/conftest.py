@@ -8,6 +8,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.thinned import mark_long
+
 # Threads that play actors wait for each other at every message: they hand the interpreter over sooner than after 5 ms.
 sys.setswitchinterval(0.0002)
 
@@ -28,8 +30,10 @@ QUIET = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest leaves out what is marked as long after it
 def pytest_collection_modifyitems(items):
     """The files with tests on real actors come first: they take longest, and the short ones even out two processes."""
+    mark_long(items)
     on_actors = {item.path for item in items if "cluster" in item.fixturenames}
     items.sort(key=lambda item: item.path not in on_actors)
 

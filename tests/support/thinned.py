@@ -1,10 +1,13 @@
-"""Grids of sizes of which ``make test`` takes some: ``make test-long`` takes the rest."""
+"""Products of parameters of which ``make test`` takes some cases: ``make test-long`` takes the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 
 import pytest
+
+_SIZES = {"each_value": 1, "each_pair": 2}
 
 
 def thinned(grid: Iterable[object], kept: Callable[..., object]) -> Sequence[object]:
@@ -16,3 +19,38 @@ def thinned(grid: Iterable[object], kept: Callable[..., object]) -> Sequence[obj
     """
     parts = [value if isinstance(value, tuple) else (value,) for value in grid]
     return [pytest.param(*part, marks=() if kept(*part) else pytest.mark.long) for part in parts]
+
+
+def mark_long(items: Iterable[pytest.Item]) -> None:
+    """Mark as long what the other cases of a test with the mark ``each_value`` or ``each_pair`` cover.
+
+    With ``each_value`` every value of every parameter is in a case that stays, with ``each_pair`` all values of every
+    two parameters are together in one, as far as there is such a case.
+    """
+    tests: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        for mark, size in _SIZES.items():
+            if item.get_closest_marker(mark) is not None:
+                tests.setdefault((item.nodeid.partition("[")[0], size), []).append(item)
+    for (_, size), cases in tests.items():
+        chosen = _cover([_values(case, size) for case in cases])
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker(pytest.mark.long)
+
+
+def _values(case: pytest.Item, size: int) -> set[tuple[str, ...]]:
+    """Return what a case covers: its parameters' values, each or by twos."""
+    each = sorted(f"{name}={value!r}" for name, value in case.callspec.params.items())
+    return set(combinations(each, min(size, len(each))))
+
+
+def _cover(cases: Sequence[set[tuple[str, ...]]]) -> set[int]:
+    """Return the numbers of cases that cover what all do, the first of those that add most at a time."""
+    chosen: set[int] = set()
+    left = set().union(*cases)
+    while left:
+        number = max(range(len(cases)), key=lambda one: len(cases[one] & left))
+        chosen.add(number)
+        left -= cases[number]
+    return chosen

@@ -52,6 +52,7 @@ def same(one, other):
         assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_training_goes_on_bitwise(layout, optim, tmp_path):
@@ -118,6 +119,7 @@ def test_the_comparison_can_fail(tmp_path):
         same(outcome(loaded(team_of(), tmp_path, weights), range(2, 4)), wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("there", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("here", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):

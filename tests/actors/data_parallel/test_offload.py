@@ -32,6 +32,7 @@ def bits(**changes):
     return losses, norms, gradients, masters
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,6 +71,7 @@ def test_what_is_offloaded_is_at_home(layout, offload, optim, tmp_path):
             }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 @pytest.mark.parametrize("layout", LAYOUTS)

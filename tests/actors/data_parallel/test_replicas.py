@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dp", "pp", "schedule", "equal"), CASES)
 def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mode):
@@ -69,6 +70,7 @@ def test_every_token_of_a_step_weighs_the_same(dp, m, mode):
         torch.testing.assert_close(gradients[f"layers.{name}"], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("optim", [SGD(lr=0.1), AdamW(lr=0.01)])
@@ -76,12 +78,14 @@ def test_one_microbatch_on_each_of_two_replicas_is_bitwise(pp, optim, mode):
     agrees(Team(linears(3), pp, 1, dp=2, optim=optim, **MODES[mode], clip=0.5), bound=0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_any_number_of_servers(servers, dp):
     agrees(Team(linears(4), 2, 2, dp=dp, data_parallel="parameter_server", servers=servers, clip=0.5))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bucket_mb", [1e-6, 1e-4, 2e-4, 1.0])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_size_of_buckets_changes_no_bit(bucket_mb, mode):
@@ -98,6 +102,7 @@ def test_stages_and_ranks_without_parameters(mode):
     agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, **MODES[mode]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("pattern", "pp", "schedule"),
@@ -125,6 +130,7 @@ class OnOff(nn.Module):
         return self.linear(self.own(x)) if self.on() else self.own(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pp", [1, 3])
 def test_a_tied_weight_that_no_batch_uses_stays_as_it_is(pp, mode):
@@ -165,6 +171,7 @@ def test_targets_without_a_sign_all_count():
     assert {result.counts for result in team.step(2)} == {(), (3, 3, 3, 3)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "full")])
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputing(recompute, mode):
@@ -182,6 +189,7 @@ class Sometimes(nn.Module):
         return self.rarely(self.always(x)) if float(x.detach()[0, 0]) > 0.3 else self.always(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("m", [1, 3])
 def test_weights_that_some_batches_or_none_use(m, mode):

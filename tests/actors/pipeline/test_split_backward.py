@@ -39,6 +39,7 @@ def test_weights_may_come_any_time_later(seed, name, ranks, rounds):
     agrees(team, bound=0.0)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("equal", [True, False], ids=["equal counts", "unequal counts"])
 @pytest.mark.parametrize("late", [False, True])
@@ -78,6 +79,7 @@ def test_modules_that_did_not_say_so_are_never_halved(name):
     assert not any(span.action.op is Op.I for worker in team.workers for span in worker.events(0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("pattern", "pp", "name"),
