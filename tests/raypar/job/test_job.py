@@ -29,7 +29,7 @@ from raypar.schedules.step_board import moves
 B, S, H = 2, 32, 32  # of gpt-tiny
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def job(job_of):
     return job_of(tiny())
 
