@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+CHROMIUM ?= chromium
 
 venv := .venv
 python := $(venv)/bin/python
@@ -13,7 +14,7 @@ install := $(python) -m pip install -qq --disable-pip-version-check --constraint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv'
+	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv, CHROMIUM for pictures'
 
 install: $(venv)/.installed ## fill .venv, so that .venv/bin/raypar and .venv/bin/python are there
 
@@ -34,13 +35,15 @@ test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed s
 docs: $(venv)/.installed-docs ## the documentation as a site, in build/site; a dead link fails
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
-pictures: $(venv)/.installed ## draw the pictures of README.md and docs/ anew; docs/report.png needs chromium
+pictures: $(venv)/.installed ## draw the pictures of README.md and docs/ anew; without chromium, all but docs/report.png
 	@$(venv)/bin/raypar draw 1f1b --ranks 4 --microbatches 8 --out docs/1f1b.svg
 	@rm -rf build/pictures
 	@$(python) -c '$(measured)'
 	@$(venv)/bin/raypar report build/pictures/first-run
-	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1120,1500 --screenshot=docs/report.png \
-		file://$(CURDIR)/build/pictures/first-run/report.html 2>/dev/null
+	@if command -v '$(CHROMIUM)' >/dev/null; then \
+		'$(CHROMIUM)' --headless --no-sandbox --hide-scrollbars --window-size=1120,1500 --screenshot=docs/report.png \
+			file://$(CURDIR)/build/pictures/first-run/report.html 2>/dev/null; \
+	else echo 'docs/report.png was left out: $(CHROMIUM) is not here; install it, or give make pictures CHROMIUM=/path/to/it'; fi
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)

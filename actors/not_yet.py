@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 
 FP8, HUGGING_FACE = "fp8", "models and weights of Hugging Face"
@@ -16,7 +17,13 @@ WHERE = MappingProxyType(  # by what is missing, the folder in which it would co
         HYBRID_EXPERTS: "actors/expert_parallel/",
     }
 )
-_ASKED_BY = {"fp8": FP8, "float8": FP8, "dualpipe": DUALPIPE}  # how values begin that ask for it
+_ASKED_BY = MappingProxyType(  # by a pattern, what values ask for that match it
+    {
+        r"(fp|float)8.*": FP8,
+        r"dual[-_ ]?pipe": DUALPIPE,
+        r"(.*/)?(gpt-?2|(llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)": HUGGING_FACE,
+    }
+)
 
 
 def not_yet(what: str) -> str:
@@ -29,6 +36,10 @@ def not_yet(what: str) -> str:
 
 
 def reason_of(value: object) -> str:
-    """Return what is added to the fault of a field that has a value which is not there yet; "" for other values."""
+    """Return what is added to the fault of a value that asks for what is not there yet; "" for other values.
+
+    Args:
+        value: The value of a field, or the name of a schedule or a recipe.
+    """
     asked = value.lower() if isinstance(value, str) else ""
-    return next((f"; {not_yet(what)}" for word, what in _ASKED_BY.items() if asked.startswith(word)), "")
+    return next((f"; {not_yet(what)}" for pattern, what in _ASKED_BY.items() if re.fullmatch(pattern, asked)), "")

@@ -335,7 +335,7 @@ MAY_IMPORT = {
     "raypar/config": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
-        "schedules/simulation"
+        "schedules/generators schedules/simulation"
     ),
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "

@@ -15,11 +15,10 @@ from raypar.cli.arguments import parsed
 from raypar.cli.gallery import MOST_ACTIONS, picture
 from raypar.cli.output_files import file_faults, whole_file
 from raypar.cli.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
-from raypar.config.schedule import Loaded, takes_costs
+from raypar.config.schedule import Loaded, schedule_entry, takes_costs
 from raypar.errors import ConfigError
 from raypar.reporting.html.markup import NUMBER, document, element, joined, note, section, table
 from raypar.schedules.action import SENDS
-from raypar.schedules.catalog import entry_of
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.text import plain
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -141,7 +140,7 @@ def compare(words: Sequence[str]) -> str:
 def _side(word: str, args: CompareArgs) -> Side:
     """Load, prove and simulate a schedule. Raises ScheduleError."""
     stages = args.chunks if _takes_chunks(word, args.chunks) else None
-    costs = args.costs(1 / (stages or entry_of(word).default_chunks)) if takes_costs(word) else None
+    costs = args.costs(1 / (stages or schedule_entry(word).default_chunks)) if takes_costs(word) else None
     loaded = _load(word, args, costs)
     schedule = loaded.lowered()
     if args.out is not None and schedule.num_actions > MOST_ACTIONS:
@@ -160,7 +159,7 @@ def _takes_chunks(word: str, chunks: int | None) -> bool:
     """Return whether a number of stages on each rank is the schedule's matter: it can have it, or none can."""
     if chunks is None or Path(word).suffix == ".csv":
         return False
-    sizes = entry_of(word).sizes
+    sizes = schedule_entry(word).sizes
     return chunks < 1 or sizes.min_chunks != sizes.max_chunks or chunks == sizes.max_chunks
 
 

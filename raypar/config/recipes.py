@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
@@ -105,7 +106,7 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     if name not in [*RECIPES]:
         close = nearest(str(name), RECIPES)
         guess = f"did you mean {close!r}? " if close else ""
-        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
+        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}{reason_of(name)}"])
     laid_out = {} if layout is None else fields_of(layout)
     if both := [field for field in laid_out if field in changes]:
         raise ConfigError(

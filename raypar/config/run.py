@@ -12,7 +12,6 @@ from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
-from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
@@ -126,7 +125,7 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
     except ScheduleError as error:
         return None, [
-            str(error) + reason_of(run.schedule),
+            str(error),
             *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right),
         ]
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 
+from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
+from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
@@ -221,7 +223,7 @@ def load(
         return Loaded(schedule)
     path = Path(schedule)
     if path.suffix != ".csv":
-        entry = entry_of(schedule)
+        entry = schedule_entry(schedule)
         if ranks * microbatches * (chunks or 1) * (steps or 1) > most_cells:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             sizes += f" x {steps} steps" if steps else ""
@@ -240,16 +242,31 @@ def load(
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
 
 
+def schedule_entry(word: str) -> Entry:
+    """Return the catalog's entry that a word stands for.
+
+    Args:
+        word: A name, or code that generates a schedule (``my.py:zigzag``).
+
+    Raises:
+        ScheduleError: There is no such schedule, perhaps not yet, which the text says; or the code fails.
+    """
+    try:
+        return entry_of(word)
+    except ScheduleError as error:
+        raise ScheduleError(str(error) + reason_of(word)) from error
+
+
 def takes_costs(schedule: str | Schedule) -> bool:
     """Return whether a right schedule depends on how long actions last."""
-    return isinstance(schedule, str) and Path(schedule).suffix != ".csv" and entry_of(schedule).takes_costs
+    return isinstance(schedule, str) and Path(schedule).suffix != ".csv" and schedule_entry(schedule).takes_costs
 
 
 def schedule_faults(schedule: str | Schedule) -> list[str]:
     """Return the faults of a run's ``schedule`` that do not depend on the (perhaps wrong) sizes of the run."""
     try:
         if isinstance(schedule, str) and Path(schedule).suffix != ".csv":
-            entry_of(schedule)
+            schedule_entry(schedule)
         else:
             load(schedule, 1, 1, None)
     except ScheduleError as error:
