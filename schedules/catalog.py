@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from raypar.schedules.generators import (
 )
 from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
 from raypar.schedules.nearest_name import near
+from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.user_code import entry_of as entry_of_code
@@ -193,6 +194,7 @@ def build(
     steps: int | None = None,
     *,
     costs: Costs | None = None,
+    replicas: Sequence[int] = (),
     catalog: Mapping[str, Entry] = CATALOG,
 ) -> Schedule:
     """Generate a schedule by name. The result usually has compute actions only; ``lower`` adds the others.
@@ -204,6 +206,7 @@ def build(
         chunks: Number of stages on each rank, or None for the schedule's own default.
         steps: Number of steps of an asynchronous schedule, None for 8; others are one step.
         costs: How long actions last, for a schedule that depends on it (zb-1p, zb-2p); None for those of ``simulate``.
+        replicas: The number of replicas of each rank, among which microbatches go in turn; empty: one each.
         catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
             "mine": Entry(...)})``.
 
@@ -214,7 +217,9 @@ def build(
         ScheduleError: If the name is unknown (the text suggests close names), or if the sizes are not accepted (the
             text lists all faults and the fix for each).
     """
-    return entry_of(name, catalog).build(name, ranks, microbatches, chunks, steps, costs=costs)
+    entry, counts = entry_of(name, catalog), tuple(replicas) if any(count > 1 for count in replicas) else ()
+    schedule = entry.build(name, ranks, microbatches, chunks, steps, costs=costs, replicas=counts)
+    return replicate(schedule, counts) if counts and not schedule.replicas else schedule
 
 
 def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:

@@ -217,9 +217,12 @@ def partner(action: Action) -> Action:
 
 
 def rank_of(action: Action, schedule: Schedule) -> int:
-    """The rank that holds the action's stage."""
-    assert action.stage is not None
-    return schedule.placement[action.stage]
+    """The row that holds the action's stage, and of several replicas has the action's microbatch."""
+    stage, _, microbatch = action
+    assert stage is not None
+    if schedule.replicas and microbatch is not None:
+        return schedule.row_of(stage, microbatch)
+    return schedule.placement[stage]
 
 
 def crosses(stage: int, other: int, schedule: Schedule) -> bool:

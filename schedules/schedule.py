@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.replicas import replica_faults, replicas_of
 
 MOST_LISTED = 8
 MOST_SHOWN = 10
@@ -134,13 +135,15 @@ class Schedule:
 
     Attributes:
         name: The name in messages and pictures.
-        rows: One tuple of actions for each pipeline rank.
-        placement: ``placement[stage]`` is the rank that holds the stage.
+        rows: One tuple of actions for each pipeline rank, or for each replica of one, see ``replicas``.
+        placement: ``placement[stage]`` is the pipeline rank that holds the stage.
         num_microbatches: Number of microbatches of one step.
         lowered: Whether the rows contain their communication (SEND and RECV), so that actors can run them.
         forward_only: Whether there is no backward: an evaluation.
         stream: Number of steps of an asynchronous schedule, in which every stage updates its weights by itself, so that
             steps overlap. 0 for a synchronous one, which is one step.
+        replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row
+            of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
     """
 
     name: str
@@ -150,35 +153,36 @@ class Schedule:
     lowered: bool
     forward_only: bool
     stream: int = 0
+    replicas: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
-        """Make a schedule from rows; its placement, microbatches and kind follow from them.
+        """Make a schedule from rows; its placement, replicas, microbatches and kind follow from them.
 
         Args:
             name: The name of the schedule.
-            rows: One row for each rank; see ``read_rows``.
+            rows: One row for each rank, or for each replica of one; see ``read_rows``.
             lowered: Whether the rows contain their communication. None: if there is a SEND or RECV. A schedule with no
                 boundary to cross has none, so that this must be given.
 
         Raises:
-            ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks, leave out a
-                stage, name a microbatch that they have too few forwards for, or have steps of unequal length.
+            ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks that do not take
+                its microbatches in turn, leave out a stage, name a microbatch that they have too few forwards for, or
+                have steps of unequal length.
         """
         try:
             frozen = read_rows(rows)
         except ValueError as error:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
-        home: dict[int, int] = {}
+        holders: dict[int, list[int]] = {}  # by stage, the rows that have it
         last_microbatch, forwards, communicates, forward_only, stream = -1, 0, False, True, 0
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
             for stage, op, microbatch in row:
                 if op in COMPUTE:
                     assert stage is not None and microbatch is not None
-                    if home.setdefault(stage, rank) != rank:
-                        both = f"on rank {home[stage]} and on rank {rank}"
-                        faults[f"stage {stage} is {both}: give it to one of them"] = None
+                    if (rows_of := holders.setdefault(stage, [rank]))[-1] != rank:
+                        rows_of.append(rank)
                     if microbatch > last_microbatch:
                         last_microbatch = microbatch
                     if op is Op.F:
@@ -189,7 +193,10 @@ class Schedule:
                     communicates = True
                 elif op is Op.STEP and microbatch is not None:
                     stream = max(stream, microbatch + 1)
-        missing = [stage for stage in range(len(home)) if stage not in home]
+        replicas = replicas_of(len(frozen), holders)
+        if replicas:
+            faults |= dict.fromkeys(replica_faults(frozen, holders, replicas))
+        missing = [stage for stage in range(len(holders)) if stage not in holders]
         if missing:
             which = ", ".join(map(str, missing[:8]))
             faults[f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."] = None
@@ -200,19 +207,59 @@ class Schedule:
         if stream and (stream > last_microbatch + 1 or (last_microbatch + 1) % stream):
             which = f"{last_microbatch + 1} microbatches are not {stream} steps of equal length"
             faults[f"{which}: number the STEPs 0, 1, 2, ..., each of as many microbatches"] = None
-        if not home:
+        if not holders:
             faults["the rows name no F, B, I or W: nothing would be computed"] = None
         if faults:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
-        placement = tuple(home[stage] for stage in range(len(home)))
+        home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
+        placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
         if lowered is None:
             lowered = communicates
-        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only, stream)
+        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only, stream, replicas)
 
     @property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """Number of rows: of pipeline ranks, or of all their replicas if these have rows of their own."""
         return len(self.rows)
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """Number of pipeline ranks, whatever replicas they have."""
+        return len(self.replicas) or len(self.rows)
+
+    def home_of(self, row: int) -> int:
+        """Return the pipeline rank of a row."""
+        if not self.replicas:
+            return row
+        return next(rank for rank, end in enumerate(accumulate(self.replicas)) if row < end)
+
+    def rows_of(self, rank: int) -> range:
+        """Return the rows of a pipeline rank: one, or one for each of its replicas."""
+        if not self.replicas:
+            return range(rank, rank + 1)
+        first = sum(self.replicas[:rank])
+        return range(first, first + self.replicas[rank])
+
+    def row_of(self, stage: int, microbatch: int) -> int:
+        """Return the row in which a stage computes a microbatch."""
+        rank = self.placement[stage]
+        if not self.replicas:
+            return rank
+        return sum(self.replicas[:rank]) + microbatch % self.replicas[rank]
+
+    def microbatches_of(self, row: int) -> range:
+        """Return the microbatches of a row: all, or each r-th one of a replica among r."""
+        if not self.replicas:
+            return range(self.num_microbatches)
+        same = self.rows_of(self.home_of(row))
+        return range(row - same.start, self.num_microbatches, len(same))
+
+    def label(self, row: int) -> str:
+        """Name a row in drawings and messages: ``rank 1``, or ``rank 1.0`` for the first of several replicas."""
+        if not self.replicas:
+            return f"rank {row}"
+        same = self.rows_of(rank := self.home_of(row))
+        return f"rank {rank}.{row - same.start}" if len(same) > 1 else f"rank {rank}"
 
     @property
     def num_stages(self) -> int:
@@ -235,7 +282,11 @@ class Schedule:
         return self.num_microbatches // self.num_steps
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in order."""
+        """Return the stages that a row holds, in order."""
+        return self.stages_on(self.home_of(rank))
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, in order."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:

@@ -12,7 +12,7 @@ from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.without_idle import without_idle
-from raypar.schedules.rules import needs, partner, provides, rank_of, stage_needs
+from raypar.schedules.rules import Occurrence, needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import simulate
 
@@ -258,7 +258,10 @@ class Board:
                 self._moves_of[name].append(move)
             if move not in done:
                 self._left[move] = None
-        self._stage_needs = {one: wanted for row in schedule.rows for one, wanted in stage_needs(row).items()}
+        self._stage_needs = defaultdict[Occurrence, list[Occurrence]](list)
+        for row in schedule.rows:
+            for one, wanted in stage_needs(row).items():
+                self._stage_needs[one] += wanted  # replicas share the actions of their whole stage
 
     def _next(self, name: Action) -> Move | None:
         """Return the first move that is left of those with this action."""
@@ -302,7 +305,8 @@ class Board:
 
 def moves(schedule: Schedule) -> Iterator[Move]:
     """Yield the moves of a lowered training schedule, in an order in which each one comes after those that it needs."""
-    taken: Counter[Action] = Counter()
+    taken: Counter[tuple[int, Action]] = Counter()
+    together: Counter[tuple[Action, int]] = Counter()  # how many replicas have come to an action of their whole stage
     # The sort is stable: events with equal start times keep the order of simulate, in which causes come before effects.
     for event in sorted(simulate(schedule).events, key=lambda event: event.start):
         action = event.action
@@ -310,8 +314,14 @@ def moves(schedule: Schedule) -> Iterator[Move]:
             other = partner(action)
             yield Move(((event.rank, action), (rank_of(other, schedule), other)))
         elif action.op not in RECVS and action.op is not Op.STEP:
-            yield Move(((event.rank, action),), taken[action])
-            taken[action] += 1
+            before, rows = taken[event.rank, action], schedule.rows_of(schedule.home_of(event.rank))
+            taken[event.rank, action] += 1
+            if action.op in WHOLE_STAGE:
+                together[action, before] += 1
+                if together[action, before] == len(rows):
+                    yield Move(tuple((row, action) for row in rows), before)
+            else:
+                yield Move(((event.rank, action),), before)
     if not schedule.forward_only:
         yield Move(tuple((rank, STEP) for rank in range(schedule.num_ranks)))
 

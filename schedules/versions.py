@@ -29,6 +29,12 @@ def versions_used(row: Sequence[Action], stage: int) -> dict[int, int]:
     return found
 
 
+def versions_in(schedule: Schedule, stage: int) -> dict[int, int]:
+    """Return what ``versions_used`` does, of all replicas of a stage."""
+    rows = schedule.rows_of(schedule.placement[stage])
+    return {key: version for row in rows for key, version in versions_used(schedule.rows[row], stage).items()}
+
+
 class Versions:
     """The versions of one stage's weights that are kept while its row is performed.
 
@@ -82,11 +88,13 @@ def most_versions(schedule: Schedule) -> tuple[int, ...]:
     if not schedule.stream:
         return (1,) * schedule.num_stages
     most = []
-    for stage, rank in enumerate(schedule.placement):
-        versions, count = Versions(schedule.rows[rank], stage), 1
-        for action in schedule.rows[rank]:
-            versions.perform(action)
-            count = max(count, len(versions.kept))
+    for stage, home in enumerate(schedule.placement):
+        count = 1
+        for row in schedule.rows_of(home):
+            versions = Versions(schedule.rows[row], stage)
+            for action in schedule.rows[row]:
+                versions.perform(action)
+                count = max(count, len(versions.kept))
         most.append(count)
     return tuple(most)
 
@@ -126,7 +134,7 @@ def staleness(schedule: Schedule) -> Staleness:
     Args:
         schedule: The schedule, lowered or not. A synchronous one has one version and no delay.
     """
-    used = [versions_used(schedule.rows[rank], stage) for stage, rank in enumerate(schedule.placement)]
+    used = [versions_in(schedule, stage) for stage in range(schedule.num_stages)]
     a_step = schedule.microbatches_a_step
     delays = [[microbatch // a_step - version for microbatch, version in one.items()] for one in used]
     bounds = (

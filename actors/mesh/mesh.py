@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,11 @@ class Mesh:
     """parts into which the experts of each layer are divided, over ranks of dp x cp x tp; 1: every replica has all"""
     etp: Count | None = None
     """tensor ranks of one expert: tp, or 1, with which tensor ranks divide tokens instead; None: tp where ep is 1"""
+    rank_dp: tuple[Count, ...] = ()
+    """replicas of each pipeline rank, as (2, 3, 1), where these are not as many: the microbatches of a step go to them
+    in turn, microbatch k to replica k mod r (PipeDream's 1F1B-RR); with it dp is 1"""
+    rank_tp: tuple[Count, ...] = ()
+    """shards of a layer on each pipeline rank, as (2, 1), where these are not as many; with it tp is 1"""
     expert_actors: Some = 0
     """with each pipeline rank, so many more actors that hold its experts and nothing else; 0: ranks hold experts too"""
 
@@ -45,10 +51,30 @@ class Mesh:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
         if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.expert_actors", "mesh.shard"):
             yield from self._expert_actor_faults() if self.expert_actors else self._expert_faults()
+        if right("mesh.pp", "mesh.rank_dp", "mesh.rank_tp"):
+            yield from self._uneven_faults(right)
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
             replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
             yield f"mesh.shard is {self.shard}, which does not divide the {replicas}: use {near}, say"
+
+    def _uneven_faults(self, right: Callable[..., bool]) -> Iterator[str]:
+        """Yield the reasons why pipeline ranks cannot have so many replicas or tensor ranks each."""
+        for axis, counts in (("dp", self.rank_dp), ("tp", self.rank_tp)):
+            named = f"mesh.rank_{axis} is {counts}"
+            if counts and len(counts) != self.pp:
+                given = "1 pipeline rank" if self.pp == 1 else f"{self.pp} pipeline ranks"
+                yield f"{named}, for {given} (mesh.pp): give one number for each, or set mesh.pp to {len(counts)}"
+            if counts and right(f"mesh.{axis}") and getattr(self, axis) != 1:
+                yield f"{named}, and mesh.{axis} is {getattr(self, axis)!r}, which is for all ranks: leave one out"
+        if self.rank_dp or self.rank_tp:
+            named = "mesh.rank_dp" if self.rank_dp else "mesh.rank_tp"
+            alone = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep, "expert_actors": self.expert_actors}
+            for field, value in alone.items():
+                both = field in ("dp", "tp") and getattr(self, f"rank_{field}")
+                if right(f"mesh.{field}") and value not in (0, 1) and not both:
+                    each = f", or give it for each rank as mesh.rank_{field}" if field in ("dp", "tp") else ""
+                    yield f"{named} is given, and mesh.{field} is {value!r}: they do not combine, leave one out{each}"
 
     def _expert_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
@@ -94,8 +120,28 @@ class Mesh:
 
     @property
     def inner(self) -> int:
-        """Number of actors of one pipeline rank, without those of experts."""
+        """Number of actors of one pipeline rank, without those of experts, if all have as many."""
         return self.dp * self.cp * self.tensor_ranks
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether replicas or tensor ranks are given for each pipeline rank: all actors are one ``pp`` group then."""
+        return bool(self.rank_dp or self.rank_tp)
+
+    def dp_of(self, pp: int) -> int:
+        """Return the number of replicas of a pipeline rank."""
+        return self.rank_dp[pp] if self.rank_dp else self.dp
+
+    def tp_of(self, pp: int) -> int:
+        """Return the number of tensor ranks of a pipeline rank."""
+        return self.rank_tp[pp] if self.rank_tp else self.tensor_ranks
+
+    def ranks_of(self, pp: int) -> range:
+        """Return the ranks of a pipeline rank, without those of experts."""
+        if not self.is_uneven:
+            return range(pp * self.inner, (pp + 1) * self.inner)
+        first = sum(self.dp_of(before) * self.tp_of(before) for before in range(pp))
+        return range(first, first + self.dp_of(pp) * self.tp_of(pp))
 
     @property
     def expert_ranks(self) -> int:
@@ -126,7 +172,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks with a coordinate on each axis: of all actors but those of experts."""
-        return self.pp * self.dp * self.cp * self.tensor_ranks
+        return self.ranks_of(self.pp - 1).stop
 
     @property
     def actors(self) -> int:
@@ -149,12 +195,23 @@ class Mesh:
         return self.dp * self.cp if self.shard is None else self.shard
 
     def ways(self, axis: Axis) -> int:
-        """Return how many ways an axis splits the work."""
+        """Return how many ways an axis splits the work, on the pipeline rank where they are most."""
+        if axis in ("dp", "tp") and self.is_uneven:
+            return max(self.dp_of(pp) if axis == "dp" else self.tp_of(pp) for pp in range(self.pp))
         count: int = self.tensor_ranks if axis == "tp" else getattr(self, axis)
         return count
 
+    def spelled(self, axis: Axis) -> str:
+        """Return how many ways an axis splits the work as a user writes it: 4, a grid, or 2-3-1 by pipeline rank."""
+        counts = {"dp": self.rank_dp, "tp": self.rank_tp}.get(axis)
+        return "-".join(map(str, counts)) if counts else str(getattr(self, axis))
+
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Return a rank's position on each axis."""
+        if self.is_uneven:
+            pp = next(pp for pp in range(self.pp) if rank in self.ranks_of(pp))
+            dp, tp = divmod(rank - self.ranks_of(pp).start, self.tp_of(pp))
+            return {"pp": pp, "dp": dp, "cp": 0, "tp": tp}
         out: dict[Axis, int] = {}
         for axis in reversed(AXES):
             rank, out[axis] = divmod(rank, self.ways(axis))
@@ -162,6 +219,8 @@ class Mesh:
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at a coordinate."""
+        if self.is_uneven:
+            return self.ranks_of(pp).start + dp * self.tp_of(pp) + tp
         return ((pp * self.dp + dp) * self.cp + cp) * self.tensor_ranks + tp
 
     def label(self, rank: int) -> str:
@@ -170,7 +229,8 @@ class Mesh:
             pp, expert = divmod(rank - self.size, self.expert_actors)
             return f"pp={pp} expert={expert}"
         coordinate = self.coordinate(rank)
-        return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if axis == "pp" or self.ways(axis) > 1)
+        ways = {"pp": 2, "dp": self.dp_of(coordinate["pp"]), "cp": self.cp, "tp": self.tp_of(coordinate["pp"])}
+        return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if ways[axis] > 1)
 
     def experts_of(self, pp: int) -> range:
         """Return the ranks of the expert actors of a pipeline rank."""
@@ -185,6 +245,8 @@ class Mesh:
         actors of their own, an expert group is all ranks of a pipeline rank and then its expert actors, each alone in
         its ``edp``.
         """
+        if self.is_uneven:
+            return self._uneven_groups(axis)
         if axis in ("ep", "edp") and self.expert_actors:
             own = [tuple(self.experts_of(pp)) for pp in range(self.pp)]
             if axis == "edp":
@@ -212,6 +274,20 @@ class Mesh:
         starts = (rank for rank in range(self.size) if self.coordinate(rank)[axis] == 0)
         return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
 
+    def _uneven_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Return what ``groups`` does, if pipeline ranks have different numbers of actors: along pp all are one group.
+
+        Experts are not divided there, so that each rank is alone along ep, and along edp with its replicas.
+        """
+        if axis == "pp":
+            return (tuple(range(self.size)),)
+        if axis == "edp":
+            return self._uneven_groups("dp")
+        found = defaultdict[tuple[int, ...], list[int]](list)
+        for rank in range(self.size):
+            found[tuple(place for other, place in self.coordinate(rank).items() if other != axis)].append(rank)
+        return tuple(map(tuple, found.values())) if axis != "ep" else tuple((rank,) for rank in range(self.size))
+
     def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """Return the group of ranks that hold the same weights as ``rank``: they differ from it on dp and cp only.
 
@@ -219,6 +295,8 @@ class Mesh:
             The index of the group, and its members.
         """
         at = self.coordinate(rank)
+        if self.is_uneven:
+            return self.group_of("dp", rank)
         members = (self.rank(at["pp"], dp, cp, at["tp"]) for dp in range(self.dp) for cp in range(self.cp))
         return at["pp"] * self.tensor_ranks + at["tp"], tuple(members)
 

@@ -98,8 +98,16 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """Number of actors with the same weights: dp x cp, as context ranks train them on parts of a sequence."""
-        return self.mesh.dp * self.mesh.cp
+        """Number of actors with the same weights, where they are most: dp x cp (context ranks train them together)."""
+        return self.mesh.ways("dp") * self.mesh.cp
+
+    def replicas_at(self, pp: int) -> int:
+        """Return the number of actors with the same weights on one pipeline rank."""
+        return self.mesh.dp_of(pp) * self.mesh.cp
+
+    def reduces_at(self, pp: int) -> bool:
+        """Return what ``reduces`` says, of one pipeline rank."""
+        return self.replicas_at(pp) > 1 or self.servers > 0 or self.offload != "none"
 
     @property
     def reduces(self) -> bool:
@@ -220,6 +228,8 @@ class World:
         at = self.at(rank)
         if self.is_expert(rank) or (self.mesh.folds_experts and at["tp"] > 0):
             return False
+        if self.mesh.is_uneven:
+            return at["dp"] == at["tp"] == 0
         if self.sharded:
             return (at["dp"] * self.mesh.cp + at["cp"]) % self.mesh.shards == 0
         return not self.mesh.divides_experts or at["dp"] == at["cp"] == 0
@@ -238,10 +248,27 @@ class World:
     def pp(self, rank: int) -> int:
         """Return the pipeline rank of a rank."""
         if rank < self.mesh.size:
-            return rank // self.mesh.inner
+            return self.mesh.coordinate(rank)["pp"] if self.mesh.is_uneven else rank // self.mesh.inner
         if self.is_expert(rank):
             return (rank - self.mesh.size) // self.mesh.expert_actors
         return (rank - self.server_ranks.start) // self.servers
+
+    def row(self, rank: int) -> int:
+        """Return the row of a schedule that a rank performs: its pipeline rank's, or that of its replica of it."""
+        pp = self.pp(rank)
+        return sum(self.mesh.rank_dp[:pp]) + self.at(rank)["dp"] if self.mesh.rank_dp else pp
+
+    def trainers_in(self, row: int) -> tuple[int, ...]:
+        """Return the workers and expert actors that perform a row, the workers first."""
+        if not self.mesh.rank_dp:
+            return self.trainers_of(row)
+        places = [(pp, dp) for pp, count in enumerate(self.mesh.rank_dp) for dp in range(count)]
+        pp, dp = places[row]
+        return tuple(self.mesh.rank(pp=pp, dp=dp, tp=tp) for tp in range(self.mesh.tp_of(pp)))
+
+    def worker(self, row: int, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Return the worker of a row at a coordinate; where replicas have rows of their own, dp does not matter."""
+        return self.trainers_in(row)[tp] if self.mesh.is_uneven else self.mesh.rank(row, dp, cp, tp)
 
     def leads(self, rank: int) -> bool:
         """Return whether a rank reports for its tensor group, whose ranks all have the same to report.
@@ -261,9 +288,9 @@ class World:
     def replica(self, dp: int) -> tuple[int, ...]:
         """Return the workers of one data-parallel replica by pipeline rank.
 
-        Of each tensor or context group, the first.
+        Of each tensor or context group, the first. Of pipeline ranks with fewer replicas, those that count on from 0.
         """
-        return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
+        return tuple(self.mesh.rank(pp=pp, dp=dp % self.mesh.dp_of(pp)) for pp in range(self.mesh.pp))
 
     def holders(self, dp: int) -> tuple[int, ...]:
         """Return the workers that together hold the weights of one data-parallel replica.
@@ -288,7 +315,7 @@ class World:
 
     def replicas_of(self, pp: int) -> range:
         """Return the workers of one pipeline rank, in rank order, without its expert actors."""
-        return range(pp * self.mesh.inner, (pp + 1) * self.mesh.inner)
+        return self.mesh.ranks_of(pp)
 
     def trainers_of(self, pp: int) -> tuple[int, ...]:
         """Return the workers of one pipeline rank, and then its expert actors."""

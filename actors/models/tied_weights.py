@@ -16,13 +16,42 @@ class Tie:
 
     Attributes:
         home, copy: Names of the two parameters.
-        home_rank, copy_rank: The ranks of the Updater's group that hold them.
+        home_rank, copy_rank: The pipeline ranks that hold them.
     """
 
     home: str
     home_rank: int
     copy: str
     copy_rank: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A tie's home and copy as members of the group of all updaters: the replicas that have the one and the other.
+
+    Attributes:
+        home, copy: Names of the two parameters.
+        homes, copies: The members that hold them. All that hold one have the same gradient of it.
+    """
+
+    home: str
+    homes: tuple[int, ...]
+    copy: str
+    copies: tuple[int, ...]
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The members that exchange gradients: one that holds the home, and one that holds the copy."""
+        ends = {(one, self.copy_for(place)) for place, one in enumerate(self.homes)}
+        return ends | {(self.home_for(place), one) for place, one in enumerate(self.copies)}
+
+    def copy_for(self, place: int) -> int:
+        """Return the member from which the home's holder at a place gets the copy's gradient."""
+        return self.copies[place % len(self.copies)]
+
+    def home_for(self, place: int) -> int:
+        """Return the member from which the copy's holder at a place gets the sum."""
+        return self.homes[place % len(self.homes)]
 
 
 def ties_of(model: Model, homes: Mapping[int, int]) -> tuple[list[Tie], dict[str, str]]:

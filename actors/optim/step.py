@@ -14,7 +14,7 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data.batches import correction
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.models.tied_weights import Tie
+from raypar.actors.models.tied_weights import Ends
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
@@ -100,7 +100,7 @@ class Updater:
         self,
         masters: Masters,
         names: Sequence[str],
-        ties: Sequence[Tie],
+        ties: Sequence[Ends],
         group: Group | None,
         tensors: ShardedGradients,
         told: Told,
@@ -245,39 +245,44 @@ class Updater:
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.
 
-        The home rank adds the copies' gradients to its own, in the order of the ties, and sends the sum back to each.
+        Those that hold the home add the copies' gradients to their own, in the order of the ties, and send the sum back
+        to each.
         """
         if self._group is None or not self._ties:
             return
         group, rank, ties = self._group, self._group.rank, self._used_ties(self._group)
         for number, tie in ties:
             tag = _TIE_TAG + 2 * number
-            if rank == tie.copy_rank:
+            if rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
-                    group.send(gradient, tie.home_rank, tag, "send tied").wait()
-            elif rank == tie.home_rank:
+                    for place, home in enumerate(tie.homes):
+                        if tie.copy_for(place) == rank:
+                            group.send(gradient, home, tag, "send tied").wait()
+            elif rank in tie.homes:
                 with self._gradient(tie.home, group) as gradient:
                     other = torch.empty_like(gradient)
-                    group.recv(other, tie.copy_rank, tag, "recv tied").wait()
+                    group.recv(other, tie.copy_for(tie.homes.index(rank)), tag, "recv tied").wait()
                     gradient.add_(other)
         for number, tie in ties:
             tag = _TIE_TAG + 2 * number + 1
-            if rank == tie.home_rank:
+            if rank in tie.homes:
                 with self._gradient(tie.home, group) as gradient:
-                    group.send(gradient, tie.copy_rank, tag, "send tied").wait()
-            elif rank == tie.copy_rank:
+                    for place, copy in enumerate(tie.copies):
+                        if tie.home_for(place) == rank:
+                            group.send(gradient, copy, tag, "send tied").wait()
+            elif rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
-                    group.recv(gradient, tie.home_rank, tag, "recv tied").wait()
+                    group.recv(gradient, tie.home_for(tie.copies.index(rank)), tag, "recv tied").wait()
 
-    def _used_ties(self, group: Group) -> list[tuple[int, Tie]]:
+    def _used_ties(self, group: Group) -> list[tuple[int, Ends]]:
         """Return the ties (with their indices) of the weights for which some rank has a gradient.
 
         The others are left out, so that a weight that no microbatch used keeps the gradient None on every rank.
         """
         made = torch.zeros(len(self._ties), dtype=torch.int64)
         for number, tie in enumerate(self._ties):
-            ends = (tie.home_rank, tie.home), (tie.copy_rank, tie.copy)
-            made[number] = sum(at == group.rank and self._parameters[name].grad is not None for at, name in ends)
+            ends = (tie.homes, tie.home), (tie.copies, tie.copy)
+            made[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
         group.host.all_reduce(made).wait()
         used = {tie.home for tie, count in zip(self._ties, made.tolist(), strict=True) if count}
         return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]

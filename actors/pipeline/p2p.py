@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class Route(NamedTuple):
     """Where the values of a SEND or RECV go, and in which shapes.
 
     Attributes:
-        peer: The pipeline rank at the other end.
+        peers: The members of the group at the other end: of a RECV one, of a SEND perhaps none or several.
         tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and every message
             of a step has another one.
         crossing: The stage before the boundary, that is, the one that sends the forward values over it; and the
@@ -66,7 +66,7 @@ class Route(NamedTuple):
         specs: The known shapes of the values, by crossing.
     """
 
-    peer: int
+    peers: tuple[int, ...]
     tag: int
     crossing: Crossing
     specs: Mapping[Crossing, tuple[Spec, ...]]
@@ -81,7 +81,7 @@ class Courier:
 
     Args:
         group: The ranks of the pipeline; None if there is only one.
-        placement: The rank in ``group`` of each stage.
+        peers: Returns the members of the group to which a SEND goes, or the one from which a RECV comes.
         num_microbatches: Number of microbatches, for the tags.
         varies: Whether shapes may change between microbatches and steps.
         first_learning: The first stage whose backwards make gradients; none are sent to those before it.
@@ -90,16 +90,17 @@ class Courier:
     def __init__(
         self,
         group: Group | None,
-        placement: tuple[int, ...],
+        peers: Callable[[Action], tuple[int, ...]],
         num_microbatches: int,
         *,
         varies: bool = False,
         first_learning: int = 0,
     ) -> None:
-        self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
+        self._group, self._peers, self._num_microbatches = group, peers, num_microbatches
         self._varies, self._first_learning = varies, first_learning
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
         self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of those that get gradients
+        self._told = set[tuple[Crossing, int]]()  # with the peer: whose shapes have crossed
         self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
@@ -110,10 +111,11 @@ class Courier:
         if self._varies:
             self._specs.clear()
             self._floating.clear()
+            self._told.clear()
 
     def peer(self, action: Action) -> int | None:
-        """Return the pipeline rank at the other end of a SEND or RECV, or None for any other action."""
-        return self._route(action).peer if action.op in SENDS or action.op in RECVS else None
+        """Return the member at the other end of a SEND or RECV, the first if it is several; None if there is none."""
+        return next(iter(self._route(action).peers), None) if action.op in SENDS or action.op in RECVS else None
 
     def expect(self, action: Action) -> None:
         """Announce a RECV that will come. Its buffers are posted as soon as its shapes are known.
@@ -121,7 +123,7 @@ class Courier:
         They are never posted before those of an earlier RECV from the same peer, because a transport without tags
         delivers in order.
         """
-        queue = self._expected[self._route(action).peer]
+        queue = self._expected[self._route(action).peers[0]]
         queue.append(action)
         while queue and self._known(queue[0]):
             self._post(queue.popleft())
@@ -129,11 +131,15 @@ class Courier:
     def receive(self, action: Action) -> Values:
         """Wait for the values of a RECV and return them. A peer's RECVs must be taken in the order of ``expect``."""
         if action not in self._posted:
-            queue, route = self._expected[self._route(action).peer], self._route(action)
+            queue, route = self._expected[self._route(action).peers[0]], self._route(action)
             if queue:
                 assert queue.popleft() == action, "receives are taken in the order of the row"
             if not self._known(action):
-                self._learn(route.crossing, self._read_header(route))
+                specs, known = self._read_header(route), self._specs.get(route.crossing)
+                if known is not None and specs != known:  # those from another replica
+                    raise _other_shapes(route.crossing, specs, known)
+                self._learn(route.crossing, specs)
+                self._told.add((route.crossing, route.peers[0]))
             self._post(action)
         buffers, handles = self._posted.pop(action)
         _wait_all(handles)
@@ -141,12 +147,14 @@ class Courier:
 
     def _known(self, action: Action) -> bool:
         route = self._route(action)
-        return route.crossing in route.specs
+        if action.op is Op.RECV_B:
+            return route.crossing in route.specs
+        return (route.crossing, route.peers[0]) in self._told
 
     def _post(self, action: Action) -> None:
         """Allocate the buffers of a RECV whose shapes are known, and start receiving into them."""
         route = self._route(action)
-        link, peer, tag = self._link(), route.peer, route.tag
+        link, peer, tag = self._link(), route.peers[0], route.tag
         recv, device = link.recv, link.device
         specs = route.specs[route.crossing]
         buffers = [empty_in(spec.shape, spec.order, spec.dtype, device) for spec in specs]
@@ -163,13 +171,16 @@ class Courier:
                 can't cross a boundary (too many tensors or dims, or an unsupported dtype).
         """
         route = self._route(action)
-        queue = self._sending[route.peer]
-        while len(queue) >= SEND_WINDOW:
-            _wait_all(queue.popleft())
-        handles = self._send_header(route, values) if action.op is Op.SEND_F else []
-        send, peer, tag, specs = self._link().send, route.peer, route.tag, route.specs[route.crossing]
-        handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
-        queue.append(handles)
+        if action.op is Op.SEND_F:
+            self._look(route.crossing, values)
+        send, tag, specs = self._link().send, route.tag, route.specs[route.crossing]
+        for peer in route.peers:
+            queue = self._sending[peer]
+            while len(queue) >= SEND_WINDOW:
+                _wait_all(queue.popleft())
+            handles = self._tell(route, peer) if action.op is Op.SEND_F else []
+            handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
+            queue.append(handles)
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -182,29 +193,32 @@ class Courier:
         learns = crossing[0] >= self._first_learning
         self._floating[crossing] = tuple(spec for spec in specs if learns and spec.dtype.is_floating_point)
 
-    def _send_header(self, route: Route, values: Values) -> list[Handle]:
-        """Start sending the shapes of forward values, if the boundary's are not known yet.
+    def _look(self, crossing: Crossing, values: Values) -> None:
+        """Learn the shapes of forward values that leave over a boundary.
 
         Raises ValueError if they are known and the values have others.
         """
-        known = self._specs.get(route.crossing)
+        known = self._specs.get(crossing)
         if known is not None and len(known) == len(values):
             pairs = zip(known, values, strict=True)
             if all(spec.shape == value.shape and spec.dtype == value.dtype for spec, value in pairs):
-                return []
+                return
         specs = tuple(Spec(tuple(value.shape), value.dtype, order_of(value)) for value in values)
         if known is not None:
-            raise ValueError(
-                f"stage {route.crossing[0]} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
-                "give batches of one shape, or say Batches(..., varying=True)"
-            )
-        header = _pack(specs)
-        self._learn(route.crossing, specs)
-        return [self._link().host.send(header, route.peer, route.tag, count_as="send shapes")]
+            raise _other_shapes(crossing, specs, known)
+        self._learn(crossing, specs)
+
+    def _tell(self, route: Route, peer: int) -> list[Handle]:
+        """Start sending the shapes of forward values, if a receiver was not told those of the boundary yet."""
+        if (route.crossing, peer) in self._told:
+            return []
+        header = _pack(self._specs[route.crossing])
+        self._told.add((route.crossing, peer))
+        return [self._link().host.send(header, peer, route.tag, count_as="send shapes")]
 
     def _read_header(self, route: Route) -> tuple[Spec, ...]:
         header = torch.empty(_HEADER, dtype=torch.int64)
-        self._link().host.recv(header, route.peer, route.tag, count_as="recv shapes").wait()
+        self._link().host.recv(header, route.peers[0], route.tag, count_as="recv shapes").wait()
         return _unpack(header)
 
     def _link(self) -> Group:
@@ -226,7 +240,15 @@ class Courier:
         source, boundary = (stage if op in SENDS else other), min(stage, other)
         tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
         crossing = boundary, microbatch if self._varies else 0
-        return Route(self._placement[other], tag, crossing, self._floating if backward else self._specs)
+        return Route(self._peers(action), tag, crossing, self._floating if backward else self._specs)
+
+
+def _other_shapes(crossing: Crossing, specs: tuple[Spec, ...], known: tuple[Spec, ...]) -> ValueError:
+    """Return the error of a stage's outputs that have other shapes than before."""
+    return ValueError(
+        f"stage {crossing[0]} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
+        "give batches of one shape, or say Batches(..., varying=True)"
+    )
 
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:

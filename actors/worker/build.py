@@ -59,7 +59,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
     parts = model.stages(run.split, train.num_stages)
-    own = train.stages_of(world.pp(plan.rank))
+    own = train.stages_of(world.row(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
     if is_expert := world.is_expert(plan.rank):
         same = {}  # it has nothing of the layers that share weights
@@ -98,10 +98,10 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         if name not in same
     }
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ties = [between_owners(tie, world, owners.of, plan.rank) for tie in ties]
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers, first
-    return Part(model, stages, parameters, masters, owners, ties, *resting, *others)
+    return Part(model, stages, parameters, masters, owners, ends, *resting, *others)
 
 
 def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
@@ -132,7 +132,7 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
     Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
     """
     dp, found = plan.run.mesh.dp, defaultdict[int, set[int]](set)
-    for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
+    for stage, op, microbatch in plan.programs["train"].rows[plan.world.row(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].update(range(microbatch * dp, (microbatch + 1) * dp))
     return found
@@ -188,12 +188,12 @@ def assemble(seat: Seat) -> Assembly:
     part, run = build_part(plan, place, groups), plan.run
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(seat, part, scaler)
-    if not plan.world.reduces or (plan.world.is_expert(plan.rank) and not part.home.is_apart):
+    if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_apart):
         return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
     train = plan.programs["train"]
-    row = first_steps(train, 1).rows[seat.pp] if train.stream else train.rows[seat.pp]
+    row = first_steps(train, 1).rows[seat.row] if train.stream else train.rows[seat.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].here]
     sums = GradientSums(buckets, here, part.home, part.masters.parameters)

@@ -127,12 +127,14 @@ class TokenFlow:
         self._step.num_bytes = sum(map(nbytes, values))
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
+        """Return it; of several replicas of the last stage, each reports its own microbatches."""
         if not any(stage.is_last for stage in self._stages.values()):
             return None
         step = self._step
         step.read_losses()
-        sound = all(math.isfinite(step.losses[microbatch]) for microbatch in microbatches)
-        tokens, expected = sum(map(step.counts.__getitem__, microbatches)), self._mean.expected
+        own = [microbatch for microbatch in microbatches if microbatch in step.counts]
+        sound = all(math.isfinite(step.losses[microbatch]) for microbatch in own)
+        tokens, expected = sum(map(step.counts.__getitem__, own)), self._mean.expected * len(own) // len(microbatches)
         return ballot_of(tokens, expected / self._seat.world.mesh.cp, sound=sound)
 
     def seen(self, action: Action) -> Values:

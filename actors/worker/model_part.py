@@ -18,7 +18,7 @@ from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.home import Home
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model
-from raypar.actors.models.tied_weights import Tie
+from raypar.actors.models.tied_weights import Ends
 from raypar.actors.optim.masters import Masters
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
@@ -52,7 +52,7 @@ class Part:
     parameters: dict[str, nn.Parameter]
     masters: Masters
     owners: Owners
-    ties: list[Tie]
+    ties: list[Ends]
     shards: Mapping[str, Shard]
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]

@@ -10,7 +10,7 @@ from raypar.actors.data_parallel.buckets import share_out
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
-from raypar.actors.models.tied_weights import Tie, ties_of
+from raypar.actors.models.tied_weights import Ends, Tie, ties_of
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
@@ -47,7 +47,7 @@ def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int
     return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
 
 
-def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Tie:
+def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Ends:
     """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters.
 
     Args:
@@ -56,8 +56,13 @@ def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: in
         owner_of: The owner of each parameter.
         rank: The actor's rank.
     """
+    if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
+        homes, copies = (world.mesh.ranks_of(pp) for pp in (tie.home_rank, tie.copy_rank))
+        tp = world.mesh.tp_of(tie.home_rank)
+        own = world.at(rank)["tp"] % tp
+        return Ends(tie.home, tuple(homes[own::tp]), tie.copy, tuple(copies[own::tp]))
     home = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
-    return Tie(tie.home, home, tie.copy, world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank))
+    return Ends(tie.home, (home,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
 
 
 def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:

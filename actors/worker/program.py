@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from raypar.actors.data_parallel.stage_weights import StageWeights, Windows
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.data import Batches
+from raypar.actors.worker.boundaries import peers_of
 from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
@@ -39,11 +41,11 @@ def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: 
         first_learning: The first stage that has something to learn; see ``Courier``.
         schedule: The lowered schedule.
     """
-    row = schedule.rows[seat.pp]
+    row = schedule.rows[seat.row]
     data = seat.plan.run.data
     courier = Courier(
         seat.groups.get("pp"),
-        schedule.placement,
+        partial(peers_of, seat.world, seat.plan.rank, schedule=schedule),
         schedule.num_microbatches,
         varies=isinstance(data, Batches) and data.varying,
         first_learning=first_learning,

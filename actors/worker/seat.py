@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
@@ -13,7 +12,8 @@ from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace
 from raypar.actors.mesh.world import Membership, World
-from raypar.actors.models.tied_weights import Tie
+from raypar.actors.models.tied_weights import Ends
+from raypar.actors.worker.boundaries import neighbours
 from raypar.actors.worker.plan import Plan
 
 _NAMED = 4  # actors of a group that an error names
@@ -54,6 +54,11 @@ class Seat:
         return self.world.pp(self.plan.rank)
 
     @cached_property
+    def row(self) -> int:
+        """The row of a schedule that the actor performs."""
+        return self.world.row(self.plan.rank)
+
+    @cached_property
     def dp(self) -> int:
         """Data-parallel coordinate of a worker; 0 for an expert actor or a server."""
         return self._coordinate[0]
@@ -82,15 +87,15 @@ class Seat:
         at = self.world.at(self.plan.rank)
         return at["dp"], at["cp"]
 
-    def connect(self, ties: Sequence[Tie]) -> None:
+    def connect(self, ties: Sequence[Ends]) -> None:
         """Connect this actor in advance with all ranks that it exchanges messages with in a step.
 
         Args:
             ties: Tied weights whose ends are on different ranks; they exchange gradients.
         """
-        placement, cp = self.plan.programs["train"].placement, self.world.mesh.cp
-        tied, ring = [(tie.home_rank, tie.copy_rank) for tie in ties], [(rank, (rank + 1) % cp) for rank in range(cp)]
-        for key, pairs in (("pp", pairwise(placement)), ("cp", ring), (self.world.updaters, tied)):
+        edges, cp = neighbours(self.world, self.plan.programs["train"]), self.world.mesh.cp
+        tied, ring = [pair for tie in ties for pair in tie.pairs], [(rank, (rank + 1) % cp) for rank in range(cp)]
+        for key, pairs in (("pp", edges), ("cp", ring), (self.world.updaters, tied)):
             if key in self.groups:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})

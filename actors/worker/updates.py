@@ -36,7 +36,7 @@ def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -
         part: The actor's part of the model.
         parameters: The parameters of the part to group, by logical name.
     """
-    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
+    row, limit = plan.programs["train"].rows[plan.world.row(plan.rank)], int(plan.run.bucket_mb * _MIB)
     buckets = []
     units = (unit for weights in part.weights.values() for unit in weights.units)
     strides = {name: stride for unit in units for name, stride in unit.strides.items()}
@@ -83,9 +83,11 @@ def updater_of(
         tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
         experts = part.owners.experts
         told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
-    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
     # In an asynchronous schedule each stage updates by itself: there is no global norm, and no vote.
     every = None if plan.programs["train"].stream else groups.get(world.updaters)
+    if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
+        told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
+    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
     return Updater(part.masters, names, part.ties, every, tensors, told, *policy)
 
 

@@ -68,7 +68,7 @@ class Worker:
         part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
-        reducer, row = self.parts.reducer, train.rows[seat.pp]
+        reducer, row = self.parts.reducer, train.rows[seat.row]
         self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
@@ -388,8 +388,9 @@ class Worker:
         peer = self.program.courier.peer(action)
         if peer is None:
             return None
-        mesh = self.seat.world.mesh
-        return mesh.label(mesh.rank(**self.seat.world.at(self.seat.plan.rank) | {"pp": peer}))
+        world, rank = self.seat.world, self.seat.plan.rank
+        members = world.mesh.group_of("pp", rank)[1] if rank < world.mesh.size else ()
+        return world.label(members[peer]) if members else world.mesh.label(world.mesh.rank(pp=peer))
 
 
 def _stage(action: Action) -> int:

@@ -35,6 +35,7 @@ _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "microbatches",
     "micro_batch_size",
     "mesh.dp",
+    "mesh.rank_dp",
     "optim",
     "clip",
     "steps",

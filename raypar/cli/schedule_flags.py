@@ -26,6 +26,8 @@ class SizeArgs:
     """stages on each rank; None is the schedule's own default"""
     steps: int | None = None
     """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
+    replicas: tuple[int, ...] = ()
+    """replicas of each rank, as 2 3 1, which take microbatches in turn; one each if it is left out"""
 
 
 def cost_faults(costs: Mapping[str, float]) -> list[str]:
@@ -51,12 +53,14 @@ def load_sized(word: str, sizes: SizeArgs, costs: Costs | None = None, most_cell
     """
     ranks = _RANKS if sizes.ranks is None else sizes.ranks
     microbatches = _MICROBATCHES if sizes.microbatches is None else sizes.microbatches
-    loaded = load(word, ranks, microbatches, sizes.chunks, costs, sizes.steps, most_cells=most_cells)
+    ranks = len(sizes.replicas) or ranks if sizes.ranks is None else ranks
+    further = sizes.chunks, costs, sizes.steps
+    loaded = load(word, ranks, microbatches, *further, replicas=sizes.replicas, most_cells=most_cells)
     schedule = loaded.schedule
     faults = [
         f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
         for name, has, wanted in (
-            ("ranks", schedule.num_ranks, sizes.ranks),
+            ("ranks", schedule.num_pipeline_ranks, sizes.ranks),
             ("microbatches", schedule.microbatches_a_step, sizes.microbatches),
             ("steps", schedule.stream, sizes.steps if schedule.stream else None),
         )

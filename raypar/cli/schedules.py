@@ -290,7 +290,7 @@ def _grid(schedule: Schedule, color: bool) -> str:
 def _rows(schedule: Schedule) -> str:
     """Return every row as a line. A column is a position in the row, not a time."""
     rows = [[str(action) for action in row] for row in schedule.rows]
-    labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    labels = [schedule.label(rank) for rank in range(schedule.num_ranks)]
     return "\n".join(lines(labels, padded(rows, widest(cell for row in rows for cell in row))))
 
 

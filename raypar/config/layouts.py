@@ -67,7 +67,6 @@ def layout(name: str) -> dict[str, Any]:
         )
     if faults:
         raise ConfigError(faults)
-    axes = {axis: of[axis] for axis in ("tp", "cp", "pp", "ep")}
-    etp = {"etp": of["etp"]} if "etp" in dict(ways) else {}
-    mesh = Mesh(dp=stage // inner, expert_actors=apart, **axes, **etp)
+    dp, etp = stage // inner, of["etp"] if "etp" in dict(ways) else None
+    mesh = Mesh(of["pp"], dp, of["cp"], of["tp"], ep=of["ep"], etp=etp, expert_actors=apart)
     return {"mesh": mesh} | ({"zero": of["zero"]} if "zero" in dict(ways) else {})

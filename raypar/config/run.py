@@ -42,9 +42,11 @@ from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
+from raypar.config.validate.uneven import uneven_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
 
 
 def check_run(
@@ -78,7 +80,7 @@ def check_run(
         faults += run.mesh.faults(right)
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
-    faults += precision_faults(run, right)
+    faults += [*precision_faults(run, right), *uneven_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
@@ -105,9 +107,14 @@ def _searched(run: Run, programs: Programs) -> Programs:
     """Return the programs; those of a schedule that depends on costs are made again, for the costs of the run."""
     if not takes_costs(run.schedule):
         return programs
-    once, costs = zero_actions_of(run).reduce == "step", costs_of_run(run, programs["train"].num_stages)
-    sizes = run.mesh.pp, run.microbatches, run.chunks
-    return programs_of(run.schedule, *sizes, steps=run.flush_every, reduce_grad=once, costs=costs)
+    return _lowered(run, run.schedule, costs_of_run(run, programs["train"].num_stages))
+
+
+def _lowered(run: Run, schedule: str | Schedule, costs: Costs | None = None) -> Programs:
+    """Return the programs of a schedule in the sizes of a run, without splitting backwards. Raises ScheduleError."""
+    once, sizes = zero_actions_of(run).reduce == "step", (run.mesh.pp, run.microbatches, run.chunks)
+    steps, replicas = run.flush_every, run.mesh.rank_dp
+    return programs_of(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs, replicas=replicas)
 
 
 def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:
@@ -119,7 +126,8 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         once = reduces and zero_actions_of(run).reduce == "step"
         steps = run.flush_every if right("flush_every") else None
         sizes = run.mesh.pp, run.microbatches, run.chunks
-        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once)
+        counts = run.mesh.rank_dp if right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp else ()
+        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts)
         misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
         misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
@@ -158,9 +166,7 @@ def zero_actions_of(run: Run) -> ZeroActions:
 
 def lowered_step(run: Run, schedule: str | Schedule) -> Schedule:
     """Lower a schedule for a training step of a run, without splitting backwards. Raises ScheduleError."""
-    zero, sizes = zero_actions_of(run), (run.mesh.pp, run.microbatches, run.chunks)
-    programs = programs_of(schedule, *sizes, steps=run.flush_every, reduce_grad=zero.reduce == "step")
-    return with_zero(programs, zero)["train"]
+    return with_zero(_lowered(run, schedule), zero_actions_of(run))["train"]
 
 
 def unrecorded(run: Run) -> Run:
@@ -317,7 +323,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
             return [*faults, *str(error).splitlines()]
         except Exception as error:
             return [*faults, failure("model.fn", error)]
-        copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
+        copied = right("mesh") and max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
     faults += split_faults(run.split, count, num_stages) if right("split") else []

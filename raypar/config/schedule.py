@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 
 from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
-from raypar.schedules.catalog import entry_of
+from raypar.schedules.catalog import build, entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
 from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
+from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -39,6 +40,7 @@ def programs_of(
     steps: int | None = None,
     reduce_grad: bool = False,
     costs: Costs | None = None,
+    replicas: Sequence[int] = (),
 ) -> Programs:
     """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
@@ -53,32 +55,36 @@ def programs_of(
         reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
             servers.
         costs: How long actions last, for a schedule that depends on it; None for its default.
+        replicas: The number of replicas of each rank, among which microbatches go in turn; empty: one each.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks, costs, steps)
+    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas)
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     # Before its sizes, because no sizes fit an impossible schedule.
     lowered = loaded.lowered(reduce_grad=reduce_grad)
-    _demand_sizes(train, ranks, microbatches)
+    _demand_sizes(train, ranks, microbatches, replicas)
     one = first_steps(train, 1) if train.stream else train
     forwards = ([action for action in row if action.op is Op.F] for row in one.rows)
     evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()
     return {"train": lowered, "evaluate": evaluate}
 
 
-def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
+def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int, replicas: Sequence[int]) -> None:
     """Raise ScheduleError if a schedule has other sizes than a run, with all that must be set."""
     are, fixes = [], []
-    if (own := schedule.num_ranks) != ranks:
+    if (own := schedule.num_pipeline_ranks) != ranks:
         are.append("1 rank" if own == 1 else f"{own} ranks")
         fixes.append(f"mesh.pp to {own}")
     if (own := schedule.microbatches_a_step) != microbatches:
         are.append("1 microbatch" if own == 1 else f"{own} microbatches")
         fixes.append(f"microbatches to {own}")
+    if schedule.replicas not in ((), tuple(replicas)):
+        are.append(f"{'-'.join(map(str, schedule.replicas))} replicas")
+        fixes.append(f"mesh.rank_dp to {schedule.replicas}")
     if are:
         raise ScheduleError(f"schedule {schedule.name!r} is for {' and '.join(are)}: set {' and '.join(fixes)}")
 
@@ -202,6 +208,7 @@ def load(
     costs: Costs | None = None,
     steps: int | None = None,
     *,
+    replicas: Sequence[int] = (),
     most_cells: int = MOST_CELLS,
 ) -> Loaded:
     """Load a schedule, without lowering or checking it.
@@ -214,26 +221,31 @@ def load(
         chunks: Stages on each rank; None for the schedule's default.
         costs: How long actions last, for a schedule that depends on it; None for its default.
         steps: Number of steps of an asynchronous schedule, None for 8; others are one step.
+        replicas: The number of replicas of each rank; empty: one each. A Schedule or a file may have their rows.
         most_cells: The most that ranks x microbatches x chunks may be.
 
     Raises:
         ScheduleError: There is no such schedule, it cannot have these sizes, the file can't be read, or the code fails.
     """
     if isinstance(schedule, Schedule):
-        return Loaded(schedule)
+        return Loaded(_with_replicas(schedule, replicas))
     path = Path(schedule)
     if path.suffix != ".csv":
-        entry = schedule_entry(schedule)
+        schedule_entry(schedule)
         if ranks * microbatches * (chunks or 1) * (steps or 1) > most_cells:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             sizes += f" x {steps} steps" if steps else ""
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {most_cells}: use smaller numbers")
-        generate = partial(entry.build, schedule, steps=steps, costs=costs)
+
+        def generate(ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+            counts = replicas[:ranks] if ranks <= len(replicas) else replicas
+            return build(str(schedule), ranks, microbatches, chunks, steps, costs=costs, replicas=counts)
+
         return Loaded(generate(ranks, microbatches, chunks), generate)
     from raypar.actors.files import read_named
 
     try:
-        return Loaded(from_csv(read_named(path, MOST_BYTES).decode(), path.stem))
+        return Loaded(_with_replicas(from_csv(read_named(path, MOST_BYTES).decode(), path.stem), replicas))
     except OSError as error:
         raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
     except ScheduleError:
@@ -255,6 +267,11 @@ def schedule_entry(word: str) -> Entry:
         return entry_of(word)
     except ScheduleError as error:
         raise ScheduleError(str(error) + reason_of(word)) from error
+
+
+def _with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
+    """Return a schedule with these replicas; one that is made for some keeps its own."""
+    return replicate(schedule, replicas) if any(count > 1 for count in replicas) and not schedule.replicas else schedule
 
 
 def takes_costs(schedule: str | Schedule) -> bool:

@@ -11,11 +11,13 @@ from typing import Any
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.types import SEND_WINDOW
+from raypar.actors.worker.boundaries import peers_of
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 from raypar.schedules.action import Action
 from raypar.schedules.dynamic_order import DynamicOrder
-from raypar.schedules.rules import awaited, rank_of
+from raypar.schedules.rules import awaited
+from raypar.schedules.schedule import Schedule
 
 
 class Executor(ABC):
@@ -84,13 +86,14 @@ class Tasks(Executor):
     def __init__(self, loaded: LoadedRun) -> None:
         self._calls, self._world = loaded.calls, loaded.world
         schedule, world = loaded.schedule, loaded.world
-        self._rows = [() if rank in world.server_ranks else schedule.rows[world.pp(rank)] for rank in range(world.size)]
+        self._rows = [
+            () if rank in world.server_ranks else schedule.rows[world.row(rank)] for rank in range(world.size)
+        ]
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
                 if (need := awaited(action, schedule)) is not None:
-                    beside = world.trainers_of(world.pp(rank)).index(rank)
-                    self._needs[rank, action] = world.trainers_of(rank_of(need, schedule))[beside], need
+                    self._needs[rank, action] = _sender(world, rank, action, schedule), need
         self._awaited = frozenset(self._needs.values())
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
@@ -136,7 +139,7 @@ class Tasks(Executor):
 class Dynamic(Executor):
     """One Ray task for each action, which is submitted when it is ready: arrival decides, not the row.
 
-    All actors of a pipeline rank get the same actions in the same order, so that their collectives agree. What comes
+    All actors of a row get the same actions in the same order, so that their collectives agree. What comes
     next is decided when all of them have done what they compute.
 
     Args:
@@ -145,7 +148,7 @@ class Dynamic(Executor):
 
     def __init__(self, loaded: LoadedRun) -> None:
         self._calls, self._world, self._schedule = loaded.calls, loaded.world, loaded.schedule
-        self._members = [loaded.world.trainers_of(pp) for pp in range(loaded.schedule.num_ranks)]
+        self._members = [loaded.world.trainers_in(row) for row in range(loaded.schedule.num_ranks)]
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _UnderWay:
         assert not stream
@@ -154,8 +157,8 @@ class Dynamic(Executor):
 
     def results(self, begun: _UnderWay, what: str) -> list[StepResult]:
         """Submit tasks as they become ready, and return the actors' results; see ``Executor``."""
-        for pp in range(len(self._members)):
-            self._submit(begun, pp)
+        for row in range(len(self._members)):
+            self._submit(begun, row)
         while not begun.order.is_over:
             refs = list(begun.tasks)
             done, has_failed = self._calls.first(refs, what, [begun.tasks[ref][0] for ref in refs])
@@ -163,8 +166,8 @@ class Dynamic(Executor):
                 return self._calls.gather(begun.last, what)
             for ref in done:
                 self._note(begun, *begun.tasks.pop(ref))
-            for pp in range(len(self._members)):
-                self._submit(begun, pp)
+            for row in range(len(self._members)):
+                self._submit(begun, row)
         for rank, handle in enumerate(self._calls.handles):
             if rank not in self._world.server_ranks:
                 begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
@@ -173,19 +176,19 @@ class Dynamic(Executor):
     def drop(self, begun: _UnderWay) -> None:
         self._calls.drop(begun.last)
 
-    def _submit(self, begun: _UnderWay, pp: int) -> None:
-        """Submit what the actors of a pipeline rank are given now."""
-        for action in begun.order.take(pp):
-            for rank in self._members[pp]:
+    def _submit(self, begun: _UnderWay, row: int) -> None:
+        """Submit what the actors of a row are given now."""
+        for action in begun.order.take(row):
+            for rank in self._members[row]:
                 begun.last[rank] = self._calls.handles[rank].act.options(name=str(action)).remote(action)
                 begun.tasks[begun.last[rank]] = rank, action
 
     def _note(self, begun: _UnderWay, rank: int, action: Action) -> None:
-        """Note that an actor has done an action, and its pipeline rank, if all its actors have."""
-        pp = self._world.pp(rank)
-        begun.num_done[pp, action] += 1
-        if begun.num_done[pp, action] == len(self._members[pp]):
-            begun.order.done(pp, action)
+        """Note that an actor has done an action, and its row, if all its actors have."""
+        row = self._world.row(rank)
+        begun.num_done[row, action] += 1
+        if begun.num_done[row, action] == len(self._members[row]):
+            begun.order.done(row, action)
 
 
 @dataclass
@@ -198,7 +201,7 @@ class _UnderWay:
         order: Its order.
         last: By rank, the object ref of its latest call.
         tasks: The rank and the action of each task that is not done, by object ref.
-        num_done: By pipeline rank and action, how many of its actors have done it. Equal actions count together: only
+        num_done: By row and action, how many of its actors have done it. Equal actions count together: only
             those of one microbatch are waited for.
     """
 
@@ -229,6 +232,14 @@ class _Begun:
     last: list[Any]
     sends: dict[Any, tuple[int, Action]] = field(default_factory=dict)
     done: dict[tuple[int, Action], Any] = field(default_factory=dict)
+
+
+def _sender(world: World, rank: int, recv: Action, schedule: Schedule) -> int:
+    """Return the rank that sends what another one receives."""
+    (peer,) = peers_of(world, rank, recv, schedule)
+    if world.mesh.is_uneven:
+        return peer
+    return world.trainers_of(peer)[world.trainers_of(world.pp(rank)).index(rank)]
 
 
 def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int) -> list[Any]:

@@ -78,7 +78,7 @@ class Inspection:
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
             return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
         dp = dp or 0
-        self._demand_replica(dp)
+        self._demand_replica(dp, self._run.mesh.ways("dp"))
         homes, ranks = self._skeleton.homes, self._world.holders(dp)
         held = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
         shapes = whole_shapes(held)
@@ -291,12 +291,12 @@ class Inspection:
         return Overlay(measured, prediction.timeline, prediction.source)
 
     def _replica(self, dp: int, ago: int) -> Timeline:
-        self._demand_replica(dp)
+        self._demand_replica(dp, self._run.mesh.dp)
         return self.timelines(ago)[dp]
 
-    def _demand_replica(self, dp: int) -> None:
-        if not 0 <= dp < self._run.mesh.dp:
-            raise ConfigError([f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0"])
+    def _demand_replica(self, dp: int, count: int) -> None:
+        if not 0 <= dp < count:
+            raise ConfigError([f"there is no replica dp={dp}: the mesh has {count}, counted from 0"])
 
     def _fixed(self, name: str) -> Tensor:
         """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""

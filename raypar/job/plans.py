@@ -39,14 +39,17 @@ def plans_of(
     world = world_of(run)
     told = shipped(run)
     alone = replace(told, zero=0)  # an expert actor shares its weights with nobody
-    own = [{key: only_row(schedule, pp) for key, schedule in programs.items()} for pp in range(run.mesh.pp)]
+    own = [
+        {key: only_row(schedule, row) for key, schedule in programs.items()}
+        for row in range(programs["train"].num_ranks)
+    ]
     return [
         Plan(
             run=alone if world.is_expert(rank) else told,
             job=job,
             generation=generation,
             rank=rank,
-            programs=own[world.pp(rank)],
+            programs=own[world.row(rank)],
             device=device,
             faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
             layout=layout,

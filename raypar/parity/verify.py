@@ -253,7 +253,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     first = [*job.weights(0).ends()] if run.precision.is_mixed else [(pair.what, pair.found) for pair in weights]
     replicas = [
         _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, found, 0.0, last)
-        for dp in range(1, run.mesh.dp)
+        for dp in range(1, run.mesh.ways("dp"))
         for (name, other), (_, found) in zip(job.weights(dp).ends(), first, strict=True)
     ]
     differences = [
@@ -267,7 +267,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         len(plain.weights),
         plain.losses,
         tuple(differences),
-        run.mesh.dp,
+        run.mesh.ways("dp"),
         None,
         bounds,
     )
@@ -301,12 +301,12 @@ def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
 
 def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run in fp32."""
-    divides = run.mesh.tensor_ranks * run.mesh.cp > 1 or run.mesh.divides_experts or run.tile != 1
+    divides = run.mesh.ways("tp") * run.mesh.cp > 1 or run.mesh.divides_experts or run.tile != 1
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if divides else ON_GPUS
     if divides:
         return DIVIDED
-    replicas = run.mesh.dp > 1 and run.microbatches * run.mesh.dp > 2
+    replicas = run.mesh.ways("dp") > 1 and run.microbatches * run.mesh.dp > 2
     if replicas or run.order == "dynamic" or not _in_order(schedule):
         return REPLICAS
     return TIED if tied else BITWISE

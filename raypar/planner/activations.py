@@ -11,7 +11,9 @@ keep. What comes and goes within an action is left out, but for what a recomputa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.attention import LEAST, ROOM, ROWS, SIDE
 from raypar.actors.specs.model import GPT, Llama
@@ -33,6 +35,10 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
         timeline: The predicted training step, which says how many microbatches are under way.
         apart: Tell of an expert actor of each pipeline rank instead.
     """
+    if run.mesh.rank_tp:
+        schedule, mesh = timeline.schedule, run.mesh
+        each_tp = {tp: most_kept(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), model, timeline) for tp in {*mesh.rank_tp}}
+        return [each_tp[mesh.tp_of(schedule.home_of(row))][row] for row in range(schedule.num_ranks)]
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
     stage = _experts_apart if apart else _stage
     each = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]

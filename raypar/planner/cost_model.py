@@ -42,13 +42,13 @@ def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, r
     if not isinstance(run.model, Transformer):
         return costs
     tokens = run.micro_batch_size * run.model.seq / run.mesh.cp
-    unit = tokens / run.mesh.tensor_ranks / rates.flops
-    computing = {key: unit * cost for key, cost in costs.of_stage.items()}
+    unit, homes = tokens / rates.flops, schedule.placement
+    computing = {key: unit * cost / run.mesh.tp_of(homes[key[0]]) for key, cost in costs.of_stage.items()}
     parts = run.mesh.tensor_ranks if run.sequence_parallel or run.mesh.grid is not None else 1
     boundary = element_bytes(run).weight * run.model.hidden * tokens / parts
     return replace(
         costs,
-        of_stage=computing | _exchanges(run, world, counts, rates),
+        of_stage=computing | _exchanges(run, world, counts, rates, homes),
         step=max(_behind_update(run, world, counts, rates, schedule.stages_of(rank)) for rank in _ranks(schedule)),
         link=rates.message(boundary),
         reduce_beside=True,
@@ -60,13 +60,16 @@ def _ranks(schedule: Schedule) -> range:
     return range(schedule.num_ranks)
 
 
-def _exchanges(run: Run, world: World, counts: Counts, rates: Rates) -> dict[tuple[int, Op], float]:
+def _exchanges(
+    run: Run, world: World, counts: Counts, rates: Rates, homes: Sequence[int]
+) -> dict[tuple[int, Op], float]:
     """Return the seconds of every stage's UNSHARD and REDUCE_GRAD. Offloaded tensors are moved as a whole."""
-    each, sharers = element_bytes(run), world.owners if world.sharded else world.replicas
-    part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
+    each = element_bytes(run)
     twice = 1 if world.sharded or world.servers or world.offload != "none" else 2
     found: dict[tuple[int, Op], float] = {}
     for stage, units in enumerate(counts.units):
+        sharers = world.owners if world.sharded else world.replicas_at(homes[stage])
+        part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
         moved = units.gathered if world.offload == "none" else units.whole
         gradients = each.gradient * moved
         buckets = max(units.count if world.lends else 1, gradients / (run.bucket_mb * 2**20))

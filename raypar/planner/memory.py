@@ -168,11 +168,12 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     Returns:
         The memory by pipeline rank.
     """
-    each, device = element_bytes(run), device_kind(run.device)
-    activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
+    each, device, schedule = element_bytes(run), device_kind(run.device), timeline.schedule
+    rows = [schedule.rows_of(pp)[0] for pp in range(world.mesh.pp)]  # of replicas the first one holds most
+    activations = [None] * len(schedule.rows) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
-    versions = most_versions(timeline.schedule)  # of a stage, the only one of its rank if it has more than one
-    lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
+    versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
+    lent = [_Lent(run, world, counts, schedule.rows[row]) for row in rows]
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
@@ -182,22 +183,23 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         kept = each.weight * (own if world.gathers else count)
         updated = each.state * state + each.master * count
         optimizer = 0 if world.servers else _owned(world, updated, updated * experts // max(count, 1))
-        gathered = whole[rank].weights if world.unshards else 0
+        gathered = whole[rows[rank]].weights if world.unshards else 0
         buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
         saved = 0 if world.servers else saved_bytes(each, own, optimizer)
-        shared = _filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends)
+        read = _read(world, each.weight, count, experts, lends=lends) if world.replicas_at(rank) > 1 else 0
+        shared = _filled(world, buckets, gathered) + read
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
                 gradients=gradients,
                 optimizer=optimizer if world.offload == "none" else 0,
-                activations=activations[rank],
+                activations=activations[rows[rank]],
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
                 process=PROCESS_OF[device],
-                working=round(WORKING_OF[device] * (activations[rank] or 0)),
+                working=round(WORKING_OF[device] * (activations[rows[rank]] or 0)),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),

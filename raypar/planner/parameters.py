@@ -64,7 +64,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, mesh: 
     """
     ranks = _ranks(mesh)
     first, last = schedule.placement[0], schedule.placement[-1]
-    held = [0] * schedule.num_ranks
+    held = [0] * schedule.num_pipeline_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
         held[schedule.placement[stage]] += _blocks(model, layers, mesh)
     held[first] += _embedding(model, ranks)

@@ -43,7 +43,13 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
     if world.replicas > 1 and not world.servers:
         dense = [(units.whole - units.experts, units.tensors - units.expert_tensors) for units in counts.units]
         shards = world.owners if world.sharded else world.replicas
-        _add_replicas(sent, run, world, dense, schedule, shards, "shard" if world.hybrid else "dp")
+        if world.mesh.is_uneven:  # each pipeline rank by itself
+            for rank, found in enumerate(sent):
+                alone = [Sent() for _ in sent]
+                _add_replicas(alone, run, world, dense, schedule, world.replicas_at(rank), "dp")
+                found.update(alone[rank])
+        else:
+            _add_replicas(sent, run, world, dense, schedule, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
             of_experts = [(units.experts, units.expert_tensors) for units in counts.units]
@@ -79,7 +85,7 @@ def _add_replicas(
     gradients = [each.gradient * (count + tensors) for count, tensors in held]
     moved = traffic(schedule, weights, gradients, shards)
     for rank, found in enumerate(sent):
-        stages = schedule.stages_of(rank)
+        stages = schedule.stages_on(rank)
         reduced = sum(moved[stage].reduced_bytes for stage in stages)
         if not world.sharded:
             found[axis, "all_reduce"] += 2 * reduced

@@ -187,7 +187,7 @@ def never_happen(faults: Sequence[InjectedFault], run: Run, taken: int = 0) -> I
 
 def _row(rank: int, world: World, schedule: Schedule) -> list[str]:
     """Return the actions of a rank, as they are spelled."""
-    return ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.pp(rank)]]
+    return ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.row(rank)]]
 
 
 def _point(at: str, rank: int, world: World, schedule: Schedule) -> str | None:

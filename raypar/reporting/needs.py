@@ -47,9 +47,10 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
     """
     world, told = world_of(run), []
     for axis in AXES:
-        if (ways := world.mesh.ways(axis)) > 1:
-            spelled = run.mesh.tp if axis == "tp" else ways
-            told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
+        if world.mesh.ways(axis) > 1:
+            told.append(
+                f"{axis} {world.mesh.spelled(axis)}" + (f" ({origins[axis]})" if origins and axis in origins else "")
+            )
     others = f" + {len(world.server_ranks)} servers" if world.servers else ""
     if world.mesh.expert_actors:
         others = f" + {world.mesh.actors - world.mesh.size} for experts"
@@ -130,7 +131,14 @@ def memory_faults(
 
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
-    counts, mesh = _counts(run, schedule, skeleton), run.mesh
+    mesh = run.mesh
+    if mesh.rank_tp:
+        each = {tp: _counts(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), schedule, skeleton) for tp in {*mesh.rank_tp}}
+        held = [each[tp].held[pp] for pp, tp in enumerate(mesh.rank_tp)]
+        matrices = [each[tp].matrices[pp] for pp, tp in enumerate(mesh.rank_tp) if each[tp].matrices]
+        units = [each[mesh.tp_of(home)].units[stage] for stage, home in enumerate(schedule.placement)]
+        return Counts(held, units, matrices, [0] * mesh.pp)
+    counts = _counts(run, schedule, skeleton)
     if not mesh.expert_actors:
         return counts
     # A rank that held one part of the experts would have so many more than one that holds none.
@@ -161,7 +169,8 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
         weights = skeleton.weights
         held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
         units = _units(run, schedule.num_stages, skeleton)
-    experts = [sum(units[stage].experts for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    ranks = range(schedule.num_pipeline_ranks)
+    experts = [sum(units[stage].experts for stage in schedule.stages_on(rank)) for rank in ranks]
     return Counts(held, units, muon_parameters(run, schedule, skeleton), experts)
 
 
@@ -283,7 +292,7 @@ def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
     sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
     return [
         [homes.get(name, name) for name in sizes.get(rank, {}) if _is_first(skeleton, name, run.mesh)]
-        for rank in range(schedule.num_ranks)
+        for rank in range(schedule.num_pipeline_ranks)
     ]
 
 
@@ -315,7 +324,8 @@ def kinds_of(memory: Memory) -> dict[str, str]:
 
 def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], of: Callable[[Memory], int]) -> int:
     """Add up the memory of all actors."""
-    return sum(map(of, workers)) * world.mesh.inner + sum(map(of, others)) * (world.servers + world.mesh.expert_actors)
+    held = sum(len(world.replicas_of(pp)) * of(memory) for pp, memory in enumerate(workers))
+    return held + sum(map(of, others)) * (world.servers + world.mesh.expert_actors)
 
 
 def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:

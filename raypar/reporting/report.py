@@ -46,6 +46,8 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
     if schedule.stream and (steps := {span.action for row in rows for span in row if span.action.op is Op.STEP}):
         schedule = first_steps(schedule, len({step.microbatch for step in steps}))
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
+    if world.mesh.rank_dp:
+        lanes = [tuple(world.trainers_in(row)[0] for row in range(schedule.num_ranks))]
     lanes += zip(*(world.mesh.experts_of(pp) for pp in range(world.mesh.pp)), strict=True)
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]
     return [_timeline(schedule, world, zero, {rank: rows[rank] for rank in lane}) for lane in lanes]
@@ -68,7 +70,7 @@ def ledger_of(world: World, moved: Sequence[Moved]) -> Totals:
 
 def _timeline(schedule: Schedule, world: World, zero: float, rows: dict[int, Sequence[Span]]) -> Timeline:
     events = [
-        Event(world.pp(rank), world.label(rank), action, start - zero, end - zero, nbytes, bucket)
+        Event(world.row(rank), world.label(rank), action, start - zero, end - zero, nbytes, bucket)
         for rank, row in rows.items()
         for action, start, end, nbytes, bucket in row
     ]

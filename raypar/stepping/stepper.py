@@ -150,7 +150,7 @@ class Stepper:
         for axis, place in places.items():
             if not 0 <= place < mesh.ways(axis):
                 raise MoveError(f"there is no {axis}={place}: the mesh has {mesh.ways(axis)}, counted from 0")
-        return self._seen(wanted, [mesh.rank(rank_of(wanted, self.schedule), **places)], tensors=True)[0]
+        return self._seen(wanted, [self._world.worker(rank_of(wanted, self.schedule), **places)], tensors=True)[0]
 
     def state(self) -> State:
         """Return what every actor holds."""
@@ -337,7 +337,7 @@ class Stepper:
     def _perform(self, chosen: Sequence[Move]) -> None:
         """Submit the moves without waiting in between; each actor performs its calls in the order of submission."""
         self._demand_begun()
-        calls = [(rank, action) for move in chosen for pp, action in move.actions for rank in self._ranks(pp, action)]
+        calls = [(rank, action) for move in chosen for row, action in move.actions for rank in self._ranks(row, action)]
 
         def perform() -> None:
             refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
@@ -363,8 +363,8 @@ class Stepper:
         """Return whether the predicate holds for what a move has made."""
         assert self._predicate is not None
         for action in filter(makes_tensors, move.names):
-            ranks = self._world.replicas_of(rank_of(action, self.schedule))
-            for seen in self._seen(action, ranks, tensors=False):
+            ranks = self._world.trainers_in(rank_of(action, self.schedule))
+            for seen in self._seen(action, [one for one in ranks if one < self._world.mesh.size], tensors=False):
                 if self._predicate(seen):
                     self._note = f"stopped behind {seen!r}\n"
                     return True
@@ -373,10 +373,10 @@ class Stepper:
     def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[Seen]:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
-    def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
-        """Return the ranks that perform a pipeline rank's action: all replicas and expert actors, for STEP servers."""
+    def _ranks(self, row: int, action: Action) -> tuple[int, ...]:
+        """Return the ranks that perform an action of a row: all replicas and expert actors, for STEP servers."""
         servers = range(self._world.servers if action.op is Op.STEP else 0)
-        return (*self._world.trainers_of(pp), *(self._world.server_rank(pp, index) for index in servers))
+        return (*self._world.trainers_in(row), *(self._world.server_rank(row, index) for index in servers))
 
     def _demand_begun(self) -> None:
         if self._over is not None:

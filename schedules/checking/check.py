@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.errors import CheckError, Fault
+from raypar.schedules.checking.replica_rules import replica_faults
 from raypar.schedules.checking.rows import RowCheck
 from raypar.schedules.checking.version_rules import version_faults
 from raypar.schedules.rules import gathers, partner, rank_of
@@ -26,7 +27,8 @@ def check(
     The rules:
 
     - complete: Each stage runs each microbatch once: one F, and one B or one I and one W. An evaluation has only the F.
-    - placement: Every action is on the rank that holds its stage.
+    - placement: Every action is on the rank that holds its stage, in the row of the replica whose turn it is.
+    - replicas: The replicas of a rank have equal shares of a step, and reduce and update in one order.
     - order: Every action comes after the actions that it needs.
     - pairing: In a lowered schedule each value that crosses ranks has one SEND and one RECV, and there are no others.
     - edge order: In a lowered schedule a rank receives from another rank in the order in which that rank sends (NCCL
@@ -60,25 +62,31 @@ def check(
     if not schedule.rows:
         raise CheckError(f"schedule {schedule.name!r} has no rows: a pipeline has at least one rank")
     faults = list(_misplaced(schedule))
-    reduced, sharded = set[int](), gathers(schedule)
+    faults += replica_faults(schedule)
+    reduced, sharded = list[set[int]](), gathers(schedule)
     for rank in range(schedule.num_ranks):
         row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
-        reduced |= row.reduced
+        reduced.append(row.reduced)
         if schedule.stream:
             faults += version_faults(schedule, rank, max_versions)
-    if reduced:
-        for stage in sorted(set(range(schedule.num_stages)) - reduced):
-            sentence = f"stage {stage} has no REDUCE_GRAD, other stages have"
-            faults.append(Fault(schedule.placement[stage], None, "reduce", sentence))
+    faults += _unreduced(schedule, reduced)
     if faults:
         raise CheckError.of(schedule, faults)
     _check_across(schedule, send_capacity)
 
 
+def _unreduced(schedule: Schedule, reduced: Sequence[set[int]]) -> Iterator[Fault]:
+    """Yield a fault for each stage without a REDUCE_GRAD, if others have one, by what each row reduces."""
+    for stage, home in enumerate(schedule.placement if any(reduced) else ()):
+        for row in schedule.rows_of(home):
+            if row < len(reduced) and stage not in reduced[row]:
+                yield Fault(row, None, "reduce", f"stage {stage} has no REDUCE_GRAD, other stages have")
+
+
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
     """Yield a fault for each stage that is placed on a rank that does not exist."""
-    last = schedule.num_ranks - 1
+    last = schedule.num_pipeline_ranks - 1
     for stage, home in enumerate(schedule.placement):
         if not 0 <= home <= last:
             sentence = f"stage {stage} is placed on rank {home}, and the schedule has ranks 0 to {last} only"
@@ -98,12 +106,12 @@ def _check_across(schedule: Schedule, send_capacity: int | None) -> None:
             sender = rank_of(send, schedule)
             queue = under_way[sender, rank]
             if queue[0] != send:
-                sentence = f"{action}, but rank {sender} sends {queue[0]} before {send}"
+                sentence = f"{action}, but {schedule.label(sender)} sends {queue[0]} before {send}"
                 faults.append(Fault(rank, index, "edge order", sentence))
             queue.remove(send)
     circle = _circle(sweep.waits())
     if circle:
-        chain = "; ".join(f"rank {wait.rank} at {wait.action} waits for {wait.reason}" for wait in circle)
+        chain = "; ".join(f"{schedule.label(wait.rank)} at {wait.action} waits for {wait.reason}" for wait in circle)
         faults.append(Fault(circle[0].rank, circle[0].index, "deadlock", chain))
     if faults:
         raise CheckError.of(schedule, faults, [(wait.rank, wait.index) for wait in circle])

@@ -34,7 +34,7 @@ class RowCheck:
     def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None, *, sharded: bool) -> None:
         self.faults: list[Fault] = []
         self.reduced: set[int] = set()
-        self._schedule, self._rank = schedule, rank
+        self._schedule, self._rank, self._own = schedule, rank, schedule.microbatches_of(rank)
         self._bound = None if schedule.forward_only else max_in_flight
         self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
         self._done: dict[int, defaultdict[int, int]] = {stage: defaultdict(int) for stage in self._expected}
@@ -85,6 +85,10 @@ class RowCheck:
             sentence = f"{action}: the step has {self._schedule.num_microbatches} microbatches only"
             self._fault(index, "complete", sentence)
             return
+        if microbatch not in self._own:
+            turn = self._schedule.label(self._schedule.row_of(stage, microbatch))
+            self._fault(index, "placement", f"{action} is of another replica's turn: put it on {turn}")
+            return
         if done[microbatch] & bits:
             self._fault(index, "complete", f"{action} is done a second time")
         elif bits & ~self._expected[stage]:
@@ -119,7 +123,7 @@ class RowCheck:
         elif self._num_steps > 1:
             self._fault(index, "step", "STEP is done a second time")
         else:
-            late = len(self._expected) * self._schedule.num_microbatches - sum(self._weights.values())
+            late = len(self._expected) * len(self._own) - sum(self._weights.values())
             if late > 0:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
         self._demand_freed("the STEP, which updates the shards")
@@ -170,11 +174,11 @@ class RowCheck:
 
     def _missing(self, stage: int) -> None:
         """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
-        done, expected, whole = self._done[stage], self._expected[stage], self._schedule.num_microbatches
-        num_missing = whole - sum(bits == expected for bits in done.values())
+        done, expected = self._done[stage], self._expected[stage]
+        num_missing = len(self._own) - sum(bits == expected for bits in done.values())
         if num_missing <= 0:
             return
-        lacking = (mb for mb in range(whole) if expected & ~done.get(mb, 0))
+        lacking = (mb for mb in self._own if expected & ~done.get(mb, 0))
         by_kind: defaultdict[int, list[int]] = defaultdict(list)
         for microbatch in islice(lacking, MOST_LISTED):
             by_kind[expected & ~done.get(microbatch, 0)].append(microbatch)

@@ -62,7 +62,7 @@ def excerpt(
     for rank in chosen:
         row = schedule.rows[rank]
         shown = range(first, min(last, len(row)))
-        labels.append(f"rank {rank}:{' ..' if first else ''}")
+        labels.append(f"{schedule.label(rank)}:{' ..' if first else ''}")
         rows.append([f">{row[index]}<" if (rank, index) in marks else f" {row[index]}" for index in shown])
         if last < len(row):
             rows[-1].append(" ..")

@@ -206,7 +206,7 @@ class _Picture:
         wide = self._scale * self._span
         for rank in range(self._schedule.num_ranks):
             for place, name in enumerate(self._names):
-                y, label = self._y(rank, place), name if place else f"rank {rank}"
+                y, label = self._y(rank, place), name if place else self._schedule.label(rank)
                 yield f'<text {_INK} x="{2 * GAP}" y="{y + 18}">{html.escape(label)}</text>'
                 yield (
                     f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" '
@@ -277,7 +277,7 @@ class _Picture:
 
     def _shade(self, stage: int, op: Op = Op.F) -> str:
         """Return the colour of a stage's op: lighter for a later chunk of its rank."""
-        stages = self._schedule.stages_of(self._schedule.placement[stage])
+        stages = self._schedule.stages_of(self._schedule.row_of(stage, 0))
         return _color(op, stages.index(stage) / len(stages))
 
     def _legend(self, y: float) -> Iterator[str]:

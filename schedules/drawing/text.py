@@ -12,7 +12,7 @@ from raypar.schedules.rules import gathers, opens_and_closes
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
 from raypar.schedules.timeline import Timeline
-from raypar.schedules.versions import most_versions, versions_used
+from raypar.schedules.versions import most_versions, versions_in
 
 MOST_LANES = 64
 WIDTH = 160
@@ -70,9 +70,9 @@ def grid(
     """
     first = next(iter(timelines.values()))
     schedule, length = first.schedule, slot_length(first)
-    several = schedule.num_stages > schedule.num_ranks
+    several = schedule.num_stages > schedule.num_pipeline_ranks
     shown = range(min(schedule.num_ranks, MOST_LANES))
-    labels = [f"rank {rank} {name}".rstrip() for rank in shown for name in timelines]
+    labels = [f"{schedule.label(rank)} {name}".rstrip() for rank in shown for name in timelines]
     spans = [
         (rank * len(timelines) + place, start, end, action)
         for place, timeline in enumerate(timelines.values())
@@ -244,6 +244,5 @@ def _versions(schedule: Schedule) -> dict[Action, int]:
     """Return the versions that the forwards of an asynchronous schedule compute with; nothing of a synchronous one."""
     if not schedule.stream:
         return {}
-    homes = enumerate(schedule.placement)
-    used = ((stage, versions_used(schedule.rows[rank], stage)) for stage, rank in homes)
+    used = ((stage, versions_in(schedule, stage)) for stage in range(schedule.num_stages))
     return {Action(stage, Op.F, number): version for stage, found in used for number, version in found.items()}

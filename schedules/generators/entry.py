@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,8 @@ class Entry:
     Attributes:
         generate: A function of ``(num_ranks, num_microbatches)``, or of ``(num_ranks, num_microbatches, num_chunks)``.
             It returns a Schedule (usually of compute actions only) or plain rows of Actions or of texts like "1F0".
-            If it has a keyword ``costs``, it is told how long actions last, or None.
+            If it has a keyword ``costs``, it is told how long actions last, or None; if it has a keyword ``replicas``,
+            the numbers of replicas of the ranks if these have several, and it returns the rows of all replicas.
         summary: One line that says what the schedule is good for.
         sizes: The sizes that the function accepts.
         default_chunks: Number of stages on each rank if the user gives none.
@@ -125,6 +126,11 @@ class Entry:
         """Whether the schedule depends on how long actions last."""
         return "costs" in inspect.signature(self.generate).parameters
 
+    @property
+    def takes_replicas(self) -> bool:
+        """Whether the function itself makes the rows of replicas."""
+        return "replicas" in inspect.signature(self.generate).parameters
+
     def build(
         self,
         name: str,
@@ -134,6 +140,7 @@ class Entry:
         steps: int | None = None,
         *,
         costs: Costs | None = None,
+        replicas: Sequence[int] = (),
     ) -> Schedule:
         """Call the generator and check that its result has the sizes that were asked for.
 
@@ -144,6 +151,7 @@ class Entry:
             chunks: Number of stages on each rank, or None for ``default_chunks``.
             steps: Number of steps of an asynchronous schedule, None for ``STREAM``; others are one step.
             costs: How long actions last, for a generator that takes it; None if that is not known.
+            replicas: The number of replicas of each rank, for a generator that takes it; empty: one each.
 
         Returns:
             The schedule.
@@ -162,13 +170,15 @@ class Entry:
         told = (ranks, microbatches) if third is None else (ranks, microbatches, further)
         call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
         try:
-            made = self.generate(*told, costs=costs) if self.takes_costs else self.generate(*told)
+            asked: dict[str, Any] = {"costs": costs} if self.takes_costs else {}
+            asked |= {"replicas": replicas} if replicas and self.takes_replicas else {}
+            made = self.generate(*told, **asked)
             schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
         except Exception as error:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
         wanted = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * stages_a_rank}
-        has = (schedule.num_ranks, schedule.microbatches_a_step, schedule.num_stages)
+        has = (schedule.num_pipeline_ranks, schedule.microbatches_a_step, schedule.num_stages)
         wrong = [
             f"{one} {what}, not {wanted[what]}" for what, one in zip(wanted, has, strict=True) if one != wanted[what]
         ]

@@ -1,15 +1,17 @@
-"""The 1F1B schedule (one forward, one backward) of PipeDream-Flush."""
+"""The 1F1B schedule (one forward, one backward) of PipeDream-Flush, also with replicas (1F1B-RR)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.entry import Sizes
-from raypar.schedules.schedule import Schedule
+from raypar.schedules.schedule import Schedule, ScheduleError
 
 SIZES = Sizes()
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int, *, replicas: Sequence[int] = ()) -> Schedule:
     """Warm up with forwards, alternate one forward and one backward, then drain the remaining backwards.
 
     Makespan and bubble are those of GPipe: (m + p - 1)(tF + tB) and (p - 1) / (m + p - 1). Only memory shrinks: rank s
@@ -18,6 +20,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Args:
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
+        replicas: The number of replicas r of each rank, among which microbatches go in turn (1F1B-RR). A replica holds
+            the activations of ceil(n / r) of them, with n replicas on its rank and all later ones. None: one each.
 
     Returns:
         The schedule, of compute actions only.
@@ -26,7 +30,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         ScheduleError: If a size is not accepted.
 
     Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 2.2; Narayanan et al.
-    2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1.
+    2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1. With
+    replicas: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.2.
 
     With 4 ranks, 8 microbatches::
 
@@ -37,17 +42,34 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         1f1b in slots: makespan 22, bubble 27.3%, in flight 4 3 2 1
     """
     SIZES.demand("1f1b", num_ranks, num_microbatches)
-    return Schedule.of("1f1b", (_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)))
+    counts = tuple(replicas) or (1,) * num_ranks
+    if len(counts) != num_ranks or min(counts) < 1:
+        raise ScheduleError(f"schedule '1f1b': replicas={counts}: give a number for each of {num_ranks} ranks")
+    rows = (
+        _row(rank, range(replica, num_microbatches, count), (sum(counts[rank:]) - 1) // count)
+        for rank, count in enumerate(counts)
+        for replica in range(count)
+    )
+    made = tuple(map(tuple, rows))
+    several = counts if max(counts) > 1 else ()
+    return Schedule("1f1b", made, tuple(range(num_ranks)), num_microbatches, False, False, replicas=several)
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    forwards = [Action(rank, Op.F, mb) for mb in range(num_microbatches)]
-    backwards = [Action(rank, Op.B, mb) for mb in range(num_microbatches)]
-    warmup = min(num_ranks - 1 - rank, num_microbatches)
+def _row(stage: int, microbatches: Sequence[int], behind: int) -> list[Action]:
+    """Return the row of a replica.
+
+    Args:
+        stage: Its stage.
+        microbatches: Its microbatches.
+        behind: How many replicas there are on later ranks for each of its own rank, of which one more is itself.
+    """
+    forwards = [Action(stage, Op.F, mb) for mb in microbatches]
+    backwards = [Action(stage, Op.B, mb) for mb in microbatches]
+    warmup = min(behind, len(microbatches))
     # 1. Warm-up: one forward for each rank behind this one, so that the first backward arrives when this rank is free.
     row = forwards[:warmup]
     # 2. Steady state: one forward, one backward, in turn.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         row += (forward, backward)
     # 3. Drain: the backwards of the forwards that the warm-up ran ahead.
-    return row + backwards[num_microbatches - warmup :]
+    return row + backwards[len(microbatches) - warmup :]

@@ -90,7 +90,9 @@ def one_sweep(schedule: Schedule) -> Rows:
                 rows[rank].append(send)
                 rows[rank_of(recv, schedule)].append(recv)
     for wait in sweep.waits():
-        raise ScheduleError(f"schedule {schedule.name!r}: rank {wait.rank} at {wait.action} waits for {wait.reason}")
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: {schedule.label(wait.rank)} at {wait.action} waits for {wait.reason}"
+        )
     return rows
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import HOLDS, USES_WEIGHTS, partner
+from raypar.schedules.rules import HOLDS, USES_WEIGHTS, partner, rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
@@ -145,7 +145,7 @@ class _Paper:
 
     def _advance(self, rank: _Rank, arrived: dict[Action, float], left: int) -> list[int]:
         """Perform a rank's actions up to where it waits for others; these ranks may go on then."""
-        costs, placement, freed = self._costs, self._schedule.placement, []
+        costs, freed = self._costs, []
         while rank.at < len(rank.row):
             action = rank.row[rank.at]
             stage, op, _ = action
@@ -158,8 +158,7 @@ class _Paper:
             elif op in SENDS:
                 there = partner(action)
                 arrived[there] = rank.now + costs.link
-                assert there.stage is not None
-                freed.append(placement[there.stage])
+                freed.append(rank_of(there, self._schedule))
             elif op is Op.UNSHARD:
                 rank.link = max(rank.link, rank.now) + costs.of(action)
                 rank.gathered[stage] = rank.link

@@ -135,8 +135,8 @@ def traffic(schedule: Schedule, weights: Sequence[int], gradients: Sequence[int]
     """
     gathered, reduced = Counter[int | None](), Counter[int | None]()
     whole: set[int | None] = set()
-    for row in schedule.rows:
-        for stage, op, _ in row:
+    for rank in range(schedule.num_pipeline_ranks):
+        for stage, op, _ in schedule.rows[schedule.rows_of(rank)[0]]:  # its replicas do the same
             if op is Op.UNSHARD and stage not in whole:
                 whole.add(stage)
                 gathered[stage] += 1

@@ -112,7 +112,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     Raises:
         ScheduleError: If the schedule deadlocks.
     """
-    actors = [f"pp={rank}" for rank in range(schedule.num_ranks)]
+    actors = [f"pp={schedule.label(rank).removeprefix('rank ')}" for rank in range(schedule.num_ranks)]
     costs = costs or Costs()
     events = (
         Event(rank, actors[rank], action, start, end, bucket=0 if costs.is_beside(action) else None)
@@ -170,7 +170,7 @@ def _performed(
     if waits := sweep.waits():
         first = waits[0]
         raise ScheduleError(
-            f"schedule {schedule.name!r} does not come to its end: rank {first.rank} at {first.action} "
+            f"schedule {schedule.name!r} does not come to its end: {schedule.label(first.rank)} at {first.action} "
             f"waits for {first.reason} (check tells more)"
         )
 

@@ -80,12 +80,13 @@ class Sweep:
             index = self._places[rank]
             action = self._schedule.rows[rank][index]
             if not isinstance(key, Action):
-                peer, reason = key[1], f"rank {key[1]} to receive an earlier value"
+                peer, reason = key[1], f"{self._schedule.label(key[1])} to receive an earlier value"
             else:
                 peer = rank_of(key, self._schedule)
                 whole = key._replace(op=Op.B)
                 written = whole if key.op is Op.I and whole in self._schedule.rows[peer] else key
-                reason = f"rank {peer} to reach {key}" if key.op in RECVS else f"{written} of rank {peer}"
+                there = self._schedule.label(peer)
+                reason = f"{there} to reach {key}" if key.op in RECVS else f"{written} of {there}"
             found.append(Wait(rank, index, action, peer, reason))
         return sorted(found)
 

@@ -75,7 +75,8 @@ class Team:
     ):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss, halves=True), "schedule": schedule, "microbatches": m}
-        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp, shard=shard), **(fields | changes)), groups)
+        fields["mesh"] = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, shard=shard)
+        self._meet(Run(**(fields | changes)), groups)
 
     @classmethod
     def of(cls, run):

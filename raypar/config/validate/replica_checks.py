@@ -23,7 +23,7 @@ def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         or not run.check_every
     ):
         return
-    replicas = run.mesh.dp * run.mesh.cp
+    replicas = run.mesh.ways("dp") * run.mesh.cp
     if replicas == 1:
         yield f"check_every is {run.check_every}, but there is one replica, so nothing to compare: set it to 0"
     elif run.data_parallel == "parameter_server":

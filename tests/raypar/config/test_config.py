@@ -505,10 +505,7 @@ def test_all_wrong_types_come_at_once():
     ("change", "says"),
     [
         ({"model": GPT}, "model is <class 'raypar.actors.specs.model.GPT'>: it must be a GPT or a Llama or a Layers"),
-        (
-            {"data": Mesh()},
-            f"data is {Mesh()}: it must be a Text or a Batches",
-        ),
+        ({"data": SGD}, f"data is {SGD}: it must be a Text or a Batches"),
         ({"precision": "bf16"}, "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')"),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
         ({"optim": AdamW(betas=(0.9, 0.9, 1))}, "optim.betas is (0.9, 0.9, 1): it must be of 2 at most"),

@@ -1,0 +1,47 @@
+"""The boundaries between pipeline ranks: which actor sends what another one receives."""
+
+from __future__ import annotations
+
+from raypar.actors.mesh.world import World
+from raypar.schedules.action import RECVS, SENDS, Action
+from raypar.schedules.rules import partner, rank_of
+from raypar.schedules.schedule import Schedule
+
+
+def peers_of(world: World, rank: int, action: Action, schedule: Schedule) -> tuple[int, ...]:
+    """Return to whom an actor sends with a SEND, or from whom it receives with a RECV: members of its ``pp`` group.
+
+    All tensor ranks of a stage have its whole outputs and whole gradients. Where the other stage has fewer tensor
+    ranks, some of them have nothing to send; where it has more, one sends to several. Of n senders and m receivers,
+    receiver j gets its values from sender j n // m.
+
+    Args:
+        world: The ranks of the run.
+        rank: The actor.
+        action: The action; another one than a SEND or RECV has no peer.
+        schedule: The lowered schedule.
+    """
+    if action.op not in SENDS and action.op not in RECVS:
+        return ()
+    other = rank_of(partner(action), schedule)
+    if not world.mesh.is_uneven:
+        return (other,)
+    here, there = world.trainers_in(world.row(rank)), world.trainers_in(other)
+    own = here.index(rank)
+    if action.op in RECVS:
+        return (there[own * len(there) // len(here)],)
+    return tuple(one for place, one in enumerate(there) if place * len(here) // len(there) == own)
+
+
+def neighbours(world: World, schedule: Schedule) -> set[tuple[int, int]]:
+    """Return all pairs of members of the ``pp`` group that exchange values, each both ways.
+
+    Args:
+        world: The ranks of the run.
+        schedule: Its schedule of training steps.
+    """
+    pairs = {pair for pair in zip(schedule.placement, schedule.placement[1:], strict=False) if pair[0] != pair[1]}
+    if world.mesh.is_uneven:
+        ranks = world.mesh.ranks_of
+        pairs = {(one, other) for here, there in pairs for one in ranks(here) for other in ranks(there)}
+    return pairs | {(there, here) for here, there in pairs}
