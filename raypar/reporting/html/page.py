@@ -317,7 +317,7 @@ def _model(config: dict[str, Any]) -> str:
         return "a run whose run.toml can't be read"
     model, mesh = config["model"], config["mesh"]
     names = [f"{model[name]} {name}" for name in ("layers", "hidden") if isinstance(model.get(name), int)]
-    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (0, 1, "none", None)]
+    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (0, 1, "none", None, [])]
     kind = "Llama" if model.get("kind") == "llama" else "GPT"
     moe = model.get("moe")
     if isinstance(moe, dict) and isinstance(moe.get("experts"), int):
