@@ -169,7 +169,9 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         The memory by pipeline rank.
     """
     each, device, schedule = element_bytes(run), device_kind(run.device), timeline.schedule
-    rows = [schedule.rows_of(pp)[0] for pp in range(world.mesh.pp)]  # of replicas the first one holds most
+    rows = [
+        schedule.rows_of(pp)[0] for pp in range(schedule.num_pipeline_ranks)
+    ]  # of replicas the first one holds most
     activations = [None] * len(schedule.rows) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
