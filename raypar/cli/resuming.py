@@ -116,7 +116,7 @@ def how_to_go_on(run: Run) -> str:
     except CheckpointError:  # there is no such folder
         sound = []
     if not sound:
-        return "nothing was saved"
+        return "nothing was saved" + ("" if run.save_every else ": give --save-every to keep checkpoints")
     code = (
         f" --schedule {shlex.quote(str(run.schedule))}"
         if isinstance(run.schedule, str) and names_code(run.schedule)

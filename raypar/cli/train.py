@@ -91,7 +91,7 @@ class TrainArgs(RunArgs):
     chaos: Path | None = None
     """TOML file of faults that are injected on purpose, to see that the run survives them (max_failures)"""
     wait_for_nodes: float = 0.0
-    """seconds to wait for the cluster's autoscaler if the cluster has too few CPUs"""
+    """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 
 
 @dataclass(frozen=True)

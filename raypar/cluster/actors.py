@@ -34,6 +34,7 @@ class Actors:
         claim: Claims a home on any node, for an actor of a name.
         homes: The actors' homes, in the order of their handles.
         vacancies: The places of actors that are lost, as long as no other one has come.
+        wait_for_nodes: Seconds in which a node may come that has room for actors without which the run can't go on.
     """
 
     handles: list[Any]
@@ -45,6 +46,7 @@ class Actors:
     claim: Claim | None = None
     homes: list[Home] = field(default_factory=list)
     vacancies: list[Vacancy] = field(default_factory=list)
+    wait_for_nodes: float = 0.0
     _vacated: int = 0
 
     @property
@@ -116,12 +118,22 @@ class Actors:
                 self.handles.append(found[0])
                 self.homes.append(found[1])
 
-    def wait_for(self, count: int) -> None:
-        """Wait until so many actors are there, or until no more come in time."""
+    def wait_for(self, count: int, wait: float = 0.0) -> bool:
+        """Wait until so many actors are there, or until no more come in time. Returns whether they are there.
+
+        Args:
+            count: Number of actors.
+            wait: Seconds in which nodes with room may come, if they are more than a run waits in any case.
+        """
         self.look()
-        while self.present < count and (hoped := [one for one in self.vacancies if not one.is_late]):
+        while self.present < count and (hoped := self.hoped(wait)):
             ray.wait([one.awaited for one in hoped], timeout=_LOOK)
             self.look()
+        return self.present >= count
+
+    def hoped(self, wait: float = 0.0) -> list[Vacancy]:
+        """Return the places to which an actor may still come in time; see ``wait_for``."""
+        return [one for one in self.vacancies if not one.is_late(wait)]
 
     def demand_answers(self, first: int, name: str) -> None:
         """Let others start for those actors without a rank that have died; those that do not answer may be starting.

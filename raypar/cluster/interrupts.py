@@ -9,12 +9,14 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 log = logging.getLogger(__name__)
+Handler = Callable[[int, FrameType | None], Any]  # of a signal
 
 
 class Sigterm:
@@ -66,30 +68,63 @@ def patience(what: str) -> Iterator[CtrlC]:
     """
     ctrl_c = CtrlC()
     handlers = _handlers() if threading.current_thread() is threading.main_thread() else {}
+    with _handled({number: _Delay(handler, ctrl_c, what) for number, handler in handlers.items()}):
+        yield ctrl_c
 
-    def press(number: int, frame: FrameType | None) -> None:
-        handler = handlers[number]
-        again = ctrl_c.raises is not None or (isinstance(handler, Sigterm) and handler.came)
-        if isinstance(handler, Sigterm):
-            handler.came = True
+
+@contextmanager
+def impatience() -> Iterator[None]:
+    """Within a block of ``patience``, interrupt at once for a time, also for a signal that has come and was delayed."""
+    here = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    delays = {int(number): delay for number, delay in found.items() if isinstance(delay, _Delay)}
+    with _handled({number: delay.handler for number, delay in delays.items()}):
+        for delay in delays.values():
+            delay.ctrl_c.heed()
+        yield
+
+
+@dataclass
+class _Delay:
+    """A handler that delays the first signal.
+
+    Attributes:
+        handler: The handler of the signal otherwise.
+        ctrl_c: What a signal that has come is noted in.
+        what: What the actors are doing.
+    """
+
+    handler: Handler
+    ctrl_c: CtrlC
+    what: str
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        again = self.ctrl_c.raises is not None or (isinstance(self.handler, Sigterm) and self.handler.came)
+        if isinstance(self.handler, Sigterm):
+            self.handler.came = True
         if again:
-            handler(number, frame)
-        ctrl_c.raises = lambda: handler(number, frame)
+            self.handler(number, frame)
+        self.ctrl_c.raises = lambda: self.handler(number, frame)
         told = "SIGTERM: waiting for the actors to finish %s; send it again to end the job at once"
         if number == signal.SIGINT:
             told = "Ctrl-C: waiting for the actors to finish %s; press it again to end the job"
-        log.warning(told, what)
+        log.warning(told, self.what)
 
+
+@contextmanager
+def _handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Let signals have these handlers for the time of the context."""
+    before = {number: signal.getsignal(number) for number in handlers}
     for number in handlers:
-        signal.signal(number, press)
+        signal.signal(number, handlers[number])
     try:
-        yield ctrl_c
+        yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
+def _handlers() -> dict[int, Handler]:
     """Return the handlers that may be replaced, by the number of the signal."""
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     return {

@@ -78,7 +78,8 @@ def start_actors(
         world: The ranks.
         device: The run's setting: "auto", "cpu" or "cuda".
         job: The job's name, which begins the actors' names.
-        wait_for_nodes: Seconds to wait for a cluster that is too small, to which Ray's autoscaler then adds nodes.
+        wait_for_nodes: Seconds to wait for nodes, where a cluster is too small or one is lost: Ray's autoscaler adds
+            them, or they come back.
         spares: Number of further actors, which take the places of those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
 
@@ -118,7 +119,8 @@ def start_actors(
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes)
+    made = Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes)
+    return replace(made, wait_for_nodes=wait_for_nodes)
 
 
 def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:

@@ -86,10 +86,13 @@ class Vacancy:
         """Whether there is a home, in which an actor starts."""
         return self._handle is not None
 
-    @property
-    def is_late(self) -> bool:
-        """Whether no actor comes in time: there is no room, or nothing is heard of those that were started."""
-        return time.monotonic() > self._in_time
+    def is_late(self, wait: float = 0.0) -> bool:
+        """Return whether no actor comes in time: there is no room, or nothing is heard of those that were started.
+
+        Args:
+            wait: Seconds in which a node with room may come, if they are more than a run waits in any case.
+        """
+        return time.monotonic() > self._in_time + max(0.0, wait - _ROOM)
 
     def look(self) -> tuple[Any, Home] | None:
         """Return the actor and its home, if it has answered."""

@@ -44,7 +44,8 @@ def launch(
 
     Args:
         run: The run.
-        wait_for_nodes: Seconds to wait for the cluster's autoscaler if the cluster is too small for the run.
+        wait_for_nodes: Seconds to wait for nodes: if the cluster is too small for the run, and later (max_failures) if
+            one is lost without which the run can't go on. The autoscaler brings them, or they come back.
         resume: Checkpoint to continue from, bitwise. For a run folder or a folder of checkpoints, the newest sound one.
             The mesh and the schedule may differ from the checkpoint's; the model, the kind of optimizer and the seed
             may not. None starts from new weights.

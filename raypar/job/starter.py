@@ -18,7 +18,6 @@ from raypar.checkpoint.find import Found, newest
 from raypar.cluster.calls import Calls
 from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
-from raypar.cluster.ray_cluster import free_told
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
 from raypar.job.clocks import align
@@ -26,6 +25,7 @@ from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
 from raypar.job.plans import plans_of
+from raypar.job.room import no_room, room_awaited, why_no_room
 from raypar.job.snapshots import Snapshots, takes_snapshots
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
@@ -187,7 +187,7 @@ class Starter:
             return largest is not self._layout
         if largest is not None and largest.run.mesh.dp >= self._layout.run.mesh.dp:
             return True
-        if not self._notices.is_urgent and not all(one.is_late for one in actors.vacancies):
+        if not self._notices.is_urgent and actors.hoped():
             return False
         return largest is not None or self._may_end()
 
@@ -196,7 +196,7 @@ class Starter:
         if self._is_driver_left:
             return f"{self._notices} is taken away, and the driver is on it"
         if self._left and self._layouts.largest(self._lifetime.actors.present) is None:
-            who, room = " and ".join(map(self._loaded.world.label, self._left)), self._why_no_room()
+            who, room = " and ".join(map(self._loaded.world.label, self._left)), why_no_room(self._lifetime.actors)
             return f"{self._notices} is taken away, {room} in the place of {who}, and {self._layouts.why_none()}"
         return ""
 
@@ -261,12 +261,6 @@ class Starter:
         actors.leave(self._notices.names, f"{self._job} spare")
         actors.dismiss(self._loaded.world.size)
 
-    def _why_no_room(self) -> str:
-        """Say why no other actor comes."""
-        if any(one.has_room for one in self._lifetime.actors.vacancies):
-            return "no other actor starts"
-        return f"no node has room for another actor ({free_told()})"
-
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
         self._snapshots.close()
@@ -300,10 +294,10 @@ class Starter:
             actors.vacate(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for(max(world.size, self._layouts.whole.world.size))
-        layout = self._layouts.largest(actors.present)
+        who = " and ".join(world.label(rank) for rank in gone)
+        layout = self._layouts.largest(actors.present) or room_awaited(actors, self._layouts, who)
         if layout is None:
-            who = " and ".join(world.label(rank) for rank in gone)
-            raise NoRoomError(f"{self._why_no_room()} in the place of {who}, and {self._layouts.why_none()}")
+            raise no_room(actors, self._layouts, who)
         self._seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])
 
     def _seat(self, layout: Layout, present: Sequence[int]) -> None:

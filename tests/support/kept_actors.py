@@ -44,6 +44,7 @@ class Pool:
         taken, self.idle = self.idle[:size], self.idle[size:]
         kept = {"group": first.group, "driver": first.driver, "device": first.device}
         kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
+        kept |= {"wait_for_nodes": wait_for_nodes}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)
 
     @contextmanager

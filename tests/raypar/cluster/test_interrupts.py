@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from raypar.cluster.interrupts import Sigterm, patience
+from raypar.cluster.interrupts import Sigterm, impatience, patience
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,21 @@ def test_sigterm_behind_ctrl_c_ends_at_once_and_outside_there_is_no_patience():
         send(signal.SIGTERM)
     with pytest.raises(SystemExit):
         send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_long_wait_within_ends_at_once_also_for_a_signal_that_was_delayed(number, raised, sigterm):
+    with patience("it") as ctrl_c:
+        with pytest.raises(raised), impatience():
+            send(number)
+        sigterm.came = False
+        send(number)
+        with pytest.raises(raised), impatience():
+            pytest.fail("it has come before")
+        ctrl_c.heed()
+    with impatience():
+        pass
+    assert signal.getsignal(number) in (sigterm, signal.default_int_handler)
 
 
 def test_a_handler_of_the_users_is_left_alone():

@@ -68,9 +68,12 @@ def test_where_nothing_is_heard_of_it_another_home_is_looked_for(fake):
     fake.now = 31.0
     assert vacancy.look() is None and not vacancy.has_room and len(fake.killed) == 1
     fake.now = 40.0
-    assert not vacancy.is_late
+    assert not vacancy.is_late()
     fake.now = 42.0
-    assert vacancy.is_late and vacancy.look() is None
+    assert vacancy.is_late() and vacancy.look() is None
+    assert vacancy.is_late(5.0) and not vacancy.is_late(60.0), "as long as nodes are waited for"
+    fake.now = 92.0
+    assert vacancy.is_late(60.0)
     fake.now = 9999.0
     fake.come.add(vacancy.awaited)
     assert vacancy.look() is None and vacancy.has_room
@@ -81,7 +84,7 @@ def test_where_nothing_is_heard_of_it_another_home_is_looked_for(fake):
 
 def test_one_that_dies_before_it_answers_is_tried_again_and_late_at_last(fake):
     vacancy = Vacancy("a", None, fake.create, fake.claim)
-    while not vacancy.is_late:
+    while not vacancy.is_late():
         fake.come.add(vacancy.awaited)
         if vacancy.has_room:
             fake.died.add(vacancy.awaited)

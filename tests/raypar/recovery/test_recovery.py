@@ -84,11 +84,25 @@ def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undistu
     assert alike(disturbed, undisturbed) and disturbed[2][0].replaced == ("pp=1",)
 
 
-def test_without_room_elsewhere_the_run_ends_with_that_reason(kept_actors):
-    chaos, why = [rp.chaos.kill("pp=1", at="STEP", step=3)], r"no node has room for another actor .* place of pp=1"
-    with rp.launch(RUN, chaos=chaos) as job, without_room(), pytest.raises(rp.JobError, match=why) as caught:
-        job.train()
-    assert "It was lost so: actor pp=1 died during step 3." in caught.value.__notes__
+def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reason_at_last(kept_actors, monkeypatch):
+    """There is room as soon as it says that it waits for it, in step 2; in step 3 there is none."""
+    told, chaos = [], [rp.chaos.kill("pp=1", at="STEP", step=step) for step in (2, 3)]
+    with rp.launch(RUN, chaos=chaos, wait_for_nodes=60.0) as job:
+        with without_room() as cluster:
+            tell = lambda text, *values: (told.append(text % values), cluster.make_room())  # noqa: E731
+            monkeypatch.setattr("raypar.job.room.log.warning", tell)
+            job.train(2)
+        job._lifetime.actors.wait_for_nodes = 0.5
+        why = r"no node has room for another actor .* place of pp=1"
+        with without_room(), pytest.raises(rp.JobError, match=why) as caught:
+            job.train()
+    assert [text.partition(": ")[2] for text in told] == ["the run waits up to 60 s in all for room for pp=1"]
+    assert [failure.replaced for failure in job.failures] == [("pp=1",)]
+    notes = "\n".join(caught.value.__notes__)
+    assert "It was lost so: actor pp=1 died during step 3." in notes
+    assert (
+        "wait_for_nodes (--wait-for-nodes), which was 0.5 s, lets" in notes and "save_every (--folder, --save" in notes
+    )
 
 
 def test_without_snapshots_it_goes_back_to_a_checkpoint(undisturbed, tmp_path, kept_actors):
