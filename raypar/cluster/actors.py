@@ -33,8 +33,8 @@ class Actors:
         create: Creates an actor of a name in a home; None where none is replaced.
         claim: Claims a home on any node, for an actor of a name.
         homes: The actors' homes, in the order of their handles.
-        vacancies: The places of actors that are lost, as long as no other one has come.
         wait_for_nodes: Seconds in which a node may come that has room for actors without which the run can't go on.
+        vacancies: The places of actors that are lost, as long as no other one has come.
     """
 
     handles: list[Any]
@@ -45,8 +45,8 @@ class Actors:
     create: Create | None = None
     claim: Claim | None = None
     homes: list[Home] = field(default_factory=list)
-    vacancies: list[Vacancy] = field(default_factory=list)
     wait_for_nodes: float = 0.0
+    vacancies: list[Vacancy] = field(default_factory=list)
     _vacated: int = 0
 
     @property

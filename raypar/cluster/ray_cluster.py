@@ -78,8 +78,7 @@ def start_actors(
         world: The ranks.
         device: The run's setting: "auto", "cpu" or "cuda".
         job: The job's name, which begins the actors' names.
-        wait_for_nodes: Seconds to wait for nodes, where a cluster is too small or one is lost: Ray's autoscaler adds
-            them, or they come back.
+        wait_for_nodes: Seconds to wait for nodes that an autoscaler adds or that come back, if there are too few.
         spares: Number of further actors, which take the places of those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
 
@@ -110,8 +109,7 @@ def start_actors(
             demand_alike(claim.nodes, folder)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
-            names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in claim.spares)]
-            handles = [create(f"{job} {name}", home) for name, home in zip(names, homes, strict=True)]
+            handles = [create(f"{job} {name}", home) for name, home in zip(claim.names(world), homes, strict=True)]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -119,8 +117,8 @@ def start_actors(
         if owns:
             ray.shutdown()
         raise
-    made = Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes)
-    return replace(made, wait_for_nodes=wait_for_nodes)
+    claims = partial(_elsewhere, share)
+    return Actors(handles, group, owns, driver_id(), share.device, create, claims, homes, wait_for_nodes)
 
 
 def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:
@@ -234,6 +232,10 @@ class _Claim:
         """Return the home of each rank in the placement group that was made, and then those of spare actors."""
         pinned = [Home(group, bundle, self.pins[bundle].id if self.pins else "") for bundle in self.bundle]
         return [*pinned, *(Home(group, bundle) for bundle in self.spares)]
+
+    def names(self, world: World) -> list[str]:
+        """Return the name of each rank's actor, and then those of spare actors."""
+        return [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in self.spares)]
 
     def made(self, job: str) -> PlacementGroup:
         """Claim it of Ray."""
