@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(words)
     except SystemExit as stop:  # tyro has printed its help or a wrong flag, or SIGTERM has come
         if stop.code == signal.SIGTERM:
-            return _fail("terminated", TERMINATED, stop)
+            return _stopped("terminated", TERMINATED, stop)
         _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
     except BrokenPipeError:
@@ -104,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _hush()
     except KeyboardInterrupt as pressed:
-        goes_on = bool(getattr(pressed, "__notes__", ()))  # they say how
-        return _fail("interrupted" if goes_on else "interrupted: the same command begins anew", INTERRUPTED, pressed)
+        return _stopped("interrupted", INTERRUPTED, pressed)
 
 
 def _command(words: list[str]) -> int:
@@ -324,6 +323,11 @@ def _hush() -> int:
     """Redirect standard output to /dev/null, for the flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
+
+
+def _stopped(how: str, code: int, error: BaseException) -> int:
+    """Print that a signal has ended the command, and how to go on, which the notes of the error say if it had begun."""
+    return _fail(how if getattr(error, "__notes__", ()) else f"{how}: the same command begins anew", code, error)
 
 
 def _fail(text: str, code: int, error: BaseException | None = None) -> int:

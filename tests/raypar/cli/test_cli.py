@@ -623,7 +623,7 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
 
     monkeypatch.setattr(cli, "_with_actors", waits)
     before = signal.getsignal(signal.SIGTERM)
-    assert said("train", "gpt-tiny") == (143, "", "raypar: terminated\n")
+    assert said("train", "gpt-tiny") == (143, "", "raypar: terminated: the same command begins anew\n")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
