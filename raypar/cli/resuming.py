@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.parsing import values_of
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
-from raypar.paths import CHECKPOINTS, absolute, home_of
+from raypar.paths import CHECKPOINTS, absolute, holds_run, home_of
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
@@ -63,11 +63,17 @@ def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -
     except ConfigError as error:
         faults += error.faults
     try:
-        if not overwrite:
+        if not overwrite and not _holds_another(run, begun):
             demand_latest(run, 0 if begun is None else begun.manifest.step)
     except ConfigError as error:
         faults += error.faults
     return faults
+
+
+def _holds_another(run: Run, begun: Found | None) -> bool:
+    """Return whether the folder of a run holds another one already, which is a fault of the run itself."""
+    folder = None if run.folder is None else absolute(run.folder)
+    return folder is not None and holds_run(folder) and (begun is None or home_of(begun.path) != folder)
 
 
 def finished(begun: Found, steps: int, words: Sequence[str]) -> str:
@@ -80,7 +86,7 @@ def finished(begun: Found, steps: int, words: Sequence[str]) -> str:
     """
     taken = begun.manifest.step
     saved, told = its_run(begun).steps, [*values_of("--steps", words)]
-    enough = saved if saved > taken else taken + max(1, taken // 2)
+    enough = saved if saved > taken else 2 * taken
     others = shlex.join(
         [word for word, before in zip(words, ["", *words], strict=False) if not _of_steps(word, before)]
     )

@@ -9,6 +9,7 @@ from raypar.config.recipes import RECIPES
 _WRITTEN = {
     "mesh": "; such as rp.Mesh(pp=2)",
     "optim": "; such as rp.AdamW(lr=1e-3)",
+    "schedule": "; such as '1f1b', or raypar.schedules.Schedule.of('mine', rows)",
 }
 
 

@@ -101,8 +101,14 @@ def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path
     demand(
         faults,
         "microbatches is 0",
-        "this run is finished: step-00000004 has all its 4 steps; for more, raypar train --resume ",
+        f"step-00000004 has all its 4 steps; for more, raypar train --resume {tmp_path} --microbatches 0 --steps 8",
     )
+
+
+def test_a_folder_with_another_run_is_one_fault(said, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    save_at(tmp_path / "checkpoints", 4, run=plain_of(rp.recipe("gpt-tiny", steps=4)))
+    demand(faults_of(said, "train", "gpt-tiny", "--folder", str(tmp_path)), "holds a run already (run.toml): resume it")
 
 
 def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):

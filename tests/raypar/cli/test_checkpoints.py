@@ -115,7 +115,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
     told = "this run is finished: step-00000004 has all its 4 steps; for more, raypar train --resume "
-    assert f"{told}a/run --steps 6\n" in err
+    assert f"{told}a/run --steps 8\n" in err
     err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
     err = said("train", "--resume", "a/run", "--steps", 9, "--model.hidden", 64, "--seed", 3, "--dry-run")[2]

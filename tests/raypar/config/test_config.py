@@ -488,7 +488,7 @@ def test_all_wrong_types_come_at_once():
         "model.hidden is 2.5: it must be a whole number",
         "model.tied is 1: it must be true or false",
         "mesh is None: it must be a Mesh; such as rp.Mesh(pp=2)",
-        "schedule is 3: it must be a text or a Schedule",
+        "schedule is 3: it must be a text or a Schedule; such as '1f1b', or raypar.schedules.Schedule.of('mine', rows)",
         "microbatches is '8': it must be a whole number",
         "data.fn is 3: it must be a function, such as batch, where def batch(step, microbatch, dp): returns (inputs, "
         "targets)",
