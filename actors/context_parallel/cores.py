@@ -19,7 +19,7 @@ from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, attend
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.layers.attention import Attention, Core
+from raypar.actors.layers.attention import Attention, Core, seen_in_window
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.models.base import Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout
@@ -115,7 +115,7 @@ class _ContextCore(Core):
     """
 
     def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
-        super().__init__(core.kind, core.drop.p, core.alibi, core.desk)
+        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window)
         self.group, self.tokens = group, tokens
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
@@ -145,7 +145,7 @@ class _BlockCore(_ContextCore):
             ones = q_BNSd.new_ones((*q_BNSd.shape[:3], every))
             mask = sharded_dropout(self.drop, Sharding({2: tokens})).train()(ones)
         fused = self.kind != "materialised" and mask is None and q_BNSd.device.type == "cpu"
-        view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask)
+        view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask, self.window)
         return attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
@@ -161,7 +161,7 @@ class _UlyssesCore(_ContextCore):
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
-        inner = Core(self.kind, 0.0, None, self.desk)
+        inner = Core(self.kind, 0.0, None, self.desk, self.window)
         if self.alibi is not None:
             first = self.group.rank * heads // ranks
             inner.alibi = self.alibi.part(first, first + heads // ranks)
@@ -187,6 +187,9 @@ class _RowCore(_ContextCore):
             scores = scores + bias.between(q_positions.to(scores.device), k_positions.to(scores.device))
         else:
             scores = scores.masked_fill((k_positions > q_positions[:, None]).to(scores.device), -math.inf)
+        if self.window is not None:
+            seen = seen_in_window(q_positions, k_positions, self.window)
+            scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
         drop = sharded_dropout(self.drop, Sharding({2: self.tokens[self.group.rank]})).train(self.training)
         weights = drop(scores.softmax(-1))
         return ring_values(weights.view(B, K, N // K * S, -1), v_BKSd, carrier).view(B, N, S, d)

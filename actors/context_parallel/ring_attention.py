@@ -68,6 +68,7 @@ class View:
         fused: Whether torch's fused CPU kernel is used, which has no dropout.
         bias: Bias of the scores, or None.
         mask: Dropout mask (B, N, S, tokens of the whole sequence) that attention weights are multiplied by, or None.
+        window: Number of tokens that a query sees, its own and those right before it; None for all.
     """
 
     tokens: Sequence[Pieces]
@@ -75,14 +76,23 @@ class View:
     fused: bool
     bias: Bias | None = None
     mask: Tensor | None = None
+    window: int | None = None
 
     def blocks(self, source: int, length: int) -> Iterator[Block]:
         """Yield the blocks of queries of this rank and keys of another that attention needs.
+
+        A window leaves out those in which no query sees a key.
 
         Args:
             source: Rank that holds the keys.
             length: Number of its keys, which is also the number of this rank's queries.
         """
+        for block in self._behind(source, length):
+            if self.window is None or bool((self._distance(block, source, length) < self.window).any()):
+                yield block
+
+    def _behind(self, source: int, length: int) -> Iterator[Block]:
+        """Yield the blocks in which queries are not ahead of all keys."""
         if source == self.rank:  # its pieces are in the order of the sequence, so one causal block is enough
             yield Block(slice(0, length), slice(0, length), True)
             return
@@ -95,6 +105,19 @@ class View:
                 if sees[start]:
                     yield Block(slice(start * piece, stop * piece), slice(0, sees[start] * piece), False)
                 start = stop
+
+    def _distance(self, block: Block, source: int, length: int) -> Tensor:
+        """Return by how many tokens each query of a block is behind each key, (queries, keys)."""
+        positions = torch.arange(self.tokens[self.rank].whole_length(length))
+        mine, theirs = self.tokens[self.rank].take(positions, 0), self.tokens[source].take(positions, 0)
+        return mine[block.queries, None] - theirs[block.keys]
+
+    def unseen(self, block: Block, source: int, length: int) -> Tensor | None:
+        """Return which keys of a block a query does not see, (queries, keys) bool; None if its window hides none."""
+        if self.window is None:
+            return None
+        distance = self._distance(block, source, length)
+        return (distance < 0) | (distance >= self.window) if bool((distance >= self.window).any()) else None
 
     def extras(self, block: Block, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the bias (N, queries, keys) and the dropout mask (B, N, queries, keys) of a block, or None for each.
@@ -145,13 +168,15 @@ class _Attend(torch.autograd.Function):
         for source, kv in carrier.visit(torch.stack((k, v))):
             for block in view.blocks(source, length):
                 bias, mask = view.extras(block, source, length)
+                hidden = view.unseen(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
-                seen, logs = _forward(q[:, :, block.queries], keys, values, block.causal, bias, mask, view.fused)
+                terms = Terms(block.causal, bias, mask, hidden, view.fused)
+                seen, logs = _forward(q[:, :, block.queries], keys, values, terms)
                 before = total[:, :, block.queries]
                 after = torch.logaddexp(before, logs)
-                part = out[:, :, block.queries]
-                part.mul_((before - after).exp_().unsqueeze(-1)).addcmul_(
-                    seen.to(part.dtype), (logs - after).exp_().unsqueeze(-1)
+                part, least = out[:, :, block.queries], _finite(after)
+                part.mul_((before - least).exp_().unsqueeze(-1)).addcmul_(
+                    seen.to(part.dtype), (logs - least).exp_().unsqueeze(-1)
                 )
                 before.copy_(after)
         out = out.to(q.dtype)
@@ -170,9 +195,10 @@ class _Attend(torch.autograd.Function):
             for block in view.blocks(source, length):
                 rows = slice(None), slice(None), block.queries
                 bias, mask = view.extras(block, source, length)
+                hidden = view.unseen(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
                 inputs = gradient[rows], q[rows], keys, values, out[rows], total[rows]
-                dq_block, *dkv_block = _backward(*inputs, block.causal, bias, mask, view.fused)
+                dq_block, *dkv_block = _backward(*inputs, Terms(block.causal, bias, mask, hidden, view.fused))
                 dq[rows] += dq_block
                 for part, grad in zip(made, dkv_block, strict=True):
                     part[:, :, block.keys] += grad.unflatten(1, (-1, shared)).sum(2) if shared > 1 else grad
@@ -188,35 +214,47 @@ def _for_heads(part_BKTd: Tensor, q_BNSd: Tensor) -> Tensor:
     return part_BKTd if shared == 1 else part_BKTd.repeat_interleave(shared, 1)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, mask: Tensor | None, fused: bool
-) -> tuple[Tensor, Tensor]:
+class Terms(NamedTuple):
+    """What becomes of the scores of one block.
+
+    Attributes:
+        causal: As in ``Block``.
+        bias: Bias (N, S, T) or None.
+        mask: Dropout mask (B, N, S, T) or None.
+        hidden: Which keys a query does not see (S, T), or None for those that ``causal`` or the bias hides.
+        fused: As in ``View``.
+    """
+
+    causal: bool
+    bias: Tensor | None
+    mask: Tensor | None
+    hidden: Tensor | None
+    fused: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch's kernel computes the block: it has no queries that see no key."""
+        return self.fused and self.hidden is None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Compute attention over the keys of one block.
 
     Returns:
         The outputs (B, N, S, d) over these keys alone, and the logarithm (B, N, S) of the sum of exponentials that they
-        were divided by.
+        were divided by: 0 and -inf for a query that sees none of them.
     """
-    if fused:
-        causal, extra = _as_torch(causal, bias, q)
+    if terms.is_fused:
+        causal, extra = _as_torch(terms.causal, terms.bias, q)
         return flash_attention_cpu(q, k, v, causal, extra)
-    scores = _scores(q, k, causal, bias)
+    scores = _scores(q, k, terms)
     logs = scores.logsumexp(-1)
-    weights = (scores - logs.unsqueeze(-1)).exp_()
-    return (weights if mask is None else weights * mask) @ v.to(weights.dtype), logs
+    weights = (scores - _finite(logs).unsqueeze(-1)).exp_()
+    return (weights if terms.mask is None else weights * terms.mask) @ v.to(weights.dtype), logs
 
 
 def _backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    total: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    fused: bool,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one block adds to the gradients of its queries, keys and values.
 
@@ -227,35 +265,37 @@ def _backward(
         v: Values (B, N, T, d).
         out: The outputs over all keys (B, N, S, d), not only those of this block.
         total: The logarithm of the sum of exponentials over all keys (B, N, S).
-        causal: As in ``Block``.
-        bias: Bias (N, S, T) or None.
-        mask: Dropout mask (B, N, S, T) or None.
-        fused: As in ``View``.
+        terms: What becomes of the scores.
     """
-    if fused:
-        causal, extra = _as_torch(causal, bias, q)
+    if terms.is_fused:
+        causal, extra = _as_torch(terms.causal, terms.bias, q)
         return flash_attention_cpu_backward(gradient, q, k, v, out, total, causal, extra)
-    weights = (_scores(q, k, causal, bias) - total.unsqueeze(-1)).exp_()
+    weights = (_scores(q, k, terms) - total.unsqueeze(-1)).exp_()
     exact = gradient.to(weights.dtype)
     seen = exact @ v.to(weights.dtype).transpose(-2, -1)
     used = weights
-    if mask is not None:
-        seen, used = seen * mask, weights * mask
+    if terms.mask is not None:
+        seen, used = seen * terms.mask, weights * terms.mask
     rowsum = (exact * out).sum(-1, keepdim=True)
     scores = weights * (seen - rowsum) / math.sqrt(q.shape[-1])
     dq, dk, dv = scores @ k.to(scores.dtype), scores.transpose(-2, -1) @ q.to(scores.dtype), used.mT @ exact
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     exact = _exact(q)
     scores = (q.to(exact) / math.sqrt(q.shape[-1])) @ k.to(exact).transpose(-2, -1)
-    if bias is not None:
-        return scores.add_(bias)
-    if causal:
+    if terms.bias is not None:
+        scores.add_(terms.bias)
+    elif terms.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later, -math.inf)
-    return scores
+    return scores if terms.hidden is None else scores.masked_fill_(terms.hidden.to(q.device), -math.inf)
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """Return logarithms with 0 in place of -inf, so that -inf less it is -inf and no NaN."""
+    return logs.masked_fill(logs == -math.inf, 0.0)
 
 
 def _as_torch(causal: bool, bias: Tensor | None, q: Tensor) -> tuple[bool, Tensor | None]:

@@ -21,12 +21,12 @@ from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
-from raypar.actors.specs.model import AttentionKind, Transformer
+from raypar.actors.specs.model import AttentionKind, Llama, Transformer
 from raypar.actors.tensors import Values, in_fp32
 
 
 class Core(nn.Module, SelectiveRecompute):
-    """Causal attention core: softmax(q k^T / sqrt(d)) v, where each query sees its own and all earlier tokens.
+    """Causal attention core: softmax(q k^T / sqrt(d)) v, where each query sees its own and earlier tokens.
 
     With selective recomputation the backward runs the core again instead of keeping tensors of the scores' size
     (Korthikanti et al. 2022, section 5).
@@ -37,12 +37,20 @@ class Core(nn.Module, SelectiveRecompute):
         dropout: Dropout probability of the softmax weights.
         alibi: Bias to add to the scores; None for none.
         desk: Scratch memory for attention in blocks; None for new memory.
+        window: Number of tokens that a query sees, its own and those right before it; None for all.
     """
 
-    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None, desk: Desk | None = None) -> None:
+    def __init__(
+        self,
+        kind: AttentionKind,
+        dropout: float,
+        alibi: Alibi | None,
+        desk: Desk | None = None,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.desk = desk or Desk()
-        self.kind, self.alibi = kind, alibi
+        self.kind, self.alibi, self.window = kind, alibi, window
         self.drop: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
@@ -101,48 +109,89 @@ class Core(nn.Module, SelectiveRecompute):
         return self.kind == "materialised" or draws_apart
 
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
-        plain = self.kind == "blocks" and self.alibi is None and not self.dropout
+        plain = self.kind == "blocks" and self.alibi is None and not self.dropout and not self._is_narrow(q_BNSd)
         return plain and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
 
+    def _is_narrow(self, q_BNSd: Tensor) -> bool:
+        """Return whether the window is shorter than the sequence."""
+        return self.window is not None and self.window < q_BNSd.shape[2]
+
     def _bias(self, q_BNSd: Tensor) -> Tensor | None:
-        return None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
+        """Return the bias of the scores, (N, S, S) or (1, S, S), with -inf for tokens that are not seen, or None."""
+        length = q_BNSd.shape[2]
+        bias = None if self.alibi is None else self.alibi.bias(length, q_BNSd)
+        if not self._is_narrow(q_BNSd):
+            return bias
+        assert self.window is not None
+        positions = torch.arange(length, device=q_BNSd.device)
+        bias = q_BNSd.new_zeros(1, length, length) if bias is None else bias
+        return bias.masked_fill(~seen_in_window(positions, positions, self.window), -math.inf)
 
 
 class Attention(nn.Module):
     """Self-attention layer, (B, S, D) -> (B, S, D): projections to q, k and v, the core, and an output projection.
 
-    The projections to q, k and v have no bias. A bias of the keys would shift all scores of a query alike, which a
-    softmax ignores: its gradient would be rounding noise, and Adam would turn that noise into steps of full size.
+    Unless the model asks for them, the projections to q, k and v have no biases. Without rope a bias of the keys shifts
+    all scores of a query alike, which a softmax ignores: its gradient is rounding noise, and Adam turns that noise into
+    steps of full size.
 
     Args:
         spec: Settings of the model.
         between: Rotary positions or ALiBi; None for neither.
         desk: Scratch memory for attention in blocks, shared by the blocks of an actor.
         bias: Whether the output projection has a bias.
+        window: Number of tokens that a token attends to; None for all before it.
 
     Attributes:
         tokens: The pieces of the sequence that this actor holds.
+        q_norm, k_norm: Norms of the queries and the keys of every head, over d; None if the model has none.
     """
 
-    def __init__(self, spec: Transformer, between: Rope | Alibi | None, desk: Desk, *, bias: bool) -> None:
+    def __init__(
+        self,
+        spec: Transformer,
+        between: Rope | Alibi | None,
+        desk: Desk,
+        *,
+        bias: bool,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
-        self.width, self.tokens = spec.hidden // spec.heads, Pieces()
+        self.width, self.tokens = spec.head_size, Pieces()
         self._rope = between if isinstance(between, Rope) else None
-        linear, kv = linear_of(spec.linear), self.width * spec.num_kv_heads
-        self.q = linear(spec.hidden, spec.hidden, bias=False)
-        self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
-        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk)
-        self.out = linear(spec.hidden, spec.hidden, bias=bias)
+        linear, kv, biased = linear_of(spec.linear), self.width * spec.num_kv_heads, spec.qkv_bias
+        self.q = linear(spec.hidden, self.width * spec.heads, bias=biased)
+        self.k, self.v = linear(spec.hidden, kv, bias=biased), linear(spec.hidden, kv, bias=biased)
+        normed = isinstance(spec, Llama) and spec.qk_norm
+        self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
+        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk, window)
+        self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
         self.fan = Fan(together=spec.attention == "blocks")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Attend to the tokens of the sequence."""
         q_BNSd, k_BKSd, v_BKSd = (
             y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in self.fan(x_BSD, self.q, self.k, self.v)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BNSd, k_BKSd = self.q_norm(q_BNSd), self.k_norm(k_BKSd)
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
         out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
         return out
+
+
+def seen_in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Return which keys each query sees, (S, T) bool: those of its own position and of the window - 1 before it.
+
+    Args:
+        queries: Positions (S,) of the queries.
+        keys: Positions (T,) of the keys.
+        window: Number of tokens that a query sees.
+    """
+    distance = queries[:, None] - keys
+    return (distance >= 0) & (distance < window)
 
 
 def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:

@@ -183,7 +183,7 @@ def added(spec: Transformer) -> Learned | Sinusoidal | None:
 def between(spec: Transformer) -> Rope | Alibi | None:
     """Return the position encoding that a model uses inside attention, or None."""
     if spec.positions == "rope":
-        return Rope(spec.seq, spec.hidden // spec.heads, spec.rope_base)
+        return Rope(spec.seq, spec.head_size, spec.rope_base)
     return Alibi(spec.heads, spec.seq) if spec.positions == "alibi" else None
 
 

@@ -26,10 +26,11 @@ class MLP(nn.Module):
         linear = linear_of(spec.linear)
         self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
         self.fan = Fan()
+        self.approximate = "tanh" if isinstance(spec, GPT) and spec.gelu == "tanh" else "none"
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         (y_BSF,) = self.fan(x_BSD, self.up)
-        out: Tensor = self.down(F.gelu(y_BSF))
+        out: Tensor = self.down(F.gelu(y_BSF, approximate=self.approximate))
         return out
 
 
@@ -42,7 +43,7 @@ class GPTModel(TransformerModel):
         super().__init__(gpt)
 
     def norm(self) -> nn.Module:
-        return nn.LayerNorm(self.spec.hidden)
+        return nn.LayerNorm(self.spec.hidden, eps=self.spec.norm_eps)
 
     def mlp(self, width: int) -> nn.Module:
         return MLP(self.spec, width)

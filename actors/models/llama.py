@@ -40,11 +40,10 @@ class LlamaModel(TransformerModel):
     bias = False
 
     def __init__(self, llama: Llama) -> None:
-        self._eps = llama.norm_eps
         super().__init__(llama)
 
     def norm(self) -> nn.Module:
-        return nn.RMSNorm(self.spec.hidden, eps=self._eps)
+        return nn.RMSNorm(self.spec.hidden, eps=self.spec.norm_eps)
 
     def mlp(self, width: int) -> nn.Module:
         return SwiGLU(self.spec, width)

@@ -71,7 +71,7 @@ def transformer_costs(model: Transformer) -> tuple[float, ...]:
     chooses, and the router. The head takes 2 h V; looking up and adding embeddings takes about 2 h.
     """
     h = model.hidden
-    projections = 4 * h**2 + 4 * h * (h // model.heads * model.num_kv_heads)
+    projections = 4 * h * model.head_size * (model.heads + model.num_kv_heads)
     attention = projections + core_cost(model)
     costs = [attention + _mlp_cost(model, model.num_experts(block)) for block in range(model.layers)]
     costs[0] += 2 * h
@@ -89,8 +89,11 @@ def _mlp_cost(model: Transformer, num_experts: int) -> float:
 
 
 def core_cost(model: Transformer) -> float:
-    """Return the forward FLOPs per token of a block's attention core: 2 s h for the scores, 2 s h for the values."""
-    return float(4 * model.seq * model.hidden)
+    """Return the forward FLOPs per token of a block's attention core: 2 s h for the scores, 2 s h for the values.
+
+    h is the width of all heads. A window saves none: what it hides is computed and left out.
+    """
+    return float(4 * model.seq * model.heads * model.head_size)
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -172,8 +172,9 @@ class TransformerModel(Model):
             return Embedding(spec)
         if index not in self.body:
             return Head(spec, self.norm())
-        attn = Attention(spec, apart, desk, bias=self.bias)
-        return Block((self.norm(), self.norm()), attn, self._mlp_or_experts(index - self.body.start), spec.dropout)
+        block = index - self.body.start
+        attn = Attention(spec, apart, desk, bias=self.bias, window=spec.window_of(block))
+        return Block((self.norm(), self.norm()), attn, self._mlp_or_experts(block), spec.dropout)
 
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
@@ -185,7 +186,7 @@ class TransformerModel(Model):
         """Set the initial values of this actor's part of a parameter, in place."""
         if name.endswith(".bias"):
             parameter.zero_()
-        elif ".norm" in name:
+        elif "norm" in name:
             parameter.fill_(1.0)
         else:
             # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number

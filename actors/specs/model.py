@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from raypar.actors.bounds import Count, Positive, Share
+from raypar.actors.bounds import Count, Positive, Share, Steps
 from raypar.actors.known_fields import known_fields
 from raypar.actors.specs.moe import MoE
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
 LinearKind = Literal["auto", "onednn", "torch"]
+Gelu = Literal["exact", "tanh"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,19 @@ class Transformer:
     some percent faster on an AMD EPYC; auto: torch on Intel processors, which MKL is made for, else onednn"""
     moe: MoE | None = None
     """experts in place of the MLPs of some blocks"""
+    head_width: Count | None = None
+    """width of a head; None: hidden / heads"""
+    qkv_bias: bool = False
+    """whether the projections to queries, keys and values have biases"""
+    window: Count | None = None
+    """tokens that a token attends to, itself and those right before it (Beltagy et al. 2020); None: all before it"""
+    window_first: Steps = 0
+    """with window, the first block that has it, counted from 0; the blocks before it attend to all tokens"""
+    norm_eps: Positive = 1e-5
+    """added to the variance in LayerNorm, or to the mean square in RMSNorm, against division by zero"""
+    hf: str | None = None
+    """folder of a Hugging Face model whose weights the run begins with, as rp.HF("folder") gives it; None: random
+    weights"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the sizes that do not fit each other, with the nearest ones that do.
@@ -63,14 +77,19 @@ class Transformer:
         """
         if self.moe is not None and right("model.moe", "model.layers", "model.seq"):
             yield from self.moe.faults(self.layers, self.seq)
-        if not right("model.hidden", "model.heads"):
+        if self.window_first and self.window is None and right("model.window", "model.window_first"):
+            told = f"model.window_first is {self.window_first}, but there is no window"
+            yield f"{told}: give model.window, or leave it out"
+        if not right("model.hidden", "model.heads", "model.head_width"):
             return
-        if self.hidden % self.heads:
+        if self.head_width is None and self.hidden % self.heads:
             heads, hidden = self._fitting()
             fix = f"use {heads} heads, say" if hidden == self.hidden else f"use model.hidden {hidden}, say"
             yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: {fix}"
-        elif right("model.positions") and self.positions == "rope" and self.hidden // self.heads % 2:
-            width, fix = self.hidden // self.heads, "set model.hidden to a multiple of 2 * heads, or other positions"
+        elif right("model.positions") and self.positions == "rope" and self.head_size % 2:
+            width, fix = self.head_size, "set model.hidden to a multiple of 2 * heads, or other positions"
+            if self.head_width is not None:
+                fix = "set model.head_width to an even number, or other positions"
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
     def _fitting(self) -> tuple[int, int]:
@@ -85,6 +104,19 @@ class Transformer:
         if heads > 1:
             return heads, self.hidden
         return self.heads, max(1, round(self.hidden / (self.heads * even))) * self.heads * even
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads if self.head_width is None else self.head_width
+
+    def window_of(self, block: int) -> int | None:
+        """Return the window of a block; None if its tokens attend to all before them.
+
+        Args:
+            block: Index of the block.
+        """
+        return self.window if block >= self.window_first else None
 
     def num_experts(self, block: int) -> int:
         """Return the number of experts of a block; 0 if it has an MLP instead.
@@ -107,12 +139,10 @@ class Transformer:
     @property
     def mlp_width(self) -> int:
         """Width of a block's MLP."""
-        """Width of a block's MLP."""
         raise NotImplementedError
 
     @property
     def mlp_matrices(self) -> int:
-        """Number of weight matrices of a block's MLP."""
         """Number of weight matrices of hidden x mlp_width in an MLP."""
         raise NotImplementedError
 
@@ -126,6 +156,8 @@ class GPT(Transformer):
     """gpt or llama; each has fields and defaults of its own"""
     mlp: Count = 4
     """width of a block's MLP in multiples of hidden"""
+    gelu: Gelu = "exact"
+    """exact: x times the normal distribution function; tanh: its approximation, which GPT-2 was trained with"""
 
     @property
     def mlp_width(self) -> int:
@@ -151,8 +183,8 @@ class Llama(Transformer):
     """heads of keys and values, a divisor of heads; each serves heads / kv_heads query heads; None: heads, 1: MQA"""
     ffn: Count | None = None
     """width of a block's MLP; None: 8/3 of hidden, rounded up to a multiple of 8, as many weights as a GPT's MLP"""
-    norm_eps: Positive = 1e-5
-    """added to the mean square in RMSNorm, against division by zero"""
+    qk_norm: bool = False
+    """whether the queries and the keys of every head pass an RMSNorm each, ahead of rope (Dehghani et al. 2023)"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""

@@ -125,20 +125,24 @@ class HeadParallel(ParallelStyle):
     """Let each member compute some of the heads of an attention.
 
     Heads of keys and values are sharded too if the group divides their number; otherwise every member holds their
-    whole projections, and computes the one head that it needs.
+    whole projections, and computes the one head that it needs. Norms of heads are whole on every member, which sees its
+    own heads only.
     """
 
     group: Group
     column: ColumnParallel
 
     def apply(self, name: str, module: nn.Module) -> Applied:
+        """Shard the projections to queries, keys and values."""
         assert isinstance(module, Attention)
         heads, kv_heads = module.q.out_features // module.width, module.k.out_features // module.width
         module.core.narrow(heads, Sharding({1: Pieces.at(self.group.rank, self.group.size)}))
         kv: ParallelStyle = self.column
         if kv_heads % self.group.size:
             kv = SharedOutputs(self.group, Pieces.at(self.group.rank * kv_heads // self.group.size, kv_heads))
-        return apply_to_children(name, module, {"q": self.column, "k": kv, "v": kv})
+        applied = apply_to_children(name, module, {"q": self.column, "k": kv, "v": kv})
+        normed = [inner for inner in _parameters_of(module) if inner.startswith(("q_norm.", "k_norm."))]
+        return applied._replace(partial={**applied.partial, **dict.fromkeys(normed, (self.group,))})
 
 
 @dataclass(frozen=True)

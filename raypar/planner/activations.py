@@ -69,6 +69,8 @@ def _scores(run: Run, model: GPT | Llama, layers: range) -> tuple[int, int]:
     cp, S = run.mesh.cp, model.seq
     heads = model.heads / run.mesh.tensor_ranks / (cp if run.context == "ulysses" else 1)
     plain = model.attention == "blocks" and not model.dropout and model.positions != "alibi"
+    if plain and _is_narrow(model):
+        return 0, 0
     if not plain or run.precision.is_half or S < LEAST or heads * S < ROWS:
         return 0, 0
     seen = sum((min(start + SIDE, S) - start) * min(start + SIDE, S) for start in range(0, S, SIDE))
@@ -127,12 +129,17 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
     masks = 2 if model.dropout else 0
     wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0)
-    units = 6 + 2 * model.num_kv_heads / model.heads + wide + rows + masks
+    all_heads, kv = model.heads * model.head_size / model.hidden, model.num_kv_heads / model.heads  # widths, in h
+    units = 4 + all_heads * (2 + 2 * kv) + wide + rows + masks
     if word == "full":
         return element * _part(run) * sbh
     own_rows = 0 if run.mesh.folds_experts else rows  # which every tensor rank has; else they divide tokens
     whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + masks)
     kept = (element * (whole + (units - whole) / ranks) + _norms(run, model, count=2)) * sbh
+    if isinstance(model, Llama) and model.qk_norm:  # two tensors in fp32, as of other norms
+        kept += 2 * _FP32 * all_heads * (1 + kv) * sbh / ranks
+    if _is_narrow(model) and model.attention != "materialised" and word != "selective":
+        kept += element * model.seq**2  # the mask of the window
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += element * sbh / ranks
     if word == "selective":
@@ -141,6 +148,11 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
         beside = 2 if model.dropout else int(run.precision.is_half)  # scores in the layers' dtype beside the softmax
         kept += (_FP32 + beside * element) * scores / ranks
     return kept
+
+
+def _is_narrow(model: GPT | Llama) -> bool:
+    """Return whether blocks have a window that is shorter than a sequence."""
+    return model.window is not None and model.window < model.seq
 
 
 def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:

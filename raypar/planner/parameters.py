@@ -4,7 +4,9 @@ The counts of a GPT and a Llama are formulas of the sizes, so that they take no 
 MLP width f, vocabulary V, sequence length s, and K heads of keys and values of width d:
 
 - A block has h^2 for the queries, 2 h K d for keys and values, h^2 for the output, and 2 h f (GPT) or 3 h f (Llama) for
-  its MLP. A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h.
+  its MLP; heads of another width d make h^2 h d times their number. Biases of queries, keys and values are d a head.
+  A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h, and those
+  of queries and keys d.
 - A block with E experts of width w has E times 2 h w or 3 h w in the place of 2 h f or 3 h f (and a GPT their biases),
   and E h for its router; once more E h for learned noise; shared experts and a residual MLP are MLPs, too. With ep an
   actor has E / ep experts, each divided over the etp tensor ranks of an expert.
@@ -216,7 +218,8 @@ def _block_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Return the number of tensors of a block; those of linear layers that are cut into tiles count as one."""
     linear, moe = _linear_tensors(model), model.moe
     mlp = model.mlp_matrices * linear
-    attention_and_norms = 3 + 3 * linear  # queries, keys and values have no biases; the output and two norms may have
+    attention_and_norms = 3 + 3 * linear  # queries, keys and values; the output and two norms may have biases
+    attention_and_norms += 3 * model.qkv_bias + 2 * _has_norms(model)
     if not model.num_experts(block):
         return attention_and_norms + mlp
     assert moe is not None
@@ -283,21 +286,29 @@ def _blocks(model: GPT | Llama, blocks: range, mesh: Mesh) -> int:
 def _block(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of a block on one actor.
 
-    A grid divides all tensors. Other tensor ranks hold norms and the biases of outputs whole, and at least one head of
-    keys and values.
+    A grid divides all tensors. Other tensor ranks hold norms and the biases of outputs whole, and the projections to
+    keys and values too if they do not divide the number of their heads.
 
     Args:
         model: The model.
         block: The block's index.
         mesh: The mesh of the actors.
     """
-    h, width, ranks = model.hidden, model.hidden // model.heads, _ranks(mesh)
-    keys = h * width * model.num_kv_heads
+    h, width, ranks = model.hidden, model.head_size, _ranks(mesh)
+    each = width * (h + model.qkv_bias)  # of the queries, keys or values of a head
+    keys, is_shared = each * model.num_kv_heads, model.num_kv_heads % ranks > 0
     of_mlp, whole = _beside_experts(model, block) if model.num_experts(block) else _mlp(model, model.mlp_width)
-    divided, shared = 2 * h * h + of_mlp, whole + (2 * h if isinstance(model, Llama) else 5 * h)
+    divided = model.heads * (each + width * h) + of_mlp
+    shared, normed = whole + (2 * h if isinstance(model, Llama) else 5 * h), 2 * width * _has_norms(model)
     if mesh.grid is not None:
-        return (divided + 2 * keys + shared) // ranks + _own_experts(model, block, mesh)
-    return divided // ranks + 2 * max(keys // ranks, h * width) + shared + _own_experts(model, block, mesh)
+        return (divided + 2 * keys + shared) // ranks + normed + _own_experts(model, block, mesh)
+    held = keys if is_shared else keys // ranks
+    return divided // ranks + 2 * held + shared + normed + _own_experts(model, block, mesh)
+
+
+def _has_norms(model: GPT | Llama) -> bool:
+    """Return whether queries and keys pass a norm each."""
+    return isinstance(model, Llama) and model.qk_norm
 
 
 def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:

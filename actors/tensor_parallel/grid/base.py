@@ -189,7 +189,9 @@ class GridHeads(ParallelStyle):
         assert isinstance(module, Attention)
         batch, heads = pieces_along(self.layout.inside.batch), pieces_along((self.layout.inside.features,))
         module.core.narrow(module.q.out_features // module.width, Sharding({0: batch, 1: heads}))
-        return apply_to_children(name, module, dict.fromkeys(("q", "k", "v"), self.column))
+        applied = apply_to_children(name, module, dict.fromkeys(("q", "k", "v"), self.column))
+        normed = [inner for inner, _ in module.named_parameters() if inner.startswith(("q_norm.", "k_norm."))]
+        return applied._replace(partial={**applied.partial, **dict.fromkeys(normed, self.layout.axes)})
 
 
 @dataclass(frozen=True)

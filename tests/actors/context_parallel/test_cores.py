@@ -48,7 +48,15 @@ def biased(heads=4):
     return Core("fused", 0.0, Alibi(heads, 8))
 
 
-@pytest.mark.parametrize("core", [fused, explicit, biased])
+def narrow():
+    return Core("fused", 0.0, None, window=3)
+
+
+def narrow_and_biased():
+    return Core("materialised", 0.0, Alibi(4, 8), window=5)
+
+
+@pytest.mark.parametrize("core", [fused, explicit, biased, narrow, narrow_and_biased])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("context", MODES)
@@ -61,7 +69,9 @@ def test_it_is_the_plain_core(context, size, kv_heads, core):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("core", [fused, explicit, lambda: biased(2)], ids=["fused", "explicit", "biased"])
+@pytest.mark.parametrize(
+    "core", [fused, explicit, lambda: biased(2), narrow], ids=["fused", "explicit", "biased", "narrow"]
+)
 @pytest.mark.parametrize("context", MODES)
 def test_gradients_are_those_of_finite_differences(context, core):
     small = inputs(kv_heads=1 if context != "ulysses" else 2, length=4, heads=2, batch=1, width=2)

@@ -53,6 +53,7 @@ def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
         (GPT, {}),
         (Llama, {}),
         (Llama, {"kv_heads": 1}),
+        (Llama, {"head_width": 2 * H // A, "qk_norm": True, "qkv_bias": True}),
         (GPT, {"moe": MoE(experts=4)}),
         (Llama, {"moe": MoE(experts=4, shared=1, residual=True, width=32)}),
     ],
