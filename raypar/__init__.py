@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.precision import LossScale, Precision
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
+    from raypar.config.hugging_face import HF
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError, StepLostError
@@ -49,6 +50,7 @@ _HOMES = {
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
+    "raypar.config.hugging_face": ("HF",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError", "StepLostError"),
@@ -68,6 +70,7 @@ _HOME_OF = {words.split()[-1]: (module, words.split()[0]) for module, names in _
 
 __all__ = [
     "GPT",
+    "HF",
     "SGD",
     "ActorDiedError",
     "AdamW",

@@ -299,11 +299,13 @@ MAY_IMPORT = {
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs",
+    "actors/hugging_face": "actors schedules",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
     "actors/models": (
-        "actors actors/autograd actors/collective actors/expert_parallel actors/layers actors/specs schedules"
+        "actors actors/autograd actors/collective actors/expert_parallel actors/hugging_face actors/layers "
+        "actors/specs schedules"
     ),
     "actors/optim": (
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
@@ -333,13 +335,13 @@ MAY_IMPORT = {
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (
-        "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
+        "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker raypar "
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
         "schedules/generators schedules/simulation"
     ),
     "raypar/config/validate": (
-        "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/planner schedules"
+        "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
+        "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner schedules"
     ),
     "raypar/doctor": "raypar raypar/cluster actors/collective",
     "raypar/job": (

@@ -9,10 +9,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.linear import linear_of
@@ -89,7 +91,7 @@ def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
 class TransformerModel(Model):
     """A decoder with the layers ``embed``, ``blocks.0``, ..., ``head``.
 
-    Weights are initialised as in GPT-2: Radford et al. 2019, section 2.3.
+    Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3), or read from a folder of Hugging Face.
     """
 
     tensor_plan: TensorPlan = (
@@ -136,7 +138,10 @@ class TransformerModel(Model):
         """Make some layers with their initial weights; see ``Model.materialize``.
 
         Each weight has its own generator, seeded by its logical name. A sharded weight is drawn whole and then sliced,
-        one weight at a time, so that every layout gets the same bits.
+        one weight at a time, so that every layout gets the same bits. Of weights in a folder only the slices are read.
+
+        Raises:
+            CheckpointError: The folder's weights can't be read.
         """
         homes = {copy: home for home, copy in self.ties}
         layer = partial(self._layer, *self._shared)
@@ -165,6 +170,11 @@ class TransformerModel(Model):
         """The tables of positions and the scratch memory of all attention layers of this process."""
         return between(self.spec), Desk()
 
+    @cached_property
+    def _folder(self) -> FolderWeights | None:
+        """The weights that the model begins with; None if they are random."""
+        return None if self.spec.hf is None else FolderWeights(Path(self.spec.hf))
+
     def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
         spec = self.spec
@@ -184,7 +194,9 @@ class TransformerModel(Model):
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
         """Set the initial values of this actor's part of a parameter, in place."""
-        if name.endswith(".bias"):
+        if self._folder is not None:
+            self._folder.fill(name, parameter, shard)
+        elif name.endswith(".bias"):
             parameter.zero_()
         elif "norm" in name:
             parameter.fill_(1.0)

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
+    "model.hf",
     "data",
     "microbatches",
     "micro_batch_size",

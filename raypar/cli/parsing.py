@@ -13,6 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.expert_flags import read_experts
 from raypar.cli.flags import read_flags
 from raypar.config.fields import Fault
+from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.toml import of_kind, read_run, read_table
 from raypar.errors import ConfigError
@@ -61,12 +62,8 @@ def parse(
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
         default, wrong = ((known or {})[base], []) if base in (known or {}) else _base(base, table or {})
-        for part in ("model", "optim"):
-            for one in values_of(f"--{part}.kind", words):
-                try:
-                    default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
-                except ConfigError as error:
-                    wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+        default, unfit = _of_kinds(default, words)
+        wrong += unfit
         for one in values_of("--layout", words):
             try:
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
@@ -90,6 +87,32 @@ def parse(
     done = parsed(first)
     base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
     return done if base == first else parsed(base)
+
+
+def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+    """Return a run with the model of the folder, and the kinds of model and optimizer, that words name; and faults."""
+    wrong = list[Fault]()
+    for one in values_of("--model.hf", words):
+        if one and one != "none" and not one.startswith("--"):
+            try:
+                default = replace(default, model=HF(one, **_given(words)))
+            except ConfigError as error:
+                wrong += [Fault("model.hf", text, of_type=True) for text in error.faults]
+    for part in ("model", "optim"):
+        for one in values_of(f"--{part}.kind", words):
+            try:
+                default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
+            except ConfigError as error:
+                wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+    return default, wrong
+
+
+def _given(words: Sequence[str]) -> dict[str, float]:
+    """Return the dropout that the words give, which a folder's own may contradict."""
+    try:
+        return {"dropout": float([*values_of("--model.dropout", words)][-1])}
+    except (ValueError, IndexError):
+        return {}
 
 
 def values_of(flag: str, words: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from raypar.actors.not_yet import HUGGING_FACE, not_yet
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import RECIPES
 
@@ -23,7 +22,7 @@ def hint(run: Run, path: str) -> str:
     if path == "model" and isinstance(run.model, str):
         if run.model in RECIPES:
             return f"; rp.recipe({run.model!r}) is a run with such a model"
-        return f"; {not_yet(HUGGING_FACE)}: give a model's sizes, as rp.GPT(layers=12)"
+        return f"; rp.HF({run.model!r}) is the model in a folder of Hugging Face"
     if path == "data" and isinstance(run.data, str):
         return f"; for text files give rp.Text({run.data!r})"
     if path == "model" and callable(run.model):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.data.token_batches import data_faults
-from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
@@ -32,6 +31,7 @@ from raypar.config.schedule import (
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
+from raypar.config.validate.hugging_face import folder_faults as weight_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
@@ -95,6 +95,8 @@ def check_run(
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
     faults += _module_faults(run, skeleton, right)
+    if resumed is None and right("model") and isinstance(run.model, Transformer) and not any(run.model.faults(right)):
+        faults += weight_faults(run.model, skeleton)
     if right("data"):
         faults += _data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
@@ -366,22 +368,3 @@ def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
         ]
     vocab = run.model.vocab if right("model.vocab") else sys.maxsize
     return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]
-
-
-def rooted(run: Run) -> Run:
-    """Return the run with absolute paths of what actors read and write, as theirs may be another working directory."""
-
-    def root(path: str | None) -> str | None:
-        return path if path is None else str(expanded(path).absolute())
-
-    run, data = replace(run, offload_folder=root(run.offload_folder)), run.data
-    if isinstance(data, Batches):
-        return run
-    text = replace(
-        data,
-        path=data.path if data.path == "stdlib" else str(root(data.path)),
-        val_path=data.val_path if data.val_path == "stdlib" else root(data.val_path),
-        tokenizer=root(data.tokenizer),
-        cache=root(data.cache),
-    )
-    return replace(run, data=text)

@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from raypar.config.absolute_paths import rooted
 from raypar.config.fields import Fault, brief, field_faults
+from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
-from raypar.config.run import rooted
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import nearest
@@ -50,6 +51,7 @@ def flat(table: Mapping[str, Any], below: str = "") -> dict[str, Any]:
 
 T = TypeVar("T")
 
+_SCALARS = {"dropout", "seq"}  # of a model in a folder, what may be changed ahead of the reading
 _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # in a line
 _KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have, by kind
@@ -219,6 +221,11 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
             faults.append(Fault(path, text, of_type=True))
         else:
             inner = dict(value)
+            if path == "model" and begins_in_folder(inner):
+                try:
+                    old = HF(inner["hf"], **{name: inner[name] for name in _SCALARS & inner.keys()})
+                except ConfigError as error:
+                    faults += [Fault("model.hf", text, of_type=True) for text in error.faults]
             if path in _KINDS and "kind" in inner:
                 try:
                     old = of_kind(path, inner.pop("kind"), old)
@@ -226,6 +233,15 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
                     faults += [Fault(f"{path}.kind", text, of_type=True) for text in error.faults]
             changes[key] = _changed(old, inner, f"{path}.", faults)
     return replace(base, **changes)
+
+
+def begins_in_folder(model: Mapping[str, Any]) -> bool:
+    """Return whether a model's table names a folder of Hugging Face and leaves fields to its config.json.
+
+    A run that was written has all fields, so that it can be read where the folder is no more.
+    """
+    folder, every = model.get("hf"), {field.name for field in fields(Transformer)} - {"hf", "moe"}
+    return isinstance(folder, str) and folder != "none" and not every <= model.keys()
 
 
 def _plain(value: Any, hint: Any) -> Any:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.worker.plan import Plan
-from raypar.config.run import rooted, world_of
+from raypar.config.absolute_paths import rooted
+from raypar.config.run import world_of
 from raypar.config.schedule import Programs, only_row
 
 
@@ -56,6 +58,13 @@ def plans_of(
         )
         for rank in range(world.size)
     ]
+
+
+def begun(run: Run) -> Run:
+    """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with."""
+    if not isinstance(run.model, Transformer) or run.model.hf is None:
+        return run
+    return replace(run, model=replace(run.model, hf=None))
 
 
 def shipped(run: Run) -> Run:

@@ -24,7 +24,7 @@ from raypar.job.clocks import align
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
-from raypar.job.plans import plans_of
+from raypar.job.plans import begun, plans_of
 from raypar.job.room import no_room, room_awaited, why_no_room
 from raypar.job.snapshots import Snapshots, takes_snapshots
 from raypar.paths import CHECKPOINTS, absolute
@@ -356,7 +356,8 @@ class Starter:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
         self._generation += 1
         loaded, named = self._loaded, (self._job, self._generation, self._device)
-        plans = plans_of(loaded.run, self._layout.programs, *named, self._faults, self._number)
+        run = loaded.run if self._found is None else begun(loaded.run)
+        plans = plans_of(run, self._layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         self._places = [located[rank].place if rank in located else "" for rank in range(loaded.world.size)]

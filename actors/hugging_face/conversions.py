@@ -1,0 +1,152 @@
+"""Which tensor of a Hugging Face model is which weight of ours, as data: one table for each type of model.
+
+In a name ``*`` stands for a number: of a block, and behind it of an expert. Those of one side are those of the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A weight of ours, as a part of a tensor of theirs.
+
+    Attributes:
+        ours: Logical name of the weight.
+        theirs: Name of the tensor.
+        transposed: Whether the tensor is (in, out) and the weight (out, in).
+        part: Which part of the tensor, along the weight's dim 0, is the weight.
+        parts: Number of equal parts that the tensor has along that dim.
+    """
+
+    ours: str
+    theirs: str
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+    def numbered(self, numbers: Iterable[str]) -> Conversion:
+        """Return the conversion with these numbers in the place of the stars of both names."""
+        ours, theirs = self.ours, self.theirs
+        for number in numbers:
+            ours, theirs = ours.replace("*", number, 1), theirs.replace("*", number, 1)
+        return Conversion(ours, theirs, self.transposed, self.part, self.parts)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The conversions of a type of model.
+
+    Attributes:
+        conversions: One for each kind of weight.
+        prefix: What names begin with in some folders only.
+        ignored: Patterns of tensors that some folders have and that are no weights: masks, tables of positions.
+        zeros: Patterns of weights of ours that are zeros if our model has none, as biases are.
+    """
+
+    conversions: tuple[Conversion, ...]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
+
+
+def _gpt2() -> Table:
+    """Return the table of GPT-2, whose linear layers have transposed weights, and one for queries, keys and values."""
+    h, fused = "transformer.h.*", [Conversion(f"blocks.*.attn.{n}", "", part=i, parts=3) for i, n in enumerate("qkv")]
+    qkv = [
+        Conversion(f"{one.ours}.{kind}", f"{h}.attn.c_attn.{kind}", kind == "weight", one.part, 3)
+        for kind in ("weight", "bias")
+        for one in fused
+    ]
+    linears = {"attn.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    norms = {"blocks.*.norm1": f"{h}.ln_1", "blocks.*.norm2": f"{h}.ln_2", "head.norm": "transformer.ln_f"}
+    return Table(
+        (
+            Conversion("embed.tokens.weight", "transformer.wte.weight"),
+            Conversion("embed.positions.weight", "transformer.wpe.weight"),
+            *qkv,
+            *(
+                Conversion(f"blocks.*.{ours}.{kind}", f"{h}.{theirs}.{kind}", kind == "weight")
+                for ours, theirs in linears.items()
+                for kind in ("weight", "bias")
+            ),
+            *(
+                Conversion(f"{ours}.{kind}", f"{theirs}.{kind}")
+                for ours, theirs in norms.items()
+                for kind in ("weight", "bias")
+            ),
+            Conversion("head.out.weight", "lm_head.weight"),
+        ),
+        prefix="transformer.",
+        ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+        zeros=tuple(f"blocks.*.attn.{name}.bias" for name in "qkv"),
+    )
+
+
+_ATTENTION = {name: f"self_attn.{name}_proj" for name in "qkv"} | {"out": "self_attn.o_proj"}
+_MLP = {f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_MIXTRAL = {"mlp.router": "block_sparse_moe.gate"} | {
+    f"mlp.experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}"
+    for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+}
+_QWEN_MOE = {"mlp.router": "mlp.gate"} | {
+    f"mlp.experts.*.{name}": f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")
+}
+
+
+def _llama(mlp: Mapping[str, str], *, biases: bool = False, norms: bool = False) -> Table:
+    """Return the table of a model that is built like Llama.
+
+    Args:
+        mlp: The weights of MLPs or experts in a block: ours to theirs.
+        biases: Whether queries, keys and values may have biases.
+        norms: Whether queries and keys have norms.
+    """
+    block = {f"attn.{ours}": theirs for ours, theirs in _ATTENTION.items()} | dict(mlp)
+    block |= {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    if norms:
+        block |= {f"attn.{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
+    found = [Conversion(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight") for ours, theirs in block.items()]
+    if biases:
+        found += [Conversion(f"blocks.*.attn.{n}.bias", f"model.layers.*.self_attn.{n}_proj.bias") for n in "qkv"]
+    outside = {"embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.out": "lm_head"}
+    found += [Conversion(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in outside.items()]
+    return Table(tuple(found), ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",))
+
+
+TABLES: Mapping[str, Table] = {  # by the model_type of config.json
+    "gpt2": _gpt2(),
+    "llama": _llama(_MLP),
+    "mistral": _llama(_MLP),
+    "mixtral": _llama(_MIXTRAL),
+    "qwen2": _llama(_MLP, biases=True),
+    "qwen3": _llama(_MLP, norms=True),
+    "qwen3_moe": _llama(_MLP | _QWEN_MOE, norms=True),
+}
+
+
+def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
+    """Return the conversion of each weight of ours that the table has, by logical name, its numbers filled in.
+
+    Args:
+        model_type: Type of the model, a key of TABLES.
+        names: Logical names of weights.
+    """
+    table = {one.ours: one for one in TABLES[model_type].conversions}
+    starred = {name: _NUMBER.sub("*", name) for name in names}
+    return {name: table[key].numbered(_NUMBER.findall(name)) for name, key in starred.items() if key in table}
+
+
+def is_ignored(model_type: str, name: str) -> bool:
+    """Return whether a tensor of a folder is no weight."""
+    return _NUMBER.sub("*", name) in TABLES[model_type].ignored
+
+
+def is_zero(model_type: str, name: str) -> bool:
+    """Return whether a weight of ours is zeros in their model if ours has none."""
+    return _NUMBER.sub("*", name) in TABLES[model_type].zeros

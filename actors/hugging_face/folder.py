@@ -1,0 +1,162 @@
+"""A folder with a model of Hugging Face: config.json, and safetensors files whose headers say where tensors are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import told
+from raypar.actors.hugging_face.conversions import TABLES
+from raypar.schedules.schedule import first_of
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, of the dtypes that weights may have
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_MOST_JSON = 64 << 20
+_MOST_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
+_SAFE = (
+    "transformers can: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
+    ".save_pretrained('{folder}-safetensors')\""
+)
+
+
+class Kept(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        file: Name of the file.
+        dtype: In safetensors' spelling.
+        shape: Its shape.
+        start: Its first byte in the file.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises CheckpointError if it is none, or is too long."""
+    with told(f"{str(path)!r} can't be read"), path.open("rb") as file:
+        raw = file.read(_MOST_JSON + 1)
+    try:
+        found = json.loads(raw) if len(raw) <= _MOST_JSON else None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError([f"{str(path)!r} is not JSON ({error}): copy it again"]) from error
+    if not isinstance(found, dict):
+        raise CheckpointError([f"{str(path)!r} is no JSON object of at most {_MOST_JSON} bytes: give a model's folder"])
+    return found
+
+
+def model_type_of(folder: Path) -> str:
+    """Return the type of the model in a folder, a key of TABLES. Raises CheckpointError if it is none."""
+    found = read_json(folder / CONFIG).get("model_type")
+    if found not in TABLES:
+        raise CheckpointError([f"{str(folder)!r} holds a {found!r}, and raypar has {', '.join(TABLES)}"])
+    assert isinstance(found, str)
+    return found
+
+
+def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
+    """Return where the tensors of a model are, by name, from the headers of its files.
+
+    Args:
+        folder: The folder.
+        model_type: Type of the model. Names get the prefix that some folders leave out.
+
+    Raises:
+        CheckpointError: Files are missing, end early, or are no safetensors; or names lead out of the folder. The error
+            lists all faults; of many the first ones.
+    """
+    index = _index(folder)
+    faults: list[str] = []
+    found: dict[str, Kept] = {}
+    for file in sorted(set(index.values())) if index else [SINGLE]:
+        if not _PLAIN.fullmatch(file):
+            faults.append(f"{INDEX} names the file {file[:80]!r}, which leaves the folder: no such file is read")
+            continue
+        try:
+            inside = _header(folder, file)
+        except CheckpointError as error:
+            faults += error.faults
+            continue
+        wanted = {name for name, other in index.items() if other == file} if index else inside.keys()
+        if missing := sorted(wanted - inside.keys()):
+            faults.append(f"{file} has no {missing[0]!r}, which {INDEX} has there ({len(missing)} are missing)")
+        found |= {name: kept for name, kept in inside.items() if name in wanted}
+    if faults:
+        raise CheckpointError(first_of(faults))
+    prefix = TABLES[model_type].prefix
+    if prefix and not any(name.startswith(prefix) for name in found):
+        found = {name if name.startswith("lm_head.") else f"{prefix}{name}": kept for name, kept in found.items()}
+    return found
+
+
+def _index(folder: Path) -> Mapping[str, str]:
+    """Return the file of each tensor; empty if one file has all.
+
+    Raises:
+        CheckpointError: There are no safetensors files, or the index is broken.
+    """
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError([_no_weights(folder)])
+        return {}
+    found = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError([f"{str(folder / INDEX)!r} has no weight_map of names and files: copy it again"])
+    return found
+
+
+def _no_weights(folder: Path) -> str:
+    """Say which weights a folder has that are not read, and how to convert them."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    told_as = f"{str(folder)!r} has no {SINGLE}"
+    if pickled := [name for name in names if re.fullmatch(r"pytorch_model.*\.(bin|json)|.*\.(pt|pth|ckpt)", name)]:
+        how = _SAFE.format(folder=folder)
+        return f"{told_as} but {pickled[0]}, a pickle, which can run code and is not read: convert it; {how}"
+    if other := [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]:
+        return f"{told_as} but {other[0]}: convert it with transformers, from_pretrained(...).save_pretrained(...)"
+    if "adapter_config.json" in names:
+        return f"{told_as}: it holds an adapter, and not the model: merge it into its model first"
+    return f"{told_as}: give a folder that save_pretrained has written, or that was downloaded whole"
+
+
+def _header(folder: Path, file: str) -> dict[str, Kept]:
+    """Return the tensors of a safetensors file. Raises CheckpointError if it is none, or ends early."""
+    with told(f"{str(folder / file)!r} can't be read"), (folder / file).open("rb") as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError([f"{file!r} is no plain file: copy it into the folder"])
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(_MOST_HEADER, status.st_size - 8):
+            raise CheckpointError([f"{file!r} is no safetensors file, or ends in its header: copy it again"])
+        raw = opened.read(length)
+    try:
+        plain = json.loads(raw)
+        entries = {name: entry for name, entry in plain.items() if name != "__metadata__"}
+        found = {name: _kept(file, entry, 8 + length) for name, entry in entries.items()}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise CheckpointError([f"{file!r} has a broken header ({error}): copy it again"]) from error
+    if end > status.st_size:
+        raise CheckpointError([f"{file!r} ends early, {end - status.st_size} bytes are missing: copy it again"])
+    return found
+
+
+def _kept(file: str, entry: Mapping[str, Any], start: int) -> Kept:
+    """Read an entry of a header. Raises ValueError, KeyError or TypeError if it contradicts itself."""
+    dtype, shape, (first, behind) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, first, behind)):
+        raise ValueError("a size is no whole number")
+    if dtype in ITEM and behind - first != math.prod(shape) * ITEM[dtype]:
+        raise ValueError("a tensor has not the bytes that its shape needs")
+    return Kept(file, str(dtype), shape, start + first)

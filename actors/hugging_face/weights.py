@@ -1,0 +1,127 @@
+"""The weights of a folder: an actor reads its slices of them, by ranges of bytes, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import told
+from raypar.actors.hugging_face.conversions import Conversion, converted
+from raypar.actors.hugging_face.folder import ITEM, Kept, model_type_of, tensors_in
+from raypar.actors.sharding import Shard
+
+Span = tuple[int, int]  # first index along a dim, and the one behind the last
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is larger
+
+
+class FolderWeights:
+    """Reads parts of the weights of a model from a folder. Memory is needed for a few megabytes beside the result.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        num_read: Bytes of weights that were read.
+
+    Raises:
+        CheckpointError: The folder holds no model that raypar has.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._type = folder, model_type_of(folder)
+        self._kept = tensors_in(folder, self._type)
+        self._conversions: dict[str, Conversion] = {}
+        self.num_read = 0
+
+    def fill(self, name: str, parameter: Tensor, shard: Shard) -> None:
+        """Set the values of this actor's part of a weight, in place.
+
+        Args:
+            name: Logical name of the weight.
+            parameter: Its part, in any dtype, contiguous.
+            shard: Which part it is.
+
+        Raises:
+            CheckpointError: The folder has no such tensor, one of another shape, or can't be read.
+        """
+        conversion = converted(self._type, [name]).get(name)
+        kept = None if conversion is None else self._kept.get(conversion.theirs)
+        if conversion is None or kept is None or not fits(conversion, kept, shard.whole):
+            raise CheckpointError([f"{str(self._folder)!r} has no weight {name!r} of shape {list(shard.whole)}"])
+        spans = [shard.sharding[dim].spans(length) for dim, length in enumerate(shard.whole)]
+        with told(f"{kept.file!r} can't be read"), (self._folder / kept.file).open("rb", buffering=0) as file:
+            for region, piece in _regions(spans):
+                target = parameter[region] if region else parameter
+                if conversion.transposed:
+                    target, piece = target.t(), piece[::-1]
+                start = conversion.part * shard.whole[0]
+                along = 1 if conversion.transposed else 0
+                box = [
+                    (low + start * (dim == along), high + start * (dim == along))
+                    for dim, (low, high) in enumerate(piece)
+                ]
+                self._read(file.fileno(), kept, box, target)
+
+    def _read(self, file: int, kept: Kept, box: Sequence[Span], target: Tensor) -> None:
+        """Read a box of a tensor into a target of its shape, some rows at a time."""
+        item, (first, behind) = ITEM[kept.dtype], box[0] if box else (0, 1)
+        row = item  # bytes of a whole row, of those dims behind the first
+        for size in kept.shape[1:]:
+            row *= size
+        low, high = box[1] if len(box) > 1 else (0, 1)
+        each = row // (kept.shape[1] if len(box) > 1 else 1)
+        wanted, is_whole = (high - low) * each, (high - low) * each == row
+        at_once = max(1, _AT_ONCE // max(1, wanted))
+        for start in range(first, behind, at_once):
+            count = min(at_once, behind - start)
+            raw = torch.empty(count * wanted, dtype=torch.uint8)
+            view, at = raw.numpy().data, kept.start + start * row + low * each
+            if is_whole:
+                self._fetch(file, kept, view, at)
+            else:
+                for number in range(count):
+                    self._fetch(file, kept, view[number * wanted : (number + 1) * wanted], at + number * row)
+            rows = target[start - first : start - first + count] if box else target
+            rows.copy_(raw.view(_DTYPES[kept.dtype]).view(rows.shape))
+
+    def _fetch(self, file: int, kept: Kept, into: memoryview, at: int) -> None:
+        """Read consecutive bytes of a file. Raises CheckpointError if it ends early."""
+        while into:
+            if not (got := os.preadv(file, [into], at)):
+                raise CheckpointError([f"{kept.file!r} ends early: copy it again"])
+            into, at, self.num_read = into[got:], at + got, self.num_read + got
+
+
+def fits(conversion: Conversion, kept: Kept, shape: Sequence[int]) -> bool:
+    """Return whether a tensor in a file holds a weight of this shape, as the conversion says. Tables may be longer."""
+    wanted = shape_in(conversion, shape)
+    if kept.dtype not in ITEM or len(kept.shape) != len(wanted):
+        return False
+    longer = conversion.ours == "embed.positions.weight"
+    return kept.shape[1:] == wanted[1:] and (kept.shape[:1] == wanted[:1] or (longer and kept.shape[0] > wanted[0]))
+
+
+def shape_in(conversion: Conversion, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the tensor of theirs for a weight of this shape."""
+    wanted = (shape[0] * conversion.parts, *shape[1:])
+    return wanted[::-1] if conversion.transposed else wanted
+
+
+def _regions(spans: Sequence[Sequence[Span]]) -> Iterable[tuple[tuple[slice, ...], tuple[Span, ...]]]:
+    """Yield where in a part each of its pieces is, and where in the whole tensor."""
+    placed = []
+    for dim in spans:
+        at, found = 0, []
+        for low, high in dim:
+            found.append((slice(at, at + high - low), (low, high)))
+            at += high - low
+        placed.append(found)
+    for pieces in product(*placed):
+        yield tuple(place for place, _ in pieces), tuple(span for _, span in pieces)

@@ -1,0 +1,274 @@
+"""Models of Hugging Face: the config.json of a folder as a model of raypar, and a model of raypar as a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.hugging_face.conversions import TABLES
+from raypar.actors.hugging_face.folder import CONFIG, read_json, tensors_in
+from raypar.actors.known_fields import unknown_faults
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
+from raypar.errors import ConfigError
+from raypar.paths import absolute
+from raypar.schedules.nearest_name import nearest
+
+MOST_SEQ = 1024  # tokens of a sequence, unless the user says another number
+_REQUIRED = object()
+_EXACT, _TANH = ("gelu",), ("gelu_new", "gelu_pytorch_tanh")
+_SILU = ("silu", "swish")
+
+
+def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama:  # noqa: N802  (it stands where a class would)
+    """Return the model in a folder of Hugging Face, whose weights a run with it begins with.
+
+    Only config.json and the headers of safetensors files are read; nothing of the folder is run. When the run starts,
+    every actor reads its own slices of the weights.
+
+    Args:
+        folder: A folder that ``save_pretrained`` has written, or that was downloaded whole.
+        **changes: Fields of the model to change, such as ``seq``, which is at most 1024 unless it is given.
+
+    Raises:
+        ConfigError: The folder holds no model that raypar has, or its files are not sound. Lists all faults.
+    """
+    path, faults = absolute(folder), list[str]()
+    try:
+        config = read_json(path / CONFIG)
+        model, faults = model_of(config, changes)
+        if model is not None:
+            tensors_in(path, config["model_type"])
+    except CheckpointError as error:
+        faults = [*faults, *error.faults]
+    if faults:
+        raise ConfigError([f"model.hf {str(folder)!r}: {fault}" for fault in faults])
+    assert model is not None
+    return replace(model, hf=str(path))
+
+
+def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT | Llama | None, list[str]]:
+    """Return the model that a config.json describes.
+
+    Args:
+        config: The content of the file.
+        changes: Fields of the model to change. What the file says of these is not looked at.
+
+    Returns:
+        The model, or None if there is none like it; and what in the file no model of raypar can do.
+    """
+    kind = config.get("model_type")
+    make = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    if make is None:
+        return None, [_unknown(config)]
+    reader = _Reader(config, changes)
+    if "quantization_config" in config:
+        reader.faults.append("its weights are quantized: save it in float32 or bfloat16 first, with transformers")
+    fields = make(reader) | {"layers": reader.count("num_hidden_layers", "n_layer")}
+    kind_of = GPT if make is _gpt2 else Llama
+    if unknown := [*unknown_faults(kind_of.__name__, changes)]:
+        return None, unknown
+    if reader.faults:
+        return None, reader.faults
+    return kind_of(**fields | dict(changes)), []
+
+
+class _Reader:
+    """Reads the values of a config.json, and notes what no model of raypar can do.
+
+    Attributes:
+        faults: What was noted.
+    """
+
+    def __init__(self, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        self._config, self._changes = config, changes
+        self.faults: list[str] = []
+
+    def get(self, *names: str, default: Any = _REQUIRED) -> Any:
+        """Return the first of these values that is there and not null, else the default."""
+        for name in names:
+            if (value := self._config.get(name)) is not None:
+                return value
+        if default is _REQUIRED:
+            self.faults.append(f"{CONFIG} has no {names[0]}: copy it again")
+            return 1
+        return default
+
+    def count(self, *names: str, default: Any = _REQUIRED) -> Any:
+        """Return a whole number of at least 1, or the default."""
+        value = self.get(*names, default=default)
+        if value is default or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            return value
+        self.faults.append(f"{names[0]} is {value!r}, and must be a whole number above 0")
+        return 1
+
+    def number(self, *names: str, default: float) -> float:
+        """Return a number above 0."""
+        value = self.get(*names, default=default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.faults.append(f"{names[0]} is {value!r}, and must be a number above 0")
+        return default
+
+    def demand(self, name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
+        """Note it if a value is none of those that raypar's models have."""
+        if value not in wanted:
+            self.faults.append(f"{name} is {value!r}, and raypar's models have {' or '.join(map(repr, wanted))}")
+        return value
+
+    def same(self, name: str, wanted: Any) -> None:
+        """Note it if the file has another value than this one."""
+        self.demand(name, self.get(name, default=wanted), (wanted,))
+
+    def dropout(self, *names: str) -> float:
+        """Return the one dropout probability that these values have."""
+        found = {name: self.get(name, default=0.0) for name in names}
+        if "dropout" in self._changes or len(set(found.values())) == 1:
+            value = next(iter(found.values()))
+            return float(value) if isinstance(value, int | float) else 0.0
+        told = ", ".join(f"{name} {value!r}" for name, value in found.items())
+        self.faults.append(f"dropout differs between places ({told}): give one for all, as dropout=0.0")
+        return 0.0
+
+    def rope(self) -> float:
+        """Return the base of the angles, which must not be scaled."""
+        scaled = self.get("rope_scaling", "rope_parameters", default={})
+        scaled = scaled if isinstance(scaled, dict) else {}
+        self.demand("the type of rope", scaled.get("rope_type", scaled.get("type", "default")), ("default",))
+        self.demand("partial_rotary_factor", scaled.get("partial_rotary_factor", 1.0), (1.0,))
+        inside = scaled.get("rope_theta")
+        return float(inside) if isinstance(inside, int | float) else self.number("rope_theta", default=10_000.0)
+
+    def window(self, layers: int, *, first: int = 0) -> dict[str, int | None]:
+        """Return the window of blocks, and which is the first that has it.
+
+        Args:
+            layers: Number of blocks.
+            first: The first block with a window if the file does not list the kind of every block.
+        """
+        window, kinds = self.count("sliding_window", default=None), self.get("layer_types", default=None)
+        if window is None:
+            return {}
+        if isinstance(kinds, list):
+            slides = [kind == "sliding_attention" for kind in kinds]
+            first = slides.index(True) if True in slides else layers
+            if slides != [block >= first for block in range(layers)]:
+                self.faults.append("layer_types change more than once: raypar's windows begin at one block")
+        return {"window": window, "window_first": first} if first < layers else {}
+
+
+def _gpt2(read: _Reader) -> dict[str, Any]:
+    """Return the fields of a GPT-2."""
+    hidden, activation = read.count("n_embd", "hidden_size"), read.get("activation_function", default="gelu_new")
+    width = read.count("n_inner", default=4 * hidden)
+    if width % hidden:
+        read.faults.append(f"n_inner is {width}, and raypar's GPT has a multiple of n_embd {hidden}")
+    read.demand("activation_function", activation, (*_EXACT, *_TANH))
+    for name, wanted in {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    }.items():
+        read.same(name, wanted)
+    return {
+        "hidden": hidden,
+        "heads": read.count("n_head", "num_attention_heads"),
+        "vocab": read.count("vocab_size"),
+        "seq": min(MOST_SEQ, read.count("n_positions", "max_position_embeddings")),
+        "mlp": width // hidden,
+        "gelu": "exact" if activation in _EXACT else "tanh",
+        "qkv_bias": True,
+        "norm_eps": read.number("layer_norm_epsilon", default=1e-5),
+        "dropout": read.dropout("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "tied": bool(read.get("tie_word_embeddings", default=True)),
+    }
+
+
+def _llama(read: _Reader) -> dict[str, Any]:
+    """Return the fields of a Llama, which those of its relatives change."""
+    read.demand("hidden_act", read.get("hidden_act", default="silu"), _SILU)
+    for name in ("attention_bias", "mlp_bias"):
+        read.same(name, False)
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    width = read.count("head_dim", default=None)
+    return {
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": read.count("num_key_value_heads", default=heads),
+        "head_width": None if width is None or width * heads == hidden else width,
+        "ffn": read.count("intermediate_size"),
+        "vocab": read.count("vocab_size"),
+        "seq": min(MOST_SEQ, read.count("max_position_embeddings", default=2048)),
+        "norm_eps": read.number("rms_norm_eps", default=1e-6),
+        "rope_base": read.rope(),
+        "dropout": read.dropout("attention_dropout"),
+        "tied": bool(read.get("tie_word_embeddings", default=False)),
+    }
+
+
+def _mistral(read: _Reader) -> dict[str, Any]:
+    return _llama(read) | read.window(read.count("num_hidden_layers"))
+
+
+def _qwen2(read: _Reader) -> dict[str, Any]:
+    layers, fields = read.count("num_hidden_layers"), _llama(read) | {"qkv_bias": True}
+    slides = read.get("use_sliding_window", default=False)
+    return fields | (read.window(layers, first=read.get("max_window_layers", default=28)) if slides else {})
+
+
+def _qwen3(read: _Reader) -> dict[str, Any]:
+    return _qwen2(read) | {"qkv_bias": False, "qk_norm": True}
+
+
+def _mixtral(read: _Reader) -> dict[str, Any]:
+    read.same("router_jitter_noise", 0.0)
+    moe = MoE(
+        experts=read.count("num_local_experts"),
+        top_k=read.count("num_experts_per_tok", default=2),
+        normalise=True,
+        alpha=float(read.get("router_aux_loss_coef", default=0.001)),
+    )
+    return _mistral(read) | {"moe": moe}
+
+
+def _qwen3_moe(read: _Reader) -> dict[str, Any]:
+    if read.get("mlp_only_layers", default=[]):
+        read.faults.append("mlp_only_layers names blocks, and raypar's MoE has experts in every so many blocks")
+    moe = MoE(
+        experts=read.count("num_experts", "num_local_experts"),
+        top_k=read.count("num_experts_per_tok", default=8),
+        normalise=bool(read.get("norm_topk_prob", default=False)),
+        width=read.count("moe_intermediate_size"),
+        every=read.count("decoder_sparse_step", default=1),
+        alpha=float(read.get("router_aux_loss_coef", default=0.001)),
+    )
+    return _qwen3(read) | {"moe": moe}
+
+
+_FAMILIES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
+assert _FAMILIES.keys() == TABLES.keys()
+
+
+def _unknown(config: Mapping[str, Any]) -> str:
+    """Say that there is no such model, and what there is."""
+    kind, named = config.get("model_type"), config.get("architectures") or []
+    told = f"{kind!r} ({named[0]})" if isinstance(named, list) and named else repr(kind)
+    close = nearest(str(kind), list(TABLES))
+    near = f"; {close!r} is the nearest" if close else ""
+    every = ", ".join(TABLES)
+    return (
+        f"its model_type is {told}, and raypar has {every}{near}: give one of these, or build it from the modules of "
+        "transformers as rp.Layers (docs/hugging-face.md)"
+    )

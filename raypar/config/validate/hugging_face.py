@@ -1,0 +1,62 @@
+"""Check that the weights in a Hugging Face folder are those of a model, before any actor starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.hugging_face.conversions import converted, is_ignored
+from raypar.actors.hugging_face.folder import Kept, model_type_of, tensors_in
+from raypar.actors.specs.model import GPT, Llama
+from raypar.config.skeleton import Skeleton
+
+_MOST_TOLD = 5  # tensors that are named for each kind of fault
+
+
+def folder_faults(model: GPT | Llama, skeleton: Skeleton) -> Iterator[str]:
+    """Yield what is wrong in the folder that a model's weights come from: its files, or tensors of other models.
+
+    Args:
+        model: The model, whose sizes fit each other.
+        skeleton: Its skeleton.
+    """
+    if model.hf is None:
+        return
+    try:
+        model_type = model_type_of(Path(model.hf))
+        kept = tensors_in(Path(model.hf), model_type)
+    except CheckpointError as error:
+        yield from (f"model.hf {model.hf!r}: {fault}" for fault in error.faults)
+        return
+    for what, names in _differing(model_type, kept, skeleton).items():
+        if names:
+            more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+            yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_TOLD])}{more}"
+
+
+def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> dict[str, list[str]]:
+    """Return the tensors that differ between a folder and a model, by what is wrong with them."""
+    from raypar.actors.hugging_face.weights import fits, shape_in  # imports torch
+
+    conversions = converted(model_type, skeleton.weights)
+    missing, wrong = list[str](), list[str]()
+    unnamed = [name for name in skeleton.weights if name not in conversions]
+    used = set[str]()
+    for name, conversion in conversions.items():
+        used.add(conversion.theirs)
+        shape = tuple(skeleton.weights[name].shape)
+        there = kept.get(conversion.theirs)
+        if there is None:
+            missing.append(conversion.theirs)
+        elif not fits(conversion, there, shape):
+            wanted = list(shape_in(conversion, shape))
+            wrong.append(f"{conversion.theirs} is {there.dtype} {list(there.shape)} and the model has {wanted}")
+    tied = {one.theirs for one in converted(model_type, skeleton.homes).values()}  # some folders have copies too
+    extra = [name for name in kept if name not in used | tied and not is_ignored(model_type, name)]
+    return {
+        "tensors are missing": list(dict.fromkeys(missing)),
+        "tensors are of another model": list(dict.fromkeys(wrong)),
+        "it has tensors that the model has not": extra,
+        f"a {model_type} has no tensors for weights of this model": unnamed,
+    }

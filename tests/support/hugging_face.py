@@ -1,0 +1,78 @@
+"""Tiny models of transformers with random weights, in folders as save_pretrained writes them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+VOCAB, LAYERS = 29, 3
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 6}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": LAYERS, "n_head": 4, "n_positions": 16}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIGS = {  # of every family: the class of its config and what differs from the defaults
+    "gpt2": ("GPT2Config", _GPT2),
+    "llama": ("LlamaConfig", _LLAMA | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "smollm2": ("LlamaConfig", _LLAMA | {"num_attention_heads": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", _LLAMA | {"sliding_window": 5, "head_dim": 8}),
+    "qwen2": ("Qwen2Config", _LLAMA | {"tie_word_embeddings": True}),
+    "qwen2 with windows": (
+        "Qwen2Config",
+        _LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", _LLAMA | {"head_dim": 6, "num_attention_heads": 6, "rms_norm_eps": 1e-3}),
+    "mixtral": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3MoeConfig", _LLAMA | _MOE),
+}
+
+
+def their_model(family, **changes):
+    """A model of transformers with random weights that are large enough for a mistake to be seen, biases too."""
+    import transformers
+
+    name, fields = CONFIGS[family]
+    config = getattr(transformers, name)(**fields | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)
+    model.tie_weights()
+    return model
+
+
+def saved(family, folder, shard="1KB", **changes):
+    """A folder with such a model; and the model."""
+    model = their_model(family, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def some_ids(seed=0, samples=4, tokens=12):
+    return torch.randint(VOCAB, (samples, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(team, ids):
+    """The whole logits that the layers of a team compute; it has one replica."""
+    groups = {team.world.pp(rank): team.world.tensor_group(rank) for rank in range(team.world.size)}
+
+    def part(index):
+        x = ids
+        for pp in sorted(groups):
+            for stage in team.all[groups[pp][index]].stages.values():
+                for module in stage.modules:
+                    x = module.eval()(x)
+        return x
+
+    with ThreadPoolExecutor(len(groups[0])) as pool, torch.no_grad():
+        return torch.cat(list(pool.map(torch.no_grad()(part), range(len(groups[0])))), -1)
