@@ -324,8 +324,8 @@ MAY_IMPORT = {
     ),
     "raypar": "actors schedules",
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config "
-        "raypar/config/validate schedules"
+        "actors actors/checkpoint actors/hugging_face actors/mesh actors/optim actors/specs raypar raypar/cluster "
+        "raypar/config raypar/config/validate schedules"
     ),
     "raypar/cli": (
         "actors actors/data actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config "

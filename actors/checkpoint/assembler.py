@@ -106,6 +106,18 @@ class Assembler:
         Raises:
             CheckpointError: A file can't be read, or its slices do not fit together.
         """
+        return self.read_spans(logical, [own[dim].spans(length) for dim, length in enumerate(logical.shape)])
+
+    def read_spans(self, logical: Logical, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+        """Read some indices of a logical tensor into new host memory.
+
+        Args:
+            logical: The tensor.
+            spans: For each dim, ranges of indices: the first one, and the one behind the last.
+
+        Raises:
+            CheckpointError: A file can't be read, or its slices do not fit together.
+        """
         faults = list(logical.faults())
         for stored in [] if faults else logical.slices:
             kept = self._kept(stored)
@@ -116,7 +128,6 @@ class Assembler:
             faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
         if faults:
             raise CheckpointError(faults)
-        spans = [own[dim].spans(length) for dim, length in enumerate(logical.shape)]
         part = torch.empty([sum(stop - start for start, stop in dim) for dim in spans], dtype=_DTYPES[logical.dtype])
         for stored in logical.slices:
             common = [

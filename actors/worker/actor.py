@@ -200,9 +200,9 @@ class Hosted:
         """Allocate the memory for a copy of the state, in a thread."""
         _there(self._member).state.make_room()
 
-    def stage(self) -> None:
-        """Copy this actor's share of a checkpoint."""
-        _there(self._member).state.stage()
+    def stage(self, weights_only: bool = False) -> None:
+        """Copy this actor's share of a checkpoint, or of its weights alone."""
+        _there(self._member).state.stage(weights_only=weights_only)
 
     def write(self, folder: str, beside: bool = False) -> Written | None:
         """Write the copy as a shard, in Ray's "disk" concurrency group; see ``WorkerState.write``."""

@@ -111,10 +111,14 @@ class WorkerState:
         """Allocate the memory for the copies of ``stage``, in a thread."""
         self._copies.make_room(self._saved())
 
-    def stage(self) -> None:
-        """Copy this actor's share of a checkpoint for ``write``. Afterwards training may continue."""
+    def stage(self, *, weights_only: bool = False) -> None:
+        """Copy this actor's share of a checkpoint, or of its weights alone, for ``write``.
+
+        Afterwards training may continue.
+        """
         self._seat.place.enter()
-        self._copies.take(self._saved(), self._saved_shards())
+        saved = ((name, one) for name, one in self._saved() if not (weights_only and name.startswith("optim.")))
+        self._copies.take(saved, self._saved_shards())
 
     def write(self, folder: str, *, beside: bool) -> Written | None:
         """Write the copy as a shard. It may run in another thread than the steps.

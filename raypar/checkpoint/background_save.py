@@ -86,6 +86,22 @@ class Saver:
             self.lost = None
         return saved
 
+    def copy_weights(self, folder: Path, step: int) -> Path:
+        """Save a checkpoint of the weights alone, which no run can go on from, and return its path.
+
+        Args:
+            folder: Folder of checkpoints.
+            step: Number of steps taken so far.
+
+        Raises:
+            CheckpointError: It can't be written.
+        """
+        newest = self.newest
+        try:
+            return self._begin(folder, step, None, beside=False, weights_only=True).result()
+        finally:
+            self.newest = newest
+
     def after(self, step: int) -> None:
         """Save the checkpoint that is due after ``step`` steps, if any, while training continues.
 
@@ -152,7 +168,9 @@ class Saver:
         under_way: list[Future[Any]] = [future for future in (self._under_way, self._asked) if future is not None]
         wait(under_way, seconds)
 
-    def _begin(self, folder: Path, step: int, keep_last: int | None, *, beside: bool) -> Future[Path]:
+    def _begin(
+        self, folder: Path, step: int, keep_last: int | None, *, beside: bool, weights_only: bool = False
+    ) -> Future[Path]:
         """Start a save: the actors copy their state and write it, and the saving thread commits it.
 
         Args:
@@ -160,12 +178,13 @@ class Saver:
             step: Number of steps taken so far.
             keep_last: Number of checkpoints to keep; None keeps all.
             beside: Whether steps run meanwhile, so that the writing uses only idle cores.
+            weights_only: Whether to leave out what a run goes on from beside the weights.
         """
         if self._under_way is not None:
             wait([self._under_way])
         save = Save(absolute(folder), step)
         try:
-            self._calls.submit("stage")
+            self._calls.submit("stage", weights_only)
             refs = self._calls.beside("write", str(save.path), beside)
             self._under_way = self._thread.submit(self._finish, save, refs, keep_last)
         except BaseException:

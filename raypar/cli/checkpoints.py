@@ -1,4 +1,4 @@
-"""The commands for checkpoints on disk: ``raypar ckpt ls`` and ``raypar ckpt verify``."""
+"""The commands for checkpoints on disk: ``raypar ckpt ls``, ``verify`` and ``export``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
 from raypar.cli.arguments import parsed
 from raypar.cli.flags import HELP
 from raypar.errors import ConfigError
-from raypar.paths import checkpoints_in, holds_run, step_of
+from raypar.paths import checkpoints_in, holds_run, home_of, step_of
 from raypar.reporting.needs import finer_size
+from raypar.reporting.run_folder.read import salvage
 
 _LS = "List the checkpoints of a folder or a run, newest first. Their shards are not read."
 _VERIFY = "Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."
+_EXPORT = "Write a checkpoint, or the newest one of a run, as a folder of Hugging Face, which transformers loads."
 _USAGE = f"""\
-usage: raypar ckpt ls FOLDER        {_LS}
-       raypar ckpt verify PATH      {_VERIFY}"""
+usage: raypar ckpt ls FOLDER           {_LS}
+       raypar ckpt verify PATH         {_VERIFY}
+       raypar ckpt export RUN FOLDER   {_EXPORT}"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,20 @@ class VerifyArgs(LsArgs):
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """a checkpoint, a run folder, or a folder of checkpoints"""
+
+
+@dataclass(frozen=True)
+class ExportArgs:
+    """The words after ``raypar ckpt export``."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN FOLDER")]
+    """a run folder, a folder of checkpoints or a checkpoint; and the folder to write, which must not exist yet"""
+    dtype: Format | None = None
+    """dtype of the weights; None: the one that the run computes in"""
+
+    def faults(self) -> Sequence[str]:
+        """Return whether a path is missing, or one too many."""
+        return () if len(self.paths) == 2 else (f"{len(self.paths)} paths are given: raypar ckpt export RUN FOLDER",)
 
 
 class Outcome(NamedTuple):
@@ -68,10 +86,15 @@ def run(words: Sequence[str]) -> Outcome:
     """
     if words and words[0] in HELP:
         return Outcome(_USAGE, sound=True)
+    if words[:1] == ["export"]:
+        try:
+            return export(parsed(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
+        except CheckpointError as error:
+            raise ConfigError(error.faults) from error
     commands = {"ls": (ls, _LS, "FOLDER"), "verify": (verify, _VERIFY, "PATH")}
     if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
-        raise ConfigError([f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH"])
+        raise ConfigError([f"{given}: raypar ckpt ls FOLDER, ckpt verify PATH, or ckpt export RUN FOLDER"])
     (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
     blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
     try:
@@ -106,6 +129,25 @@ def verify(path: Path) -> Outcome:
         paths = [path]
     verdicts = {one: faults_of(one) for one in paths}
     return Outcome("\n".join(_told(verdicts)), not any(verdicts.values()))
+
+
+def export(args: ExportArgs) -> Outcome:
+    """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
+    from raypar.checkpoint.hugging_face import export as write
+    from raypar.checkpoint.resume import find as found_at
+
+    path, folder = args.paths
+    found = found_at(path)
+    written = write(found, folder, args.dtype, _last_loss(found))
+    return Outcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True)
+
+
+def _last_loss(found: find.Found) -> float | None:
+    """Return the loss of the last step before a checkpoint; None if its run folder does not tell."""
+    home = home_of(found.path)
+    metrics = [] if home is None else salvage(home)[0].metrics
+    losses = [line["loss"] for line in metrics if line.get("loss") is not None and line["step"] < found.manifest.step]
+    return losses[-1] if losses else None
 
 
 def _told(verdicts: dict[Path, list[str]]) -> Iterator[str]:

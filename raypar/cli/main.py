@@ -42,6 +42,7 @@ without actors, in no time:
 checkpoints, which raypar train --folder FOLDER writes:
   raypar ckpt ls FOLDER                         list them
   raypar ckpt verify PATH                       read every byte of one, or of all in a folder
+  raypar ckpt export RUN FOLDER                 write one as a folder of Hugging Face
 
 run folders, which raypar train --folder RUN writes:
   raypar report RUN [-o report.html]            one HTML file: losses, speed, times, memory, messages

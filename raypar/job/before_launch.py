@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from os import PathLike
 
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
+from raypar.checkpoint.find import Found
+from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import shipped
 from raypar.config.arguments import checked_arguments
 from raypar.config.layer_warnings import warn_of_layers
-from raypar.config.run import check_run
+from raypar.config.run import check_run, reset_faults
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_batches
+from raypar.reporting.needs import memory_faults
+
+Prepared = tuple[Programs, Skeleton, Found | None]  # of a checked run; the checkpoint that it goes on from
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
@@ -54,6 +61,28 @@ def demand_fitting(run: Run, skeleton: Skeleton) -> None:
 
         if wrong := token_faults(replace(run, data=data)):
             raise ConfigError(wrong)
+
+
+def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: int, device: DeviceKind) -> Prepared:
+    """Check a run that replaces another one, as ``prepared`` does, and that it can start on the same actors.
+
+    Args:
+        run: The run.
+        resume: Checkpoint to continue from; None for a new run.
+        actors: Number of actors.
+        device: Device on which they compute.
+
+    Raises:
+        ConfigError: The run has faults.
+    """
+    programs, skeleton, found = prepared(run, resume)
+    if faults := [
+        *reset_faults(run, actors, device),
+        *memory_faults(run, programs["train"], skeleton, replaces=True),
+    ]:
+        raise ConfigError(faults)
+    look_ahead(run, programs, skeleton)
+    return programs, skeleton, found
 
 
 @checked_arguments

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from html import escape
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -14,15 +13,15 @@ from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import Found
-from raypar.checkpoint.resume import prepared
 from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
-from raypar.config.run import reset_faults, world_of
+from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
-from raypar.errors import ConfigError
-from raypar.job.before_launch import look_ahead
+from raypar.job.before_launch import replacement
+from raypar.job.export import export_hf
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun, loaded_on
@@ -33,11 +32,10 @@ from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.needs import memory_faults
-from raypar.reporting.notebook import box
+from raypar.reporting.notebook import box, text_block
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import job_told, log_plan
+from raypar.reporting.summary import job_told, log_plan, schedule_told
 from raypar.reporting.whereabouts import Whereabouts
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 
     from raypar.actors.inspect.activations import Sight, Spot
     from raypar.actors.sharding import Shard
-
-_MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
 
 @checked_methods
@@ -119,14 +115,12 @@ class Job:
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
-        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
-        return f"{self._told()}\n{grid}"
+        return f"{self._told()}\n{schedule_told(self.schedule)}"
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
-        told = f'<pre style="white-space: pre-wrap">{escape(self._told())}</pre>'
         actors = self._inspection.actors(self.device, self._loop.last)
-        return box(told, actors, self.schedule._repr_svg_() or "")
+        return box(text_block(self._told()), actors, self.schedule._repr_svg_() or "")
 
     # --- training ---
 
@@ -190,6 +184,19 @@ class Job:
             CheckpointError: The folder can't be written. The job can continue.
         """
         return self._loop.save(Path(folder), keep_last)
+
+    def export_hf(self, folder: str | PathLike[str], dtype: Format | None = None) -> Path:
+        """Write the model as a folder of Hugging Face, which transformers loads, and return the folder's path.
+
+        Args:
+            folder: The folder, a new one, on a file system that all nodes see.
+            dtype: Dtype of the weights; None for the one that the run computes in.
+
+        Raises:
+            ConfigError: No model of Hugging Face is like this one, or the folder is taken. Lists all faults.
+            CheckpointError: The folder can't be written. The job can continue.
+        """
+        return export_hf(self._loop, folder, dtype)
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""
@@ -329,13 +336,7 @@ class Job:
             ConfigError: The run has faults. The present run goes on unchanged.
         """
         self._loop.demand_ready()
-        programs, skeleton, found = prepared(run, resume)
-        if faults := [
-            *reset_faults(run, self._lifetime.actors.present, self.device),
-            *memory_faults(run, programs["train"], skeleton, replaces=True),
-        ]:
-            raise ConfigError(faults)
-        look_ahead(run, programs, skeleton)
+        programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self.device)
         run = settled(run)
         self._loop.leave(run.folder)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))

@@ -171,6 +171,11 @@ class TrainingLoop:
         self._demand_alive("saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
+    def copy_weights(self, folder: Path) -> Path:
+        """Save a checkpoint of the weights alone now and return its path. Raises CheckpointError."""
+        self._demand_alive("an export")
+        return self._lifetime.guard(partial(self._saver.copy_weights, folder, self.next_step))
+
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
         self._lifetime.demand_open()

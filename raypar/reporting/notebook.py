@@ -18,6 +18,11 @@ def box(*inside: str) -> str:
     return f'<div style="{_BOX}">{"".join(inside)}</div>'
 
 
+def text_block(text: str) -> str:
+    """Return text as HTML with its line ends kept."""
+    return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
+
+
 def table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
     """Return a table as HTML; every cell is escaped.
 

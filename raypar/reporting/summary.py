@@ -30,6 +30,7 @@ from raypar.schedules.simulation.simulate import UNIT, simulate
 from raypar.schedules.versions import staleness
 
 log = logging.getLogger(__name__)
+_MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
 
 def plan_rows(
@@ -262,6 +263,11 @@ def job_told(run: Run, device: str, taken: int, last: Report | None, failure: st
     loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
     head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{brief(run.model)}"
     return f"{head}\n{steps_told(taken, run.steps)}{loss}"
+
+
+def schedule_told(schedule: Schedule) -> str:
+    """Return a schedule as a grid, or its title if the grid were too large."""
+    return repr(schedule) if schedule.num_actions <= _MOST_SHOWN else schedule.title
 
 
 def steps_told(taken: int, steps: int) -> str:

@@ -6,6 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from raypar.checkpoint import Save, manifest_of, verified
+from raypar.checkpoint.find import Found
+from raypar.config.toml import plain_of
+
 VOCAB, LAYERS = 29, 3
 _LLAMA = {
     "vocab_size": VOCAB,
@@ -56,6 +60,17 @@ def saved(family, folder, shard="1KB", **changes):
     model = their_model(family, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def checkpoint_of(team, folder, step=1):
+    """The checkpoint that a team saves."""
+    with Save(folder, step) as save:
+        team.each(lambda actor: actor.stage())
+        written = team.each(lambda actor: actor.write(str(save.path)))
+        assert not [one for one in written if isinstance(one, Exception)]
+        shards = [one for one in written if one is not None]
+        path = save.commit(manifest_of(step, team.run.seed, plain_of(team.run), shards))
+    return Found(path, verified(path))
 
 
 def some_ids(seed=0, samples=4, tokens=12):

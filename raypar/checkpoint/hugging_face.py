@@ -1,0 +1,306 @@
+"""Write a checkpoint as a folder of Hugging Face, which transformers loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from raypar.actors.checkpoint.logical import DTYPES, Logical
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import sync_folder, told, write_whole
+from raypar.actors.hugging_face.conversions import Conversion, converted, is_zero
+from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Format
+from raypar.checkpoint.find import Found
+from raypar.checkpoint.model_card import model_card
+from raypar.config.hugging_face_config import config_of, type_of
+from raypar.config.toml import run_of
+from raypar.errors import ConfigError
+from raypar.paths import absolute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raypar.actors.checkpoint.assembler import Assembler
+
+COPIED = (  # files of a folder that the weights came from, which stay as they are
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+SHARD = 5_000_000_000  # bytes of a file, as save_pretrained writes them; a larger tensor has a file of its own
+_TOLD = (  # fields of a run that its model and the card need
+    "model",
+    "data",
+    "mesh",
+    "precision",
+    "zero",
+    "microbatches",
+    "micro_batch_size",
+    "steps",
+    "seed",
+    "optim",
+)
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_AT_ONCE = 8 << 20  # bytes of a tensor that are in memory at a time
+_TRANSPOSED = 8  # times as many, because all rows of the weight are read for some columns
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A weight of ours as a part of a tensor of theirs.
+
+    Attributes:
+        conversion: How it is a part.
+        shape: Its shape.
+        logical: Where it is in the checkpoint; None for zeros.
+    """
+
+    conversion: Conversion
+    shape: tuple[int, ...]
+    logical: Logical | None
+
+
+@dataclass(frozen=True)
+class _Theirs:
+    """A tensor of theirs.
+
+    Attributes:
+        name: Its name.
+        parts: Its parts in order, all transposed or none.
+    """
+
+    name: str
+    parts: Sequence[_Part]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the tensor is (in, out)."""
+        return self.parts[0].conversion.transposed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        first = self.parts[0].shape
+        whole = (first[0] * len(self.parts), *first[1:])
+        return whole[::-1] if self.is_transposed else whole
+
+
+def export(
+    found: Found,
+    folder: str | PathLike[str],
+    dtype: Format | None = None,
+    loss: float | None = None,
+    shard: int = SHARD,
+) -> Path:
+    """Write a checkpoint as a folder of Hugging Face: weights, config.json, what its tokenizer needs, a model card.
+
+    Some megabytes of weights are in memory at a time. The folder appears when it is complete.
+
+    Args:
+        found: The checkpoint.
+        folder: The folder. It must not exist yet, or be empty.
+        dtype: Dtype of the weights; None for the one that the run computes in.
+        loss: The last loss of the run, for the card; None if it is not known.
+        shard: Bytes of a file at the most.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        ConfigError: The run has no model that Hugging Face has, or the folder is taken. Lists all faults.
+        CheckpointError: The checkpoint can't be read, or the folder can't be written. Nothing is left behind.
+    """
+    path = absolute(folder)
+    run, model, kind = demand_exportable(found.manifest.run, path)
+    chosen, begun = dtype or run.precision.compute, _begun(model)
+    aside = path.with_name(f".{path.name}.{uuid4().hex}")
+    with told(f"{str(path)!r} can't be written"):
+        aside.mkdir()
+        try:
+            _write_weights(found, _tensors(found.manifest.tensors, kind), aside, DTYPES[_NAMES[chosen]], shard)
+            texts = {CONFIG: _json(config_of(model, kind, begun, _NAMES[chosen]))}
+            texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss).encode()
+            for name, text in texts.items():
+                write_whole(aside / name, [memoryview(text)])
+            _copy_files(run, model, aside)
+            sync_folder(aside)
+            aside.rename(path)
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    return path
+
+
+def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | Llama, str]:
+    """Return a run, its model, and the type of that at Hugging Face.
+
+    Args:
+        plain: The run as plain data.
+        path: The folder to write.
+
+    Raises:
+        ConfigError: There is no such type, or the folder is taken. Lists all faults.
+    """
+    faults = list[str]()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        faults.append(f"{str(path)!r} is there already: give another folder, or remove it first")
+    if not path.parent.is_dir():
+        faults.append(f"{str(path.parent)!r} is no folder: create it, or give another path")
+    own = {part for part in ("model", "data") if isinstance(plain.get(part), dict) and "fn" in plain[part]}
+    if "model" in own:
+        faults.append("the model is your own Layers, and only a GPT or a Llama is one of Hugging Face's")
+        raise ConfigError([f"export: {fault}" for fault in faults])
+    run = run_of({name: plain[name] for name in _TOLD if name in plain and name not in own})
+    assert isinstance(run.model, GPT | Llama)
+    kind, unfit = type_of(run.model, _begun(run.model).get("model_type"))
+    if kind is None or faults:
+        raise ConfigError([f"export: {fault}" for fault in (*faults, *unfit)])
+    return run, run.model, kind
+
+
+def _begun(model: GPT | Llama) -> dict[str, Any]:
+    """Return the config.json of the folder that a model came from; nothing if there is none any more."""
+    try:
+        return {} if model.hf is None else read_json(Path(model.hf) / CONFIG)
+    except CheckpointError:
+        return {}
+
+
+def _tensors(tensors: Mapping[str, Logical], kind: str) -> list[_Theirs]:
+    """Return the tensors of theirs that the weights of a checkpoint are, in the order of the weights' names.
+
+    Raises:
+        CheckpointError: A weight has no tensor.
+    """
+    weights = {name: one for name, one in tensors.items() if not name.startswith(("optim.", "buffers."))}
+    weights.pop("loss_scale", None)
+    shapes = {name: one.shape for name, one in weights.items()}
+    for name, shape in [*shapes.items()]:
+        bias = f"{name.removesuffix('weight')}bias"
+        if is_zero(kind, bias):
+            shapes.setdefault(bias, shape[:1])
+    conversions, parts = converted(kind, shapes), defaultdict[str, list[_Part]](list)
+    if unnamed := [name for name in shapes if name not in conversions]:
+        raise CheckpointError([f"a {kind} has no tensor for weight {name!r}" for name in unnamed[:5]])
+    for name, one in conversions.items():
+        parts[one.theirs].append(_Part(one, shapes[name], weights.get(name)))
+    return [_Theirs(name, sorted(of, key=lambda part: part.conversion.part)) for name, of in parts.items()]
+
+
+def _write_weights(found: Found, tensors: Sequence[_Theirs], folder: Path, dtype: str, shard: int) -> None:
+    """Write the files of the weights, and an index if there are several. Raises CheckpointError or OSError."""
+    from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
+
+    item = 4 if dtype == "F32" else 2
+    sizes = {one.name: math.prod(one.shape) * item for one in tensors}
+    files = [*_filled(tensors, sizes, shard)]
+    source, homes = Assembler(ShardFolder(found.path)), dict[str, str]()
+    for number, inside in enumerate(files, 1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        homes |= {one.name: name for one in inside}
+        write_whole(folder / name, _bytes_of(source, inside, sizes, dtype))
+    if len(files) > 1:
+        total = {"total_size": sum(sizes.values())}
+        text = _json({"metadata": total, "weight_map": dict(sorted(homes.items()))})
+        write_whole(folder / INDEX, [memoryview(text)])
+
+
+def _filled(tensors: Sequence[_Theirs], sizes: Mapping[str, int], shard: int) -> Iterator[list[_Theirs]]:
+    """Yield the tensors of each file, as many in a row as it holds, and one at least."""
+    inside, size = list[_Theirs](), 0
+    for one in tensors:
+        if inside and size + sizes[one.name] > shard:
+            yield inside
+            inside, size = [], 0
+        inside.append(one)
+        size += sizes[one.name]
+    if inside:
+        yield inside
+
+
+def _bytes_of(
+    source: Assembler, tensors: Sequence[_Theirs], sizes: Mapping[str, int], dtype: str
+) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file: length of the header, header, and each tensor, some rows at a time."""
+    import torch
+
+    kinds = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for one in tensors:
+        start, end = end, end + sizes[one.name]
+        header[one.name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [start, end]}
+    text = _json(header, indent=None)
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for one in tensors:
+        for rows in _columns_of(source, one) if one.is_transposed else _rows_of(source, one):
+            yield rows.to(kinds[dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _rows_of(source: Assembler, theirs: _Theirs) -> Iterator[Tensor]:
+    """Yield a tensor some rows at a time, from parts one below the other."""
+    for part in theirs.parts:
+        rest = [[(0, size)] for size in part.shape[1:]]
+        at_once = max(1, _AT_ONCE // max(1, 4 * math.prod(part.shape[1:])))
+        for start in range(0, part.shape[0], at_once):
+            yield _read(source, part, [[(start, min(start + at_once, part.shape[0]))], *rest])
+
+
+def _columns_of(source: Assembler, theirs: _Theirs) -> Iterator[Tensor]:
+    """Yield a transposed tensor some rows at a time: columns of its parts, side by side."""
+    import torch
+
+    inputs = theirs.shape[0]
+    at_once = max(1, _TRANSPOSED * _AT_ONCE // max(1, 4 * theirs.shape[1]))
+    for start in range(0, inputs, at_once):
+        columns = [(start, min(start + at_once, inputs))]
+        yield torch.cat([_read(source, part, [[(0, part.shape[0])], columns]).t() for part in theirs.parts], 1)
+
+
+def _read(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Read some indices of a part, by dim."""
+    import torch
+
+    if part.logical is None:
+        return torch.zeros([sum(stop - start for start, stop in dim) for dim in spans])
+    return source.read_spans(part.logical, spans)
+
+
+def _copy_files(run: Run, model: GPT | Llama, folder: Path) -> None:
+    """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from."""
+    home = None if model.hf is None else Path(model.hf)
+    for name in COPIED:
+        if home is not None and (home / name).is_file():
+            _copy(home / name, folder / name)
+    tokenizer = getattr(run.data, "tokenizer", None)
+    if tokenizer is not None and not (folder / "tokenizer.json").exists() and Path(tokenizer).is_file():
+        _copy(Path(tokenizer), folder / "tokenizer.json")
+
+
+def _copy(path: Path, to: Path) -> None:
+    write_whole(to, [memoryview(path.read_bytes())])
+
+
+def _json(plain: Mapping[str, Any], indent: int | None = 2) -> bytes:
+    return json.dumps(plain, indent=indent, ensure_ascii=False).encode()

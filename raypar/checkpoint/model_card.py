@@ -1,0 +1,38 @@
+"""A short model card, the README.md of a folder of Hugging Face."""
+
+from __future__ import annotations
+
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
+
+
+def model_card(run: Run, model: GPT | Llama, kind: str, step: int, dtype: str, loss: float | None) -> str:
+    """Return the card.
+
+    Args:
+        run: The run that trained the model.
+        model: The model.
+        kind: Its type at Hugging Face.
+        step: Number of steps taken.
+        dtype: Dtype of the weights.
+        loss: The last loss of the run in nats per token; None if it is not known.
+    """
+    data = run.data.path if isinstance(run.data, Text) else "batches of a function"
+    each = run.microbatches * run.micro_batch_size * run.mesh.dp
+    rows = {
+        "type": f"{kind}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}",
+        "weights": dtype,
+        "began with": f"the weights in {model.hf}" if model.hf else "random weights",
+        "data": data,
+        "steps": f"{step} of {run.steps}, of {each} sequences of up to {model.seq} tokens",
+        "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
+        "layout": f"pp={run.mesh.pp} dp={run.mesh.dp} cp={run.mesh.cp} tp={run.mesh.tp} ep={run.mesh.ep}, "
+        f"zero {run.zero or 0}, {run.precision.compute}",
+        "seed": str(run.seed),
+    }
+    table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# A model trained with raypar\n\n"
+        f"| | |\n|---|---|\n{table}\n"
+    )

@@ -1,0 +1,170 @@
+"""A checkpoint of any layout becomes a folder of Hugging Face, and that a model of ours again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import raypar as rp
+from raypar.actors.models.build import build_model
+from raypar.checkpoint.hugging_face import export
+from raypar.reporting.report import losses_of, mean_loss
+from tests.support.hugging_face import CONFIGS, VOCAB, checkpoint_of, logits_of, saved, some_ids
+from tests.support.team import Team
+
+SIZES = {"layers": 2, "hidden": 16, "heads": 4, "seq": 12, "vocab": VOCAB}
+OWN = [
+    rp.GPT(**SIZES, mlp=3),
+    rp.GPT(**SIZES, qkv_bias=True, gelu="tanh", tied=True),
+    rp.Llama(**SIZES, kv_heads=2, norm_eps=1e-3, rope_base=77.0),
+    rp.Llama(**SIZES, kv_heads=1, window=4, head_width=6),
+    rp.Llama(**SIZES, qkv_bias=True, window=4, window_first=1),
+    rp.Llama(**SIZES, qk_norm=True, head_width=6, tied=True),
+    rp.Llama(**SIZES, moe=rp.MoE(experts=4, normalise=True)),
+    rp.Llama(**SIZES, qk_norm=True, moe=rp.MoE(experts=4, top_k=1, width=12, every=2)),
+]
+LAYOUTS = [
+    (rp.Mesh(pp=2), {}),
+    (rp.Mesh(tp=2), {}),
+    (rp.Mesh(pp=2, tp=2), {"sequence_parallel": True}),
+    (rp.Mesh(dp=2), {"zero": 3}),
+]
+
+
+def batch(step, microbatch, dp):
+    ids = some_ids(step + 10 * dp)[microbatch : microbatch + 1]
+    return ids, torch.roll(ids, -1, 1)
+
+
+def trained(model, mesh=None, **changes):
+    """A team that has taken a step."""
+    fields = {"data": rp.Batches(batch, batch), "microbatches": 2, "optim": rp.AdamW(lr=1e-2), "timeout": 20.0}
+    team = Team.of(rp.Run(model=model, mesh=mesh or rp.Mesh(), **fields | changes))
+    team.step(0)
+    return team
+
+
+def loss_of(model):
+    """The loss of a model of transformers on what a team evaluates in step 5."""
+    ids = [batch(5, microbatch, 0) for microbatch in range(2)]
+    with torch.no_grad():
+        losses = [cross_entropy(model(one).logits[0], labels[0]).item() for one, labels in ids]
+    return sum(losses) / 2
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("mesh", "changes"), LAYOUTS[2:], ids=["pp2 tp2", "zero 3"])
+def test_what_was_trained_is_theirs_again(family, mesh, changes, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    saved(family, tmp_path / "from")
+    team = trained(rp.HF(tmp_path / "from", seq=12), mesh, **changes)
+    folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to", shard=2000)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 3
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert theirs.config.model_type == json.loads((tmp_path / "from" / "config.json").read_text())["model_type"]
+    found = mean_loss(*losses_of(team.step(5, "evaluate"))) if mesh.dp == 1 else None
+    if mesh.dp == 1:
+        assert found == pytest.approx(loss_of(theirs), rel=1e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(logits_of(team, some_ids()), theirs(some_ids()).logits, atol=1e-5, rtol=1e-5)
+    else:  # two microbatches of two replicas
+        found = losses_of(team.step(5, "evaluate"))[0][::2]
+        assert sum(found) / 2 == pytest.approx(loss_of(theirs), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", OWN, ids=str)
+def test_a_model_of_ours_is_theirs(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    team = trained(model)
+    folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(team, some_ids()), theirs(some_ids()).logits, atol=1e-5, rtol=1e-5)
+    assert mean_loss(*losses_of(team.step(5, "evaluate"))) == pytest.approx(loss_of(theirs), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", OWN, ids=str)
+def test_what_was_exported_is_read_again_bit_by_bit(model, tmp_path):
+    team = trained(model, rp.Mesh(pp=2))
+    found = checkpoint_of(team, tmp_path / "checkpoints", 3)
+    folder = export(found, tmp_path / "to", loss=1.5, shard=3000)
+    again = rp.HF(folder, attention=model.attention, moe=model.moe)
+    if model.kind == "gpt":
+        model = replace(model, qkv_bias=True)
+    full = None if model.kind == "gpt" or model.ffn else model.mlp_width
+    kv = {} if model.kind == "gpt" else {"kv_heads": model.num_kv_heads, "ffn": full or model.ffn}
+    assert again == replace(model, hf=str(folder), **kv)
+    built, weights = build_model(again, 0), team.weights()
+    layers = built.materialize(range(len(built.names)), 0)
+    compared = 0
+    for name, layer in zip(built.names, layers, strict=True):
+        for inner, parameter in layer.named_parameters():
+            home = dict(map(reversed, built.ties)).get(f"{name}.{inner}", f"{name}.{inner}")
+            wanted = weights.get(home)
+            assert torch.equal(parameter, torch.zeros_like(parameter) if wanted is None else wanted), name
+            compared += wanted is not None
+    assert compared >= len(weights)
+    card = (folder / "README.md").read_text()
+    assert "| steps | 3 of 100" in card
+    assert "1.5000 nats" in card
+
+
+@pytest.mark.parametrize(("dtype", "spelled"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])
+def test_weights_have_the_dtype_that_was_asked_for(dtype, spelled, tmp_path):
+    team = trained(OWN[2], precision=rp.Precision("bf16"))
+    found = checkpoint_of(team, tmp_path / "checkpoints")
+    folder = export(found, tmp_path / "to", dtype)
+    raw = (folder / "model.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {spelled}
+    built = build_model(rp.HF(folder), 0)
+    (block,) = built.materialize([1], 0)
+    wanted = team.weights()["blocks.0.attn.q.weight"]
+    torch.testing.assert_close(block.attn.q.weight, wanted.float(), atol=1e-2, rtol=1e-2)
+
+
+def test_files_of_the_folder_it_came_from_go_along(tmp_path):
+    first = export(checkpoint_of(trained(OWN[2]), tmp_path / "one"), tmp_path / "first")
+    (first / "generation_config.json").write_text('{"max_length": 7}')
+    (first / "tokenizer.json").write_text("{}")
+    (first / "run_me.py").write_text("raise SystemExit")
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(config | {"eos_token_id": 3, "max_position_embeddings": 4096}))
+    second = export(checkpoint_of(trained(rp.HF(first, seq=12)), tmp_path / "two"), tmp_path / "second", "bf16")
+    assert {path.name for path in second.iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    config = json.loads((second / "config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"], config["dtype"]) == (3, 4096, "bfloat16")
+
+
+def test_all_that_can_not_be_exported_is_told_at_once_and_nothing_is_left(tmp_path):
+    moe = rp.MoE(experts=4, gate="sigmoid", shared=1, normalise=True)
+    found = checkpoint_of(trained(rp.Llama(**SIZES, positions="alibi", moe=moe)), tmp_path / "checkpoints")
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "file").touch()
+    with pytest.raises(rp.ConfigError) as error:
+        export(found, tmp_path / "to")
+    assert error.value.faults == [
+        f"export: {str(tmp_path / 'to')!r} is there already: give another folder, or remove it first",
+        "export: model.positions is 'alibi', and their models of this kind have 'rope'",
+        "export: model.moe.gate is 'sigmoid', and their models with experts have 'softmax'",
+        "export: model.moe.shared is 1, and their models with experts have 0",
+    ]
+    found = checkpoint_of(trained(rp.Llama(**SIZES, qkv_bias=True, qk_norm=True)), tmp_path / "others")
+    with pytest.raises(rp.ConfigError, match=r"no type of model has model.qk_norm and model.qkv_bias: llama, "):
+        export(found, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "others", "to"]
+
+
+def test_a_checkpoint_that_can_not_be_read_leaves_nothing_behind(tmp_path):
+    found = checkpoint_of(trained(OWN[2]), tmp_path / "checkpoints")
+    (shard,) = found.path.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(rp.CheckpointError):
+        export(found, tmp_path / "to")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
