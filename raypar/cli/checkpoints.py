@@ -94,7 +94,9 @@ def run(words: Sequence[str]) -> Outcome:
     commands = {"ls": (ls, _LS, "FOLDER"), "verify": (verify, _VERIFY, "PATH")}
     if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
-        raise ConfigError([f"{given}: raypar ckpt ls FOLDER, ckpt verify PATH, or ckpt export RUN FOLDER"])
+        raise ConfigError(
+            [f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH, or raypar ckpt export RUN FOLDER"]
+        )
     (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
     blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
     try:

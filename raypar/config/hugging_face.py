@@ -13,6 +13,7 @@ from raypar.actors.hugging_face.folder import CONFIG, read_json, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
+from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import nearest
@@ -23,6 +24,7 @@ _EXACT, _TANH = ("gelu",), ("gelu_new", "gelu_pytorch_tanh")
 _SILU = ("silu", "swish")
 
 
+@checked_arguments
 def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama:  # noqa: N802  (it stands where a class would)
     """Return the model in a folder of Hugging Face, whose weights a run with it begins with.
 

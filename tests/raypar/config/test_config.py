@@ -333,7 +333,7 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
         f"data is {faults_of!r}: it must be a Text or a Batches; a function of yours is rp.Batches(function)",
         "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')",
     ]
-    assert "raypar has no models and weights of Hugging Face yet" in faults_of(replace(tiny, model="gpt2"))[0]
+    assert "rp.HF('gpt2') is the model in a folder of Hugging Face" in faults_of(replace(tiny, model="gpt2"))[0]
 
 
 def test_every_field_that_is_a_function_or_a_dictionary_says_what_a_right_one_looks_like():
