@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
-FP8, HUGGING_FACE = "fp8", "models and weights of Hugging Face"
+FP8 = "fp8"
 DUALPIPE = "DualPipe over two copies of a model"
 HYBRID_EXPERTS = "experts on several actors with hybrid sharding"
 
 WHERE = MappingProxyType(  # by what is missing, the folder in which it would come, or that none is planned
     {
         FP8: "not planned yet",
-        HUGGING_FACE: "actors/models/",
         DUALPIPE: "schedules/generators/",
         HYBRID_EXPERTS: "actors/expert_parallel/",
     }
