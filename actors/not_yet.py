@@ -20,7 +20,6 @@ _ASKED_BY = MappingProxyType(  # by a pattern, what values ask for that match it
     {
         r"(fp|float)8.*": FP8,
         r"dual[-_ ]?pipe": DUALPIPE,
-        r"(.*/)?(gpt-?2|(llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)": HUGGING_FACE,
     }
 )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
@@ -92,6 +92,17 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
+_MODELS = re.compile(
+    r"(.*/)?(gpt-?2|(smollm|llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)"
+)
+
+
+def _in_a_folder(name: object) -> str:
+    """Return how a model of Hugging Face is given, if the name is that of one; "" for other names."""
+    is_model = isinstance(name, str) and _MODELS.fullmatch(name.lower())
+    return "; for a model of Hugging Face give its folder: --model.hf FOLDER, or rp.HF(folder)" if is_model else ""
+
+
 def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -106,7 +117,7 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     if name not in [*RECIPES]:
         close = nearest(str(name), RECIPES)
         guess = f"did you mean {close!r}? " if close else ""
-        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}{reason_of(name)}"])
+        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}{_in_a_folder(name)}"])
     laid_out = {} if layout is None else fields_of(layout)
     if both := [field for field in laid_out if field in changes]:
         raise ConfigError(

@@ -30,7 +30,7 @@ class Actors:
         self.go.set()
         self.asked, self.besides = [], []
 
-    def submit(self, method):
+    def submit(self, method, *args):
         self.asked.append(method)
         if method == "make_room":
             return None

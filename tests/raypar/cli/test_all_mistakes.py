@@ -132,11 +132,11 @@ def test_without_its_run_the_flags_are_looked_at_alone(said, base):
     demand(faults, repr(base), "--steps is 'ten'", "mesh.pp is 0")
 
 
-def test_a_model_of_hugging_face_is_no_recipe_yet(said):
+def test_a_model_of_hugging_face_is_no_recipe(said):
     (fault,) = faults_of(said, "train", "gpt2")
-    assert "there is no recipe 'gpt2'" in fault and "raypar has no models and weights of Hugging Face yet (" in fault
+    assert "there is no recipe 'gpt2'" in fault and "give its folder: --model.hf FOLDER" in fault
     (fault,) = faults_of(said, "train", "gpt-tny")
-    assert "yet" not in fault
+    assert "model.hf" not in fault
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,7 @@ JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check c
         (lambda: rp.verify(rp.Run(), 6), "verify: job is 6: it must be a Job"),
         (lambda: rp.recipe(5), "there is no recipe 5: known are gpt-tiny, "),
         (lambda: rp.recipe("moe-tiny", layout=5), "layout: name is 5: it must be a text"),
-        (
-            lambda: rp.recipe("Qwen/Qwen3-0.6B"),
-            "; raypar has no models and weights of Hugging Face yet (actors/models/)",
-        ),
+        (lambda: rp.recipe("Qwen/Qwen3-0.6B"), "; for a model of Hugging Face give its folder: --model.hf FOLDER"),
         (lambda: rp.recipe([]), "there is no recipe []: known are gpt-tiny, "),
         (lambda: rp.replay(5), "replay: path is 5: it must be a text or a path"),
         (lambda: rp.register_schedule(5), 'under a name: @register("zigzag"), not 5'),
