@@ -98,7 +98,7 @@ COMMANDS = [page for page in PAGES if any(commands_of(fence) for fence in runs(p
 
 
 @pytest.mark.parametrize("page", **named(COMMANDS))
-def test_command_lines(page, folder, capsys):
+def test_command_lines(page, kept_actors, folder, capsys):
     for fence in runs(page):
         for words in commands_of(fence):
             run_command(words, capsys)
