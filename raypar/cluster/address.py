@@ -12,7 +12,8 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 from ray.exceptions import AuthenticationError
 
-from raypar.cluster.ray_private import own_token
+from raypar.actors.errors import first_line
+from raypar.cluster.ray_private import has_own_node, own_token
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -20,45 +21,48 @@ log = logging.getLogger(__name__)
 _OTHERS_MAY = 0o077
 _ANSWER_SECONDS = 4.0
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_NODE_SECONDS = 3.0  # in which a node of this machine, of which there is one, has told the head of itself
 _CLIENT = "ray://"
+_PORT = 6379  # of ray start
+_WITHOUT_PORT = ("auto", "local")
 _NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray itself introduces a driver
 
 
-def demand_answer(address: str) -> bool:
-    """Check that a cluster answers. Ray itself would try again for 20 s, and not say why it failed.
+def demand_answer(address: str) -> None:
+    """Check that a cluster answers, and takes this process. Ray itself would try again for a minute, and not say why.
 
     Args:
-        address: RAY_ADDRESS. Of one without a port, such as "auto", nothing is known.
-
-    Returns:
-        Whether a cluster is known to answer there.
+        address: RAY_ADDRESS. Of "auto" and "local" nothing is known.
 
     Raises:
         OSError: Nothing answers there.
         ConfigError: The cluster demands a token, and refuses the one of this process, or the file of it can't be read;
-            or the address is Ray Client's.
+            this machine is no node of it; or the address is Ray Client's, or has no port.
     """
+    if address in _WITHOUT_PORT:
+        return
     if address.startswith(_CLIENT):
         raise ConfigError([_through_a_proxy(address)])
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        return False
+        right = f"{host or address}:{_PORT}"
+        raise ConfigError([f"RAY_ADDRESS is {address!r}, which has no port: give that of ray start, as {right}"])
     socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-        return False
+        return
     token = _token()
     if token is None:
-        return False
+        return
     if token:
         _warn_of_readers()
     error = _answer(address, token)
     if error is None:
-        return True
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        if has_own_node(address, _NODE_SECONDS) is False:
+            raise ConfigError([_from_outside(address)])
+    elif error.code() is grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigError([_refused(address, token)]) from None
-    if error.code() in _SILENT:
+    elif error.code() in _SILENT:
         raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
-    return False
 
 
 def accepts(address: str, token: str) -> bool | None:
@@ -105,7 +109,21 @@ def _token() -> str | None:
         ) from error
 
 
-def from_outside(address: str) -> str:
+def unanswered(address: str, error: Exception) -> str:
+    """Say that no cluster answers at an address, why, and what mends it."""
+    if address in _WITHOUT_PORT:
+        mend = "start Ray on this machine, or unset RAY_ADDRESS: a launch starts a Ray of its own then"
+    elif isinstance(error, socket.gaierror):
+        mend = "correct the name, or give the IP address of the head"
+    elif isinstance(error, ConnectionRefusedError):
+        mend = f"start Ray there, or correct the port: it is {_PORT}, unless its ray start had another --port"
+    else:
+        mend = "correct the address, or see that the head is on, its Ray runs, and no firewall closes the port"
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return f"RAY_ADDRESS is {address!r}, but no cluster answers there ({reason}): {mend}"
+
+
+def _from_outside(address: str) -> str:
     """Say how to use a cluster that answers at an address with a port, but takes no driver from this machine."""
     host = address.rpartition(":")[0]
     return (
@@ -126,7 +144,7 @@ def _through_a_proxy(address: str) -> str:
     host = address.removeprefix(_CLIENT).rpartition(":")[0] or "HOST"
     return (
         f"RAY_ADDRESS is {address!r}, which is Ray Client: its driver is not in the cluster and can't hear the actors; "
-        f"on a machine of the cluster set RAY_ADDRESS={host}:6379, or from outside {_as_a_job(host)}"
+        f"on a machine of the cluster set RAY_ADDRESS={host}:{_PORT}, or from outside {_as_a_job(host)}"
     )
 
 
@@ -140,7 +158,24 @@ def _warn_of_readers() -> None:
             log.warning("others on this machine may read the cluster's token: chmod 600 %s", path)
 
 
+def _unsent() -> str:
+    """Say where there is a token that this process would send, if RAY_AUTH_MODE said so; "" if there is none."""
+    with suppress(AuthenticationError):
+        if own_token():
+            if os.environ.get("RAY_AUTH_TOKEN"):
+                return "RAY_AUTH_TOKEN"
+            return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return ""
+
+
 def _refused(address: str, token: str) -> str:
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if not token and (unsent := _unsent()):
+        is_so = f"RAY_AUTH_MODE is {mode!r}" if mode else "RAY_AUTH_MODE is not set"
+        return (
+            f"RAY_ADDRESS is {address!r}, and the cluster there demands a token, but this process sends none, as "
+            f"{is_so}: RAY_AUTH_MODE=token lets it send that of {unsent}"
+        )
     what = "refuses the token of this process" if token else "demands a token, and this process has none"
     return (
         f"RAY_ADDRESS is {address!r}, and the cluster there {what}: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the "

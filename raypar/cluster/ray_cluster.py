@@ -24,7 +24,7 @@ from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
-from raypar.cluster.address import demand_answer, from_outside
+from raypar.cluster.address import demand_answer, unanswered
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
@@ -54,7 +54,7 @@ _QUIET = {
 _PLACEMENT_SECONDS = 60.0
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
-_TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
+_TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
 _LOOK = 0.5  # seconds between two checks of the placement group
 _SHARING = f", which share the {num_cores()} cores of this machine"
 
@@ -305,17 +305,13 @@ def _connect() -> bool:
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        is_there = False
         try:
-            is_there = demand_answer(address)
+            demand_answer(address)
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
         except ConfigError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
-            if is_there and isinstance(error, ConnectionError):
-                raise ConfigError([from_outside(address)]) from error
-            reason = f"no cluster answers there ({first_line(error)})"
-            raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
+            raise ConfigError([unanswered(address, error)]) from error
         return True
     old = os.umask(0o077)  # Ray writes its token file with the umask of the process
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _FREE = "available_resources_per_node"
 _DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
+_OWN_NODE, _HEAD = "get_node_to_connect_for_driver", "GcsClient"
+_NO_NODE = "No node info found"  # its error where it finds none
 _LOADER = "AuthenticationTokenLoader"
 _PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
 _DEATH = re.compile(
@@ -157,6 +160,27 @@ def draining_nodes() -> dict[str, float]:
         log.warning("this Ray has no %s: a node that is taken away is noticed when it is gone", _DRAINING)
         return {}
     return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in tell().items()}
+
+
+def has_own_node(address: str, seconds: float) -> bool | None:
+    """Return whether this machine has a node of a cluster, on which a driver can be; None if this Ray does not tell it.
+
+    Ray looks for one as soon as it connects, for a minute, and has no public way to ask. Retry at upgrades.
+
+    Args:
+        address: The address of the cluster's head, with its port. It answers, and takes the token of this process.
+        seconds: How long to look: a node that starts is one soon.
+    """
+    look: Any = getattr(getattr(ray._private, "services", None), _OWN_NODE, None)
+    client: Any = getattr(ray._raylet, _HEAD, None)
+    if look is None or client is None:
+        log.warning("this Ray has no %s: on a machine without a node it looks for one for a minute", _OWN_NODE)
+        return None
+    try:
+        look(client(address=address), timeout_seconds=seconds)
+    except (RuntimeError, RayError) as error:  # what else is wrong, Ray tells when it connects
+        return False if _NO_NODE in str(error) else None
+    return True
 
 
 def own_token() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from raypar.cluster.ray_private import dashboard_address
 from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
 from raypar.doctor.group_times import SIZES, measured
-from raypar.doctor.leftovers import leftover_findings, leftovers, sweep
+from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
 from raypar.doctor.machines import machine_findings, token_findings
 from raypar.doctor.node_facts import facts_teller
 from raypar.errors import ConfigError, JobError
+
+_LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"
 
 
 def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
@@ -27,7 +30,7 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
         times: Whether to measure groups.
         sizes: Bytes of the tensors that are measured.
     """
-    found = leftovers()
+    found, before = leftovers(), own_sessions()
     yield from sweep(found) if sweeps else leftover_findings(found)
     own = facts_teller()()
     yield from token_findings("this machine", own)
@@ -35,11 +38,15 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
     try:
         with connected() as nodes:
             yield from cluster_findings(address, nodes)
-            yield from node_findings(nodes)
+            its = node_findings(nodes)  # the token file of this machine is told above; if there was none, Ray made one
+            yield from its if address else (one for one in its if one.subject != "token")
             if times:
                 yield from measured(nodes, sizes)
     except (ConfigError, JobError) as error:
         yield Finding("wrong", "ray", str(error))
+    finally:
+        for session in own_sessions() - before:
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -54,7 +61,7 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
     yield Finding("ok", "ray", f"{where}: {has}")
     for lost in lost_nodes():
-        yield Finding("note", "ray", f"{lost} is lost", "start its Ray again, if it is meant to be there")
+        yield Finding("note", "ray", f"{lost} is lost", _LOST)
     for node in nodes:
         if not node.total.get("CPU"):
             yield Finding("note", "ray", f"{node} has no CPU to give: no actor lands there")

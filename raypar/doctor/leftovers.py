@@ -39,14 +39,25 @@ def leftovers(root: Path | None = None, proc: Path = _PROC) -> list[Leftover]:
         root: The folder of Ray's sessions; None for the usual one.
         proc: Where the system tells of processes.
     """
+    gone = (folder for folder, driver, began in _owned(root) if process_began(driver, proc) != began)
+    return [Leftover(folder, _processes(folder, proc)) for folder in gone]
+
+
+def own_sessions() -> set[Path]:
+    """Return the session folders of the Rays that this process has started."""
+    return {folder for folder, driver, _ in _owned(None) if driver == os.getpid()}
+
+
+def _owned(root: Path | None) -> list[tuple[Path, int, int]]:
+    """Return the session folders of this user's Rays that raypar started, and the driver of each, and when it began."""
     found = []
     for owner in sorted((ray_folder() if root is None else root).glob(f"session_*/{OWNER_FILE}")):
         with suppress(OSError, ValueError):
             if owner.stat().st_uid != os.getuid() or owner.is_symlink():
                 continue
             driver, began, where = map(int, owner.read_text().split())
-            if where == namespace() and process_began(driver, proc) != began:
-                found.append(Leftover(owner.parent, _processes(owner.parent, proc)))
+            if where == namespace():
+                found.append((owner.parent, driver, began))
     return found
 
 

@@ -36,6 +36,10 @@ def test_this_ray_has_the_names():
     assert callable(ray_private.ray._private.state.state.get_draining_nodes)
 
 
+def test_without_its_names_it_is_not_known_whether_this_machine_is_a_node(started, caplog):
+    assert ray_private.has_own_node("10.0.0.1:6379", 1.0) is None and "looks for one for a minute" in caplog.text
+
+
 def test_nodes_that_ray_drains_are_told_with_their_deadlines(monkeypatch, caplog):
     state = SimpleNamespace(get_draining_nodes=lambda: {"a": 12500, "b": 0})
     monkeypatch.setattr(ray_private.ray._private.state, "state", state)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,29 @@ def test_lines_a_count_and_the_exit_code(cluster, said, quick, tmp_path):
     )
     assert " wrong or dangerous, " in lines[-1] and not any("times" in line for line in lines[:-1])
     assert Path(tmp_path / "none").exists()
+
+
+def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_finding(monkeypatch, quick, tmp_path):
+    """Ray makes a token file when it starts."""
+    earlier = session(tmp_path, "earlier", os.getpid(), process_began(os.getpid()))
+
+    @contextmanager
+    def started():
+        made.append(session(tmp_path, "made", os.getpid(), process_began(os.getpid())))
+        (tmp_path / "none").write_text("secret")
+        (tmp_path / "none").chmod(0o600)
+        yield [NODE]
+
+    made = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(examination, "connected", started)
+    monkeypatch.setattr(examination, "cluster_findings", lambda *_: [])
+    told = {NODE.id: versions_teller()()}, {NODE.id: FACTS}
+    monkeypatch.setattr(examination, "asked", lambda nodes, teller: told["facts" in teller.__qualname__])
+    found = [*examination.examined(sweeps=False, times=False)]
+    assert [one.text for one in found if one.subject == "token"] == ["this machine has no token file"]
+    assert any(one.subject == "network" for one in found)
+    assert earlier.exists() and made and not made[0].exists()
 
 
 def test_an_address_at_which_nothing_answers_is_a_finding(said, quick, monkeypatch):
