@@ -171,6 +171,12 @@ def main() -> int:
             where = "on 2 nodes" in said
             results.append(check(f"{layout}=2 across machines, bit by bit: {there}", where and there == here, said))
         results += submitted(desk, first, args)
+        token = desk.run("cat", f"{HOME}/.ray/auth_token").strip()
+        results.append(check("the head tells its token", token in on_head("ray get-auth-token")))
+        logs = f"{HOME}/raypar-cluster/tmp/session_latest/logs"
+        first.run("ls", f"{logs}/monitor.log", f"{logs}/monitor.out")
+        second.run("ls", f"{logs}/raylet.out")
+        results.append(is_machine_awaited(desk, second, args.recipe))
         begin = time.monotonic()
         desk.run(RAY, "down", "--yes", FILE, env=ENV, timeout=200)
         results.append(check("another Ray outlives ray down", alive(first, others)))
@@ -182,6 +188,23 @@ def main() -> int:
             time.sleep(1)
         results.append(check(f"nothing is left {time.monotonic() - begin:.0f} s after ray down", not left, left))
     return 0 if all(results) else 1
+
+
+def is_machine_awaited(desk: Host, lost: Host, recipe: str) -> bool:
+    """Kill Ray on a machine in a run, and return whether the run goes on there, where the launcher starts it again."""
+    train = f"raypar train {recipe} --mesh.pp 2 --steps 40 --max-failures 2 --wait-for-nodes 240"
+    run, said, lives = desk.start(RAY, "exec", FILE, train, env=ENV), list[str](), True
+    assert run.stdout is not None
+    for line in run.stdout:
+        said.append(line)
+        if lives and "step " in line and "loss" in line:
+            lost.run("pkill", "-9", "-x", "raylet")
+            lives = False
+    told = "".join(said)
+    waits = "the run waits up to 240 s in all for room for pp=" in told
+    goes_on = [line for line in said if "the run goes on after step" in line]
+    what = f"a machine that loses its Ray is awaited: {' '.join(goes_on).strip()}"
+    return check(what, waits and len(goes_on) == 1 and "step 40/40" in told, told)
 
 
 def submitted(desk: Host, first: Host, args: argparse.Namespace) -> list[bool]:
