@@ -20,7 +20,8 @@ from raypar.config.fields import field_faults
         (lambda: rp.Run(microbatch=3), "Run has no field 'microbatch': did you mean microbatches?"),
         (
             lambda: rp.Mesh(pipeline=3),
-            "Mesh has no field 'pipeline': its fields are pp, dp, cp, tp, shard, ep, etp, rank_dp, rank_tp, expert_actors",
+            "Mesh has no field 'pipeline': its fields are "
+            "pp, dp, cp, tp, shard, ep, etp, rank_dp, rank_tp, expert_actors",
         ),
         (lambda: rp.AdamW(beta=3), "AdamW has no field 'beta': did you mean betas?"),
         (lambda: rp.SGD(momentun=3), "SGD has no field 'momentun': did you mean momentum?"),

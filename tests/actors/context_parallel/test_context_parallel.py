@@ -53,6 +53,7 @@ def test_every_mode_computes_what_one_process_does(cp, context):
     agrees(team_of(cp, context=context))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("context", MODES)
 @pytest.mark.parametrize(("kv_heads", "cp"), [(1, 2), (2, 4)])
 def test_a_llama_with_few_heads_of_keys_and_values(context, kv_heads, cp):
@@ -68,6 +69,7 @@ def test_any_positions(positions, context):
     agrees(team_of(2, model=replace(MODEL, positions=positions, attention=attention), context=context, steps=2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout",
     [

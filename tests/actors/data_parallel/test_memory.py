@@ -36,6 +36,7 @@ def formulas(team) -> list[Memory]:
     return [found[team.world.pp(rank)] for rank in range(team.world.mesh.size)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize(
     ("level", "bytes_of"),
@@ -105,6 +106,7 @@ def test_as_many_stages_are_gathered_as_may_be_resident(resident, stages):
     assert {formula.gathered for formula in formulas(team)} == {stages * stage}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "interleaved")])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_account_of_a_pipeline_is_what_its_actors_gather(placement, pp, schedule):

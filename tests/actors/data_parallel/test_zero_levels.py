@@ -53,6 +53,7 @@ def test_once_a_step_all_levels_have_the_same_bits(pp, dp, schedule):
         assert bits(**fields, zero=level, zero_reduce="step") == wanted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "interleaved")])
 def test_every_placement_of_gathers_has_the_same_bits(pp, schedule, placement):
@@ -61,6 +62,7 @@ def test_every_placement_of_gathers_has_the_same_bits(pp, schedule, placement):
     assert bits(**fields, zero=3, **PLACEMENTS[placement]) == wanted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize(("pp", "dp", "shard"), [(1, 4, 2), (2, 4, 2), (1, 6, 3)])
 def test_hybrid_sharding_computes_what_one_process_does(pp, dp, shard, level):
@@ -81,6 +83,7 @@ def test_split_backwards(backward):
     agrees(Team(linears(4), 2, 4, dp=2, zero=3, backward=backward, **ADAM))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["layer by layer", "once a step"])
 @pytest.mark.parametrize(
     ("pattern", "pp", "schedule"), [("abca", 1, "interleaved"), ("abcacb", 3, "interleaved"), ("aba", 1, "1f1b")]

@@ -28,12 +28,14 @@ def team_of(tp=1, pp=1, dp=1, cp=1, model=TINY, **changes):
     return Team(None, pp, 2, dp=dp, tp=tp, cp=cp, model=replace(model, seq=8), **fields | changes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("moe", EXPERTS, ids=lambda moe: moe.gate + (" capacity" if moe.capacity else ""))
 @pytest.mark.parametrize(("tp", "sequence"), [(2, False), (4, False), (2, True)])
 def test_over_tp(moe, tp, sequence):
     agrees(team_of(tp, model=replace(TINY, moe=moe), sequence_parallel=sequence))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", ("selective", "full")])
 def test_a_llama_over_tp_pp_and_dp(sequence, recompute):
@@ -41,6 +43,7 @@ def test_a_llama_over_tp_pp_and_dp(sequence, recompute):
     agrees(team_of(2, 2, 2, model=model, sequence_parallel=sequence, recompute=recompute))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("moe", EXPERTS, ids=lambda moe: moe.gate + (" capacity" if moe.capacity else ""))
 @pytest.mark.parametrize(("context", "tp"), [("ring", 1), ("ulysses", 1), ("ring", 2)])
 def test_over_cp(moe, context, tp):

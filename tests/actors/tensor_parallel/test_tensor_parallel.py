@@ -29,6 +29,7 @@ def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
     return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 1, 2, 0), (2, 2, 2, 1)]
 )
@@ -38,6 +39,7 @@ def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, sequence,
     agrees(team_of(tp, pp, dp, model=model, zero=zero, data=longer, sequence_parallel=sequence))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tp", [2, 4])
@@ -47,6 +49,7 @@ def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
     agrees(team_of(tp, pp=2, model=model, data=longer, sequence_parallel=sequence, steps=3))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize(
@@ -71,6 +74,7 @@ def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recomp
         assert len({id(weight) for weight in owed}) == 2 * (linear - embeddings), "on both members"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("positions", get_args(Positions))
 def test_any_positions(positions, sequence):

@@ -71,6 +71,7 @@ def cases():
     yield from ((layout, laid_out(layout)["mesh"].size - 1, 0) for layout in SHARDED)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("layout", "rank", "microbatch"), list(cases()), ids=str)
 def test_an_overflow_on_any_actor_skips_the_step_on_every_actor(layout, rank, microbatch):
     run = replace(TINY, precision=rp.Precision("fp16"), loss_scale=rp.LossScale(init=2.0**8), **laid_out(layout))

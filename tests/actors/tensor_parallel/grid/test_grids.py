@@ -57,6 +57,7 @@ def team_of(tp, model=TINY, m=2, samples=B, **changes):
     return Team(None, changes.pop("pp", 1), m, tp=tp, model=model, **fields | changes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [TINY, replace(LLAMA, tied=True)], ids=["gpt", "llama, tied"])
 @pytest.mark.parametrize("grid", [*GRIDS, "2.5d:2x2x1"])
 def test_every_grid_computes_what_one_process_does(grid, model):
@@ -82,6 +83,7 @@ def test_with_sequences_that_are_divided_too(grid, context):
     agrees(team_of(grid, model, cp=2, context=context, data=partial(tokens, length=8)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("positions", sorted({*get_args(Positions)} - {"learned"}))
 @pytest.mark.parametrize("grid", ["2d:2x2", "3d:2x2x2"])
 def test_any_positions(grid, positions):
