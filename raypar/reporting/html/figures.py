@@ -106,9 +106,13 @@ class History:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
 
-    def effective(self, failures: Sequence[Mapping[str, Any]]) -> float:
-        """Return the share of effective training time: that of the steps that were kept, over it and what was lost."""
-        return effective_share(sum(time for _, time in self.points("step_ms")) / 1e3, [one["lost"] for one in failures])
+    def effective(self, failures: Sequence[Mapping[str, Any]]) -> float | None:
+        """Return the share of effective training time: that of the steps that were kept, over it and what was lost.
+
+        What a failure has cost that ended the run is not known: then None, if no other one was survived.
+        """
+        lost = [one["lost"] for one in failures if not one["is_end"]]
+        return effective_share(sum(time for _, time in self.points("step_ms")) / 1e3, lost) if lost else None
 
     def median(self, name: str) -> float:
         """Return the median of a figure over all steps but the first, which also warms up."""
@@ -167,7 +171,9 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
     if past.failures:
-        rows += [("failures", f"{len(past.failures):,}"), ("effective time", share(history.effective(past.failures)))]
+        rows.append(("failures", f"{len(past.failures):,}"))
+    if (effective := history.effective(past.failures)) is not None:
+        rows.append(("effective time", share(effective)))
     return rows
 
 

@@ -44,7 +44,7 @@ def happenings(past: Past) -> list[Mark]:
     """Find where a run stopped, failed, or went on.
 
     The log has only some of the steps of a long run. Where one went on is then known from its checkpoints, and where
-    one stopped to the last step that was logged.
+    one stopped from failures.jsonl, or to the last step that was logged.
 
     Args:
         past: The content of the run folder.
@@ -69,7 +69,10 @@ def _of_log(past: Past) -> Iterator[Mark]:
         if then is None:
             yield from _end(past, session)
         elif session.last < session.total or session.errors:
-            yield Mark(session.last, "failure", _reason(session, f"after step {session.last:,} or a little later"))
+            exact = _failed_after(past, session)
+            taken = session.last if exact is None else exact
+            where = f"after step {taken:,}" + (" or a little later" if exact is None else "")
+            yield Mark(taken, "failure", _reason(session, where))
         if then is not None and then.first is not None and then.first > 1:
             step = _resumed_after(past, then)
             yield Mark(step, "resume", f"went on after step {step:,}")
@@ -120,6 +123,13 @@ def _reason(session: _Session, where: str) -> str:
     if session.errors:
         return f"failed {where}: {session.errors[-1]}"
     return f"stopped with {session.halted} {where}" if session.halted else f"ended {where}, before its last step"
+
+
+def _failed_after(past: Past, session: _Session) -> int | None:
+    """Return the steps taken before the failure that ended a job, if failures.jsonl has it; else None."""
+    told = session.errors[-1] if session.errors else ""
+    ends = [one for one in past.failures if one["is_end"] and told.startswith(one["reason"])]
+    return next((one["step"] - 1 for one in ends if one["step"] > session.last), None)
 
 
 def _resumed_after(past: Past, session: _Session) -> int:

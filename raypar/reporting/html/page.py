@@ -199,16 +199,19 @@ def failures(past: Past, history: History) -> Markup:
             else _died(one["death"]),
             "ended the run" if one["is_end"] else f"went on after step {one['back_to']:,}",
             ", ".join(one["replaced"]),
-            duration(one["lost"]),
+            "" if one["is_end"] else duration(one["lost"]),
         ]
         for one in past.failures
     ]
     heads = ["in step", "what", "how it died", "the run", "replaced", "lost"]
+    listed = table(heads, rows, [NUMBER, "", "", "", "", NUMBER])
+    if (effective := history.effective(past.failures)) is None:
+        return section("Failures", listed)
     told = note(
-        f"Effective training time (ETTR): {share(history.effective(past.failures))}, the time of the steps that were "
-        "kept, over that and what failures have cost: the step under way, the steps taken again, and the recovery."
+        f"Effective training time (ETTR): {share(effective)}, the time of the steps that were kept, over that and what "
+        "the failures that the run survived have cost: the step under way, the steps taken again, and the recovery."
     )
-    return section("Failures", table(heads, rows, [NUMBER, "", "", "", "", NUMBER]), told)
+    return section("Failures", listed, told)
 
 
 def _died(death: dict[str, Any] | None) -> str:

@@ -163,6 +163,20 @@ def test_a_run_that_was_killed_and_went_on_has_both_marked():
     assert "went on after step 10" in texts(page(run))
 
 
+def test_a_run_that_failed_and_went_on_is_marked_at_the_step_that_failed():
+    died = "actor pp=0 died during step 18"
+    lines = log("INFO actors: 2", "INFO step  1/40  loss", "INFO step 12/40  loss", f"ERROR {died}; seen from pp=1: it")
+    went_on = log("INFO actors: 2", "INFO step 11/40  loss", "INFO step 40/40  loss")
+    end = {"step": 18, "reason": died, "back_to": 17, "lost": 0.1, "replaced": [], "death": None, "is_end": True}
+    run = past(steps=40, log=[*lines, *went_on], failures=[end])
+    assert [(mark.step, mark.text) for mark in happenings(run)] == [
+        (17, f"failed after step 17: {died}; seen from pp=1: it"),
+        (10, "went on after step 10"),
+    ]
+    shown = texts(page(run))
+    assert "ended the run" in shown and "ETTR" not in shown, "what it cost is not known"
+
+
 def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     start = log("INFO actors: 2 = pp 2", "INFO step 1/9  loss", "INFO step 3/9  loss")
     half = past(log=start)
@@ -273,7 +287,7 @@ def test_failures_are_listed_with_their_deaths_and_what_they_cost():
     run = past(failures=[{"at": "now", **one.to_dict()} for one in (survived, end)])
     shown = texts(page(run))
     assert "| ended by SIGSEGV, in 1F0 of step 2 | Fatal <b> | went on after step 1 | pp=1 | 0.5 s |" in shown
-    assert "| 3 | it raised | ended the run | 0.5 s |" in shown
-    assert "ETTR): 59.7%" in shown  # 1.536 s of steps, and 1.036 s lost
+    assert "| 3 | it raised | ended the run |" in shown
+    assert "ETTR): 75.4%" in shown  # 1.536 s of steps, and 0.5 s lost; what an end costs is not known
     assert {"failures", "effective time"} <= set(Reader(page(run)).texts)
     assert "Failures" not in texts(page(past()))
