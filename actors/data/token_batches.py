@@ -84,8 +84,8 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
     for setting, (_, facts) in parts.items():
         if facts.max_id >= vocab:
             faults.append(
-                f"{setting}: the largest token id is {facts.max_id}, but the model's vocab is {vocab}: "
-                f"set vocab to {facts.vocab}, or use a tokenizer with fewer ids"
+                f"{setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
+                f"set model.vocab to {facts.vocab}, or use a tokenizer with fewer ids"
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check

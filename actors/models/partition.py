@@ -20,9 +20,8 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
         num_stages: Number of stages.
     """
     if num_stages > num_layers:
-        return [
-            f"{num_stages} stages for {num_layers} layers: use at most {num_layers} (ranks x chunks), or more layers"
-        ]
+        layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+        return [f"{num_stages} stages for {layers}: use at most {num_layers} (mesh.pp x chunks), or more layers"]
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]
     if isinstance(split, str):

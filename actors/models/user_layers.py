@@ -137,8 +137,9 @@ def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error)  # it reads values of its tensors, for example
+    real = _build_real(layers, seed)
     log.info("the model can't be built without its weights (%s); every actor builds all of it, for a moment", reason)
-    return _build_real(layers, seed), None
+    return real, None
 
 
 def _demand_fit(built: Sequence[object]) -> None:
@@ -146,8 +147,8 @@ def _demand_fit(built: Sequence[object]) -> None:
     modules = [module for module in built if isinstance(module, nn.Module)]
     if not built or len(modules) < len(built):
         kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in built)) or "nothing"
-        fix = ": make a module of what is none, nn.ReLU() of torch.relu, say" if built else ""
-        raise UnfitLayersError(f"{_NO_LAYERS}, and its list has {kinds}{fix}")
+        fix = "make a module of what is none, nn.ReLU() of torch.relu, say" if built else "put one into it"
+        raise UnfitLayersError(f"{_NO_LAYERS}, and its list has {kinds}: {fix}")
     if unsized := [*_unsized(modules)]:
         raise UnfitLayersError("\n".join(unsized))
 
@@ -169,7 +170,8 @@ def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     with noted_lines(), seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
-        raise UnfitLayersError(f"{_NO_LAYERS}, and it returns {type(built).__name__}")
+        fix = "put it into a list" if isinstance(built, nn.Module) else "return [nn.Linear(4, 1)], say"
+        raise UnfitLayersError(f"{_NO_LAYERS}, and it returns {type(built).__name__}: {fix}")
     modules = list(built)
     _demand_fit(modules)
     return modules

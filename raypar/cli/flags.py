@@ -25,6 +25,10 @@ _PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '
 _KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
 _SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
 _FIELD = re.compile(r"([a-z_]*(?:\.[a-z_]+)*)((?:\.\d+)?)")  # a field, and the number of an item in it
+_ELSEWHERE = {  # what other programs call flags, and what is here in its place
+    "epochs": "a run has --steps; the dry run says how many passes over the data they are",
+    "gpus": "actors are the product of --mesh.pp, --mesh.dp, --mesh.cp and --mesh.tp, each with a device of its own",
+}
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
 
 
@@ -265,7 +269,9 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     beside = [path for path in paths if path.rpartition(".")[0] == part]
     same = [path for path in paths if path.rpartition(".")[2] == name]
     inside = [path for path in paths if path.startswith(f"{flag.path}.")]
-    if inside:
+    if "mesh.pp" in paths and name.removeprefix("num_") in _ELSEWHERE:
+        fix = _ELSEWHERE[name.removeprefix("num_")]
+    elif inside:
         fix = f"give its parts, {_listed(inside)}"
     elif same:
         fix = f"did you mean {' or '.join(map(_spelled, same))}?"

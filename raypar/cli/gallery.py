@@ -54,10 +54,12 @@ class GalleryArgs:
         sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
         wrong += [f"--{name} is {size}: it must be 1 or more" for name, size in sizes.items() if size < 1]
         if not wrong and 6 * self.ranks * self.microbatches > MOST_ACTIONS:
-            most = MOST_ACTIONS // (6 * self.ranks)
-            wrong.append(
-                f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw: use {most} at most"
-            )
+            most = {
+                other: MOST_ACTIONS // (6 * size) for other, size in zip(reversed(sizes), sizes.values(), strict=True)
+            }
+            fixes = [f"{number} {name} at most" for name, number in most.items() if number] or ["fewer of both"]
+            told = f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw"
+            wrong.append(f"{told}: use {' or '.join(fixes)}")
         return [*wrong, *file_faults("--out", self.out)]
 
 

@@ -80,7 +80,7 @@ _RUNS = ("train", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
 _DISK = ("ckpt", "report", "trace")
 _COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, "recipes", "doctor")
-_MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
+_MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,9 +129,11 @@ def _command(words: list[str]) -> int:
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
+    from raypar.config.recipes import RECIPES
     from raypar.schedules.nearest_name import nearest
 
     close = _MEANT.get(command) or nearest(command, _COMMANDS)
+    close = f"train {command}" if command in RECIPES or command.endswith(".toml") else close
     guess = f"did you mean {close!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 

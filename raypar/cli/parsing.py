@@ -133,6 +133,9 @@ def _base(name: str, table: dict[str, Any]) -> tuple[Run, list[Fault]]:
             return read_run(table | read_table(Path(name)))
     except ConfigError as error:  # it can't be read at all
         return Run(), [Fault("", text, of_type=True) for text in error.faults]
+    if not table and holds_run(Path(name)):
+        text = f"{name!r} is a run folder: go on with --resume {name}, or take it once more with {Path(name) / RUN}"
+        return Run(), [Fault("", text, of_type=True)]
     run, wrong = read_run({"recipe": name} | table)
     other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
     return run, [Fault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]

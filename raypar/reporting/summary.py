@@ -18,6 +18,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import IN_SLOTS, Prediction, from_flops
+from raypar.planner.rates import block_seconds
 from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
@@ -77,7 +78,11 @@ def plan_rows(
     if world.reduces and (exchanged := _exchange_told(prediction)):
         rows.append(("between replicas", exchanged))
     if prediction.source != IN_SLOTS:
-        rows.append(("time", _time_told(run.steps - step, prediction)))
+        blocks = max(
+            sum(len(layers[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+        )
+        least = blocks * run.microbatches * block_seconds(run) / (1 - prediction.timeline.bubble)
+        rows.append(("time", _time_told(run.steps - step, prediction, least)))
     return [
         *rows,
         ("bubble", prediction.bubble),
@@ -85,11 +90,19 @@ def plan_rows(
     ]
 
 
-def _time_told(steps: int, prediction: Prediction) -> str:
-    """Say how long the computing takes at least; what each action and message costs besides is not known before."""
-    step = prediction.step
+def _time_told(steps: int, prediction: Prediction, least: float) -> str:
+    """Say how long the computing takes at least; what each action and message costs besides is not known before.
+
+    Args:
+        steps: How many steps the run takes.
+        prediction: A step.
+        least: Seconds that the blocks of a step take at least, however small they are.
+    """
+    step, source = prediction.step, f"predicted {prediction.source}"
+    if least > step:
+        step, source = least, f"as so small blocks take 1 ms a microbatch at least; {milliseconds(step)} {source}"
     whole = timedelta(seconds=round(steps * step))
-    return f"{whole} and more: {steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
+    return f"{whole} and more: {steps:,} steps of {milliseconds(step)} and more, {source}"
 
 
 def _halves_told(run: Run) -> str:

@@ -256,9 +256,9 @@ def test_fault_odd_bin(tmp_path):
 def test_fault_ids_and_vocab(text, tmp_path):
     assert data_faults(text, 10, ord("j") + 1) == []
     fault = only_fault(text, vocab=ord("j"))
-    assert "largest token id is 106" in fault and "vocab is 106" in fault and "set vocab to 256" in fault
+    assert "largest token id is 106" in fault and "model.vocab is 106" in fault and "set model.vocab to 256" in fault
     np.arange(1000, dtype="<u2").tofile(tmp_path / "ids.bin")
-    assert "set vocab to 1000" in only_fault(Text(path=str(tmp_path / "ids.bin"), cache=text.cache), vocab=999)
+    assert "set model.vocab to 1000" in only_fault(Text(path=str(tmp_path / "ids.bin"), cache=text.cache), vocab=999)
 
 
 def test_fault_too_few_tokens(text, tmp_path):

@@ -105,6 +105,14 @@ def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path
     )
 
 
+def test_a_run_folder_in_place_of_a_recipe_says_how_it_goes_on(said, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    told = (
+        f"{str(tmp_path)!r} is a run folder: go on with --resume {tmp_path}, or take it once more with {tmp_path}/run"
+    )
+    demand(faults_of(said, "train", str(tmp_path), "--dry-run"), told)
+
+
 def test_a_folder_with_another_run_is_one_fault(said, tmp_path):
     (tmp_path / "run.toml").write_text("")
     save_at(tmp_path / "checkpoints", 4, run=plain_of(rp.recipe("gpt-tiny", steps=4)))
@@ -147,6 +155,8 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--no-dry-run"], "--no-dry-run is no flag: did you mean --dry-run?"),
         (["--mesh", "3"], "--mesh is no flag: give its parts, --mesh.pp, --mesh.dp,"),
         (["--modle.layers", "3"], "--modle.layers is no flag: did you mean --model.layers?"),
+        (["--epochs", "3"], "--epochs is no flag: a run has --steps; the dry run says how many passes over the data"),
+        (["--num-gpus", "3"], "--num-gpus is no flag: actors are the product of --mesh.pp, --mesh.dp,"),
         (["--quux", "3"], "--quux is no flag: see --help for all flags"),
         (["--split", "4", "x"], "--split is '4 x': it must be even or balanced or one or more whole numbers"),
         (["--precision", "fp8"], "must be fp32 or bf16 or fp16; raypar has no fp8 yet (not planned yet)"),

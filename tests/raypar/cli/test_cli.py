@@ -63,6 +63,8 @@ def test_a_wrong_command_is_guessed(said):
     code, out, err = said("trian")
     assert (code, out, err) == (2, "", "raypar: there is no command 'trian': did you mean 'train'?\n")
     assert "did you mean 'step'?" in said("repl")[2]
+    assert "did you mean 'train --resume'?" in said("resume", "runs/a")[2]
+    assert "did you mean 'train gpt-tiny'?" in said("gpt-tiny")[2]
     assert said()[0] == 2
 
 

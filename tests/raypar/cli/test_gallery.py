@@ -52,5 +52,8 @@ def test_all_mistakes_are_told():
     with pytest.raises(ConfigError) as caught:
         gallery(["--ranks", "0", "--f", "-1", "--out", "/no/where/x.html"])
     assert [fault.split(" is ")[0].split(" '")[0] for fault in caught.value.faults] == ["--f", "--ranks", "--out"]
-    with pytest.raises(ConfigError, match="64 ranks x 4096 microbatches are too many to draw: use 52 at most"):
+    many = "64 ranks x 4096 microbatches are too many to draw: use 52 microbatches at most"
+    with pytest.raises(ConfigError, match=many):
         gallery(["--ranks", "64", "--microbatches", "4096"])
+    with pytest.raises(ConfigError, match="4000 ranks x 8 microbatches are too many to draw: use 416 ranks at most"):
+        gallery(["--ranks", "4000"])

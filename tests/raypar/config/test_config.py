@@ -101,8 +101,8 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
         "model.hidden 10 is not a multiple of model.heads 4: use 5 heads",
-        "4 stages for 3 layers: use at most 3 (ranks x chunks), or more layers",
-        "data.path: the largest token id is 117, but the model's vocab is 50",
+        "4 stages for 3 layers: use at most 3 (mesh.pp x chunks), or more layers",
+        "data.path: the largest token id is 117, but model.vocab is 50",
         "data.val_fraction: 0.5 leaves 4100 of 8200 tokens for training, fewer than one window of model.seq + 1",
     )
     for fault, start in zip(faults_of(run), wanted, strict=True):
@@ -397,15 +397,17 @@ def test_layers_that_have_no_sizes_yet_are_told_all_at_once(tiny):
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        (list, "its list has nothing"),
+        (list, "its list has nothing: put one into it"),
         (lambda: [nn.ReLU(), 3], "its list has ReLU, int: make a module of what is none, nn.ReLU() of torch.relu, say"),
-        (lambda: 3, "it returns int"),
+        (lambda: 3, "it returns int: return [nn.Linear(4, 1)], say"),
+        (lambda: nn.Linear(4, 4), "it returns Linear: put it into a list"),
     ],
 )
-def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, layers, says):
+def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, caplog, layers, says):
     data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 2)))
     faults = rp.faults(replace(tiny, model=Layers(layers, nn.functional.mse_loss), data=data))
     assert faults == [f"model.fn must return a list of nn.Modules, one or more, and {says}"]
+    assert caplog.text == "", "nothing is said of how else it is built"
 
 
 def test_layers_that_do_not_fit_the_data_are_among_the_faults(tiny):
@@ -506,6 +508,8 @@ def test_all_wrong_types_come_at_once():
     [
         ({"model": GPT}, "model is <class 'raypar.actors.specs.model.GPT'>: it must be a GPT or a Llama or a Layers"),
         ({"data": SGD}, f"data is {SGD}: it must be a Text or a Batches"),
+        ({"data": [1]}, "data is [1]: it must be a Text or a Batches; rp.Batches(batch) are yours, where def batch("),
+        ({"save_every": None}, "save_every is None: it must be a whole number; 0 saves only at the end"),
         ({"precision": "bf16"}, "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')"),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
         ({"optim": AdamW(betas=(0.9, 0.9, 1))}, "optim.betas is (0.9, 0.9, 1): it must be of 2 at most"),
@@ -532,8 +536,8 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'none': it must be a number",
         "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
-        "4 stages for 1 layers: use at most 1 (ranks x chunks), or more layers",
-        "data.path: the largest token id is 117, but the model's vocab is 50",
+        "4 stages for 1 layer: use at most 1 (mesh.pp x chunks), or more layers",
+        "data.path: the largest token id is 117, but model.vocab is 50",
     ]
     for fault, start in zip(faults_of(run), wanted, strict=True):
         assert fault.startswith(start)

@@ -72,10 +72,20 @@ def test_a_log_begins_with_what_the_run_needs(caplog):
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("raypar.reporting")]
     assert lines[0] == "actors: 2 = pp 2"
     step = predicted(run, check_run(run)["train"]).timeline.makespan
-    assert f"time: 0:00:00 and more: 20 steps of {milliseconds(step)} and more, predicted from FLOPs and bytes" in lines
+    told = "time: 0:00:00 and more: 20 steps of 21.1 ms and more, as so small blocks take 1 ms a microbatch at least; "
+    assert f"{told}{milliseconds(step)} predicted from FLOPs and bytes" in lines, "4 x 4 ms, and a bubble of 24.3 %"
     assert {"parameters", "memory, pp=0", "memory, pp=1", "memory in all", "bubble"} <= {
         line.partition(":")[0] for line in lines
     }
+
+
+def test_a_step_of_large_blocks_lasts_as_long_as_its_flops():
+    run = recipe("gpt-small", device="cpu")
+    schedule = check_run(run)["train"]
+    step = milliseconds(predicted(run, schedule).timeline.makespan)
+    assert dict(plan_rows(run, schedule))["time"].endswith(
+        f"100 steps of {step} and more, predicted from FLOPs and bytes"
+    )
 
 
 def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
