@@ -18,6 +18,7 @@ from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.dropout import sharded_dropout
+from raypar.actors.layers.kv_cache import Incremental, Sequences, attend_to_cache
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
@@ -128,7 +129,7 @@ class Core(nn.Module, SelectiveRecompute):
         return bias.masked_fill(~seen_in_window(positions, positions, self.window), -math.inf)
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, Incremental):
     """Self-attention layer, (B, S, D) -> (B, S, D): projections to q, k and v, the core, and an output projection.
 
     Unless the model asks for them, the projections to q, k and v have no biases. Without rope a bias of the keys shifts
@@ -176,10 +177,24 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSd, k_BKSd = self.q_norm(q_BNSd), self.k_norm(k_BKSd)
-        if self._rope is not None:
-            q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
-        out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
+        if self.sequences is not None and self.sequences.at is not None:
+            y_BNSd = self._further(q_BNSd, k_BKSd, v_BKSd, self.sequences, self.sequences.at)
+        else:
+            if self._rope is not None:
+                q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
+            if self.sequences is not None:
+                self.sequences.fill(self, k_BKSd, v_BKSd)
+            y_BNSd = self.core(q_BNSd, k_BKSd, v_BKSd)
+        out: Tensor = self.out(y_BNSd.transpose(1, 2).flatten(2))
         return out
+
+    def _further(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: Sequences, at_B: Tensor) -> Tensor:
+        """Compute the core for each sequence's next token, whose keys and values join those that are kept."""
+        if self._rope is not None:
+            q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)
+        k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)
+        slopes = None if self.core.alibi is None else self.core.alibi.slopes
+        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, at_B, slopes, self.core.window)
 
 
 def seen_in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:

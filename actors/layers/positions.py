@@ -105,20 +105,27 @@ class Rope:
         Returns:
             The rotated vectors (B, N, S, d).
         """
-        cos, sin = self._rows(tokens, x_BNSd)
-        one, other = in_fp32(x_BNSd).chunk(2, dim=-1)
-        return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x_BNSd.dtype)
+        return _turned(x_BNSd, *self._rows(tokens, x_BNSd))
+
+    def turn_at(self, x_BNSd: Tensor, at_B: Tensor) -> Tensor:
+        """Rotate vectors (B, N, S, d) that are all at one position of their sequence, which ``at_B`` has."""
+        cos_B11e, sin_B11e = (part[at_B][:, None, None] for part in self._tables(x_BNSd))
+        return _turned(x_BNSd, cos_B11e, sin_B11e)
 
     def _rows(self, tokens: Pieces, x_BNSd: Tensor) -> list[Tensor]:
         """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""
+        length = x_BNSd.shape[-2]
+        if self._here is None or self._here[:2] != (tokens, length):
+            tables = self._tables(x_BNSd)
+            self._here = tokens, length, [tokens.take(part[: tokens.whole_length(length)], 0) for part in tables]
+        return self._here[2]
+
+    def _tables(self, x_BNSd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and the sines of the angles of all positions, each (seq, d/2)."""
         if self._table is None:
             angles, like = _angles(self._seq, self._width, self._base), in_fp32(x_BNSd)
             self._table = angles.cos().to(like), angles.sin().to(like)
-        length = x_BNSd.shape[-2]
-        if self._here is None or self._here[:2] != (tokens, length):
-            rows = [tokens.take(part[: tokens.whole_length(length)], 0) for part in self._table]
-            self._here = tokens, length, rows
-        return self._here[2]
+        return self._table
 
 
 class Alibi:
@@ -185,6 +192,12 @@ def between(spec: Transformer) -> Rope | Alibi | None:
     if spec.positions == "rope":
         return Rope(spec.seq, spec.head_size, spec.rope_base)
     return Alibi(spec.heads, spec.seq) if spec.positions == "alibi" else None
+
+
+def _turned(x_BNSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of vectors by angles whose cosines and sines can be broadcast to (B, N, S, d/2)."""
+    one, other = in_fp32(x_BNSd).chunk(2, dim=-1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x_BNSd.dtype)
 
 
 def _angles(rows: int, width: int, base: float) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
-from raypar.actors.layers.positions import Alibi, Rope, Sinusoidal, added, between
+from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added, between
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan, unsharded
 from raypar.actors.models.deferred_init import on_meta, unfilled
 from raypar.actors.models.moe import MoE
@@ -29,7 +30,7 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.tensors import Values
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Module, Incremental):
     """Token embedding plus the position table, if the model has one: ids (B, S) int64 -> (B, S, D)."""
 
     def __init__(self, spec: Transformer) -> None:
@@ -46,11 +47,21 @@ class Embedding(nn.Module):
             raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
         x_BSD = self.tokens(ids_BS)
         if isinstance(self.positions, Sinusoidal):  # scale to the table's size (Vaswani et al. 2017, section 3.4)
-            x_BSD = x_BSD * math.sqrt(self._hidden) + self.positions(length, x_BSD)
-        elif self.positions is not None:
-            x_BSD = x_BSD + self.positions(length)
+            x_BSD = x_BSD * math.sqrt(self._hidden)
+        if self.positions is not None:
+            x_BSD = x_BSD + self._vectors(self.positions, length, x_BSD)
         out: Tensor = self.drop(x_BSD)
         return out
+
+    def _vectors(self, table: Learned | Sinusoidal, length: int, like: Tensor) -> Tensor:
+        """Return the vectors of the first ``length`` positions, (length, D), or of those that come next, (B, 1, D)."""
+        after = self.sequences
+        if after is None or after.at is None:
+            rows_SD: Tensor = table(length, like) if isinstance(table, Sinusoidal) else table(length)
+            return rows_SD
+        # not by a call, behind which sequence parallelism keeps some rows: all that it repeats are at one position
+        rows_TD = table.forward(after.reach, like) if isinstance(table, Sinusoidal) else table.forward(after.reach)
+        return rows_TD[after.at][:, None]
 
 
 class Block(nn.Module):

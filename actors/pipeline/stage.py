@@ -210,6 +210,18 @@ class Stage:
             return self.listener.forward(self._forward, step, microbatch, inputs, target)
         return self._forward(step, microbatch, inputs, target)
 
+    @torch.no_grad()
+    def infer(self, inputs: Values, *, head: bool = True) -> Values:
+        """Compute the outputs of the layers without a loss, between ``begin(train=False)`` and the next step.
+
+        Args:
+            inputs: The outputs of the previous stage; for the first stage, the data.
+            head: Whether to compute the last layer of the last stage.
+        """
+        if self._weights is not None:
+            self._weights.start("forward")
+        return self._run(0, 0, inputs, self.modules[:-1] if self.is_last and not head else self.modules)
+
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         """Compute the backward of a microbatch, and add the gradients of parameters to their ``grad``.
 
@@ -318,25 +330,30 @@ class Stage:
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
         with self._guarded("train" if self._train else "eval"):
-            for number, (index, module) in enumerate(zip(self.layers, self.modules, strict=True)):
-                reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
-                reseed()
-                if self._weights is not None:
-                    self._weights.forward(number, values)
-                again = self._again.get(index) if torch.is_grad_enabled() else None
-                try:
-                    outputs = as_values(module(*values)) if again is None else again(values, reseed)
-                    if any(value.is_meta for value in outputs):
-                        raise ValueError(NO_VALUES)
-                except Exception as error:
-                    error.add_note(self.model.note(index, error))
-                    raise
-                values = outputs if self._weights is None else self._weights.watch(number, outputs)
-                if self._overflow is not None:
-                    self._overflow.watch(index, microbatch, values)
+            values = self._run(step, microbatch, values, self.modules)
             if not self.is_last:
                 return values
             return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+
+    def _run(self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module]) -> Values:
+        """Run the first layers of the stage, these modules, each with its own seed, and return the outputs."""
+        for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
+            reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
+            reseed()
+            if self._weights is not None:
+                self._weights.forward(number, values)
+            again = self._again.get(index) if torch.is_grad_enabled() else None
+            try:
+                outputs = as_values(module(*values)) if again is None else again(values, reseed)
+                if any(value.is_meta for value in outputs):
+                    raise ValueError(NO_VALUES)
+            except Exception as error:
+                error.add_note(self.model.note(index, error))
+                raise
+            values = outputs if self._weights is None else self._weights.watch(number, outputs)
+            if self._overflow is not None:
+                self._overflow.watch(index, microbatch, values)
+        return values
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
-Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "offloaded"]
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]
 """kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors;
-versions: older weights that microbatches under way compute with;
+versions: older weights that microbatches under way compute with; cache: keys and values of a text that is generated;
 offloaded: what is in host memory or in files, and not among the others"""
 RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 

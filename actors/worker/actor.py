@@ -40,6 +40,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
+from raypar.actors.worker.generation import Drawn, Order
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.refusals import Refusals
@@ -193,6 +194,10 @@ class Hosted:
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
         _there(self._member).rewind()
+
+    def generate(self, order: Order) -> Drawn:
+        """Take a step of a generation; see ``Generator.perform``."""
+        return _worker(self._member).generator.perform(order)
 
     # --- checkpoints ---
 

@@ -37,6 +37,7 @@ class Probe:
 
     Attributes:
         step: The latest step that was begun.
+        cache_bytes: Bytes of the keys and values of a generation under way.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Probe:
         gathered: HighWater | None = None,
         older: HighWater | None = None,
     ) -> None:
-        self.step = Step()
+        self.step, self.cache_bytes = Step(), 0
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._reducer, self._gathered, self._older = reducer, gathered, older
         self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
@@ -167,6 +168,8 @@ class Probe:
             "optimizer": sum(nbytes(one) for one in (*states, *masters) if id(one) not in away),
             **{kind: held.now for kind, held in self._passing()},
         }
+        if self.cache_bytes:
+            found["cache"] = self.cache_bytes
         return found | ({"offloaded": offloaded + gradients} if home.is_apart else {})
 
     def most(self) -> dict[Kind, int]:

@@ -23,6 +23,7 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.flow import numbers_of
+from raypar.actors.worker.generation import Generator
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import program_of
@@ -52,6 +53,7 @@ class Worker:
         parts: Its stages, optimizer, batches and reducer.
         state: Its weights, optimizer state and buffers.
         probe: Its inspection.
+        generator: Generates text.
         faults: Faults that are injected on purpose.
         last_action: Notes its actions, for after its death.
         program: The program under way.
@@ -72,6 +74,7 @@ class Worker:
         self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
+        self.generator = Generator(seat, part, self.probe)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients

@@ -1,0 +1,131 @@
+"""Keys and values that attention keeps while a text is generated, so that each further token costs one token's work.
+
+Shapes: B sequences, S tokens, T positions of the cache, N query heads, K heads of keys and values, d width of a head.
+A sequence's token at position p is in slot p, so sequences of a batch may be of unequal lengths: those that are shorter
+are padded on the right, and a padded slot is written again before a query sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.tensors import in_fp32, nbytes
+
+
+class Sequences:
+    """The sequences of a batch that is generated on one actor: their caches, and the position of their next tokens.
+
+    Args:
+        slots: Number of positions T that the caches have.
+
+    Attributes:
+        at: Position (B,) int64 of each sequence's next token; None while the prompts are read, from position 0 on.
+        reach: One more than the largest of these positions.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.at: Tensor | None = None
+        self.reach = 0
+        self._slots = slots
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def go_to(self, at: Tensor) -> None:
+        """Let the next tokens be at these positions, (B,) int64."""
+        self.at, self.reach = at, int(at.max()) + 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(nbytes(kept) for pair in self._kept.values() for kept in pair)
+
+    def fill(self, layer: nn.Module, k_BKSd: Tensor, v_BKSd: Tensor) -> None:
+        """Keep the keys and values of the first S positions of a layer."""
+        (B, K, S, d), made = k_BKSd.shape, list[Tensor]()
+        for part_BKSd in (k_BKSd, v_BKSd):
+            # Zeros, because a weight of 0 times what memory happens to hold could be NaN.
+            cache_BKTd = part_BKSd.new_zeros(B, K, max(self._slots, S), d)
+            cache_BKTd[:, :, :S] = part_BKSd
+            made.append(cache_BKTd)
+        self._kept[layer] = made[0], made[1]
+
+    def extended(self, layer: nn.Module, k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the key and the value of each sequence's next token; return those of all positions up to ``reach``.
+
+        Args:
+            layer: The layer.
+            k_BKSd: The keys. Sequence parallelism repeats the token, so only the first of S is kept.
+            v_BKSd: The values.
+        """
+        assert self.at is not None
+        rows_B = torch.arange(len(self.at), device=self.at.device)
+        for cache_BKTd, part_BKSd in zip(self._kept[layer], (k_BKSd, v_BKSd), strict=True):
+            cache_BKTd[rows_B, :, self.at] = part_BKSd[:, :, 0]
+        k_BKTd, v_BKTd = self._kept[layer]
+        return k_BKTd[:, :, : self.reach], v_BKTd[:, :, : self.reach]
+
+
+class Incremental:
+    """Base of modules that know positions, or other tokens of the sequence: with ``sequences`` they compute further.
+
+    Attributes:
+        sequences: The sequences that the next forward goes on with; None for whole sequences, as in training.
+    """
+
+    sequences: Sequences | None = None
+
+
+@contextmanager
+def going_on(modules: Iterable[nn.Module], sequences: Sequences) -> Iterator[None]:
+    """Within this context, modules go on with sequences.
+
+    Args:
+        modules: Layers, in which all Incremental modules are meant.
+        sequences: The sequences.
+    """
+    found = [part for module in modules for part in module.modules() if isinstance(part, Incremental)]
+    for one in found:
+        one.sequences = sequences
+    try:
+        yield
+    finally:
+        for one in found:
+            one.sequences = None
+
+
+def attend_to_cache(
+    q_BNSd: Tensor,
+    k_BKTd: Tensor,
+    v_BKTd: Tensor,
+    at_B: Tensor,
+    slopes: list[float] | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(d)) v for queries at given positions, each of which sees slots 0 to its own.
+
+    Args:
+        q_BNSd: Queries. All S of a sequence are at the same position.
+        k_BKTd: Keys by position.
+        v_BKTd: Values by position.
+        at_B: Position of the queries of each sequence.
+        slopes: ALiBi's slope of each query head; None for no ALiBi.
+        window: Number of tokens that a query sees, its own and those right before it; None for all.
+
+    Returns:
+        The attention (B, N, S, d).
+    """
+    (B, N, S, d), (K, T) = q_BNSd.shape, k_BKTd.shape[1:3]
+    q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
+    scores_BNST = in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T)
+    distance_BT = at_B[:, None] - torch.arange(T, device=at_B.device)
+    if slopes is not None:
+        slopes_N1 = torch.tensor(slopes, dtype=scores_BNST.dtype, device=at_B.device)[:, None]
+        scores_BNST = scores_BNST - (slopes_N1 * distance_BT[:, None])[:, :, None]
+    unseen_BT = distance_BT < 0 if window is None else (distance_BT < 0) | (distance_BT >= window)
+    scores_BNST = scores_BNST.masked_fill(unseen_BT[:, None, None], -math.inf)
+    weights_BKRT = scores_BNST.softmax(dim=-1).to(v_BKTd.dtype).view(B, K, N // K * S, T)
+    return (weights_BKRT @ v_BKTd).view(B, N, S, d)

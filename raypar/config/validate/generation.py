@@ -1,0 +1,52 @@
+"""What a run must be so that its actors can generate text, and what prompts must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.run import Run
+
+
+def generation_faults(run: Run) -> Iterator[str]:
+    """Yield why the actors of a run can't generate text, each with what would."""
+    model, mesh = run.model, run.mesh
+    if not isinstance(model, Transformer):
+        yield "model is your own layers, which keep no keys and values: only GPT and Llama generate"
+    elif model.moe is not None and model.moe.capacity is not None:
+        told = f"model.moe.capacity is {model.moe.capacity:g}: what experts drop depends on the tokens that come later"
+        yield f"{told}; reset the job to a run with capacity None"
+    if mesh.cp > 1:
+        yield f"mesh.cp is {mesh.cp}, which divides sequences, and they grow here: reset the job to cp=1 and more dp"
+    if mesh.grid is not None:
+        yield f"mesh.tp is {mesh.tp!r}, whose grid divides the batch too: reset the job to tp={mesh.tensor_ranks}"
+    if mesh.expert_actors:
+        yield "mesh.expert_actors take part in steps of training only: reset the job to mesh.ep instead"
+
+
+def prompt_faults(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[str]:
+    """Yield what is wrong with prompts, of which there must be one, with token ids of the model, and room behind them.
+
+    Args:
+        model: The model.
+        prompts: The token ids of each prompt.
+        new_tokens: How many tokens each is to get.
+    """
+    if not prompts:
+        yield "prompts is empty: give one or more"
+    for number, tokens in enumerate(prompts):
+        if not tokens:
+            yield f"prompt {number} is empty: give it a token"
+            continue
+        wrong = [token for token in tokens if not 0 <= token < model.vocab]
+        if wrong:
+            yield f"prompt {number} has the token {wrong[0]}: the model's ids are 0 to {model.vocab - 1}"
+        if len(tokens) + new_tokens > model.seq:
+            left = model.seq - len(tokens)
+            fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {model.seq - 1} at most"
+            yield (
+                f"prompt {number} has {len(tokens)} tokens, and with {new_tokens} more it is longer than the "
+                f"{model.seq} positions of the model: set {fix}"
+                if left > 0
+                else f"prompt {number} has {len(tokens)} tokens, and the model has {model.seq} positions: {fix}"
+            )

@@ -1,0 +1,323 @@
+"""Generate text on the actors of a job: cut prompts into groups, keep steps under way, end texts at their stops."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.data.tokenizer import TextStream, Tokenizer, TokenizerError
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.config.run import zero_actions_of
+from raypar.config.schedule import Loaded, with_zero
+from raypar.config.validate.generation import generation_faults, prompt_faults
+from raypar.errors import ConfigError
+from raypar.job.loaded_run import LoadedRun
+from raypar.planner.host import computes_here, free_memory
+from raypar.planner.kv_cache import cache_bytes
+from raypar.reporting.needs import size
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
+
+Read = Callable[[Callable[[], list[Any]]], list[Any]]
+Told = Callable[[int, int, str], None]
+
+_AHEAD = 2  # steps that the actors have beside the one that is waited for
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was generated for one prompt.
+
+    Attributes:
+        tokens: The ids of the new tokens, without one that has ended the text.
+        text: Their text, up to a stop; None if the run has no tokenizer.
+        is_stopped: Whether a stop has ended it, and not the number of tokens.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    is_stopped: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated.
+
+    Attributes:
+        prompts: The token ids of each prompt.
+        new_tokens: The most tokens that each gets.
+        sampling: How tokens are chosen.
+        stop_tokens: Ids that end a text, and are not part of it.
+        stop_texts: Likewise texts.
+        tokenizer: Makes text of tokens; None if the run has none.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    stop_texts: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+
+def request_of(
+    run: Run,
+    prompts: Sequence[str | Sequence[int]],
+    new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str | int] | None,
+) -> Request:
+    """Check what is to be generated, before anything runs.
+
+    Args:
+        run: The run.
+        prompts: Texts, or the token ids of each.
+        new_tokens: The most tokens that each gets.
+        sampling: How tokens are chosen.
+        stop: What ends a text: token ids and texts; None: the ids that the tokenizer's folder says.
+
+    Raises:
+        ConfigError: The run can't generate, or the prompts don't fit. Lists all faults.
+    """
+    faults, tokenizer = [*generation_faults(run)], None
+    try:
+        tokenizer = tokenizer_of(run)
+    except TokenizerError as error:
+        faults += error.faults
+    words = any(isinstance(one, str) for one in (*prompts, *(stop or ())))
+    if words and tokenizer is None and not faults:
+        faults.append("the run has no tokenizer for texts: give token ids, or a run whose data is rp.Text")
+    if faults:
+        raise ConfigError(faults)
+    encode = (lambda text: ()) if tokenizer is None else tokenizer.encode
+    ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
+    assert isinstance(run.model, Transformer)
+    if faults := [*prompt_faults(run.model, ids, new_tokens)]:
+        raise ConfigError(faults)
+    ends = frozenset[int]() if tokenizer is None else tokenizer.ends
+    stop_tokens = ends if stop is None else frozenset(one for one in stop if isinstance(one, int))
+    stop_texts = tuple(one for one in stop or () if isinstance(one, str))
+    return Request(ids, new_tokens, sampling, stop_tokens, stop_texts, tokenizer)
+
+
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """Return the tokenizer of a run: that of its text, bytes if it has none, or that of its model's folder.
+
+    Raises:
+        TokenizerError: It can't be read.
+    """
+    if isinstance(run.data, Text) and run.data.tokenizer is not None:
+        return Tokenizer(run.data.tokenizer)
+    folder = run.model.hf if isinstance(run.model, Transformer) else None
+    if folder is not None and (file := Path(folder) / "tokenizer.json").exists():
+        return Tokenizer(str(file))
+    if isinstance(run.data, Text) and not run.data.path.endswith(".bin") and run.model.vocab >= 256:
+        return Tokenizer(None)
+    return None
+
+
+class Generation:
+    """One generation on the actors of a job.
+
+    After a failure that the run survives it begins again, with the prompts and what they have got until then.
+
+    Args:
+        request: What to generate.
+        loaded: Returns the run as the actors have it now.
+        read: Makes a call to the actors, and handles its failure as the job does.
+
+    Raises:
+        ConfigError: The caches take more memory than is free here.
+    """
+
+    def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read) -> None:
+        self._request, self._loaded, self._read = request, loaded, read
+        self._texts = [_Text(request) for _ in request.prompts]
+        self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
+        self._handed: deque[list[Any]] = deque()
+        self._seats: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
+        self._made = 0  # tokens that each text has got, or would have if it were not at its end
+        self._demand_room(loaded())
+
+    def run(self, on: Told | None = None) -> list[Continuation]:
+        """Generate, and return what each prompt has got.
+
+        Args:
+            on: Called with every new token: the number of its prompt, its id, and what it adds to the text, "" as long
+                as that is no whole character, or might be the beginning of a stop.
+        """
+        try:
+            while self._made < self._request.new_tokens and not all(text.is_over for text in self._texts):
+                drawn = self._read(self._next)
+                self._made += 1
+                for number, token in drawn:
+                    added = self._texts[number].add(token)
+                    if on is not None and added is not None:
+                        on(number, token, added)
+        finally:
+            if self._begun_on is not None:
+                self._read(self._end)
+        for number, text in enumerate(self._texts):
+            rest = text.end()
+            if on is not None and rest:
+                on(number, text.tokens[-1], rest)
+        return [text.continuation() for text in self._texts]
+
+    def _next(self) -> list[tuple[int, int]]:
+        """Hand over steps, wait for the oldest one, and return the tokens that it has given to which prompts."""
+        loaded = self._loaded()
+        again, self._begun_on = self._begun_on is not loaded, None
+        if again:
+            self._begin(loaded)
+        while len(self._handed) <= min(_AHEAD, self._request.new_tokens - self._made - 1):
+            self._handed.append(_submit(loaded, ["next"] * loaded.run.mesh.size))
+        found = loaded.calls.gather(self._handed.popleft(), f"token {self._made + 1}", range(loaded.run.mesh.size))
+        self._begun_on = loaded
+        tokens = {loaded.world.at(rank)["dp"]: drawn for rank, drawn in enumerate(found) if drawn}
+        return [
+            (number, token)
+            for dp, groups in self._seats.items()
+            for numbers, made in zip(groups, tokens[dp], strict=True)
+            for number, token in zip(numbers, made, strict=False)
+        ]
+
+    def _begin(self, loaded: LoadedRun) -> None:
+        """Have the actors read the prompts, and what these have got already."""
+        self._handed.clear()
+        schedule = forwards_of(loaded, _num_groups(loaded, len(self._texts)))
+        self._seats = seats_of(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
+        whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
+        orders = []
+        for rank in range(loaded.run.mesh.size):
+            seats = self._seats[loaded.world.at(rank)["dp"]]
+            filler = (Prompt(-1, whole[0][:1]),)  # all replicas take part in every step, also those with nothing to do
+            groups = tuple(tuple(Prompt(number, whole[number]) for number in one) or filler for one in seats)
+            orders.append(Prompts(schedule, groups, self._slots(groups), self._request.sampling))
+        loaded.calls.gather(_submit(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
+
+    def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
+        """Return the positions of the caches of each group: the last token that is made is in none."""
+        left = self._request.new_tokens - self._made - 1
+        return tuple(max(len(prompt.tokens) for prompt in group) + left for group in groups)
+
+    def _end(self) -> list[Any]:
+        """Wait for the steps under way, and let the actors drop their caches."""
+        loaded, self._begun_on = self._begun_on, None
+        if loaded is None:  # the run goes on on other actors
+            return []
+        ranks = range(loaded.run.mesh.size)
+        while self._handed:
+            loaded.calls.gather(self._handed.popleft(), "the last tokens", ranks)
+        return loaded.calls.gather(_submit(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+
+    def _demand_room(self, loaded: LoadedRun) -> None:
+        """Raise ConfigError if the caches take more memory than is free here."""
+        run = loaded.run
+        free = free_memory() if computes_here(run.device) else None
+        needed = sum(self.cache_bytes(loaded)) * run.mesh.dp * run.mesh.tensor_ranks
+        if free is not None and needed > free:
+            told = f"the keys and values of {len(self._texts)} prompts take {size(needed)}"
+            raise ConfigError([f"{told}, and {size(free)} are free here: give fewer prompts, or less max_new_tokens"])
+
+    def cache_bytes(self, loaded: LoadedRun) -> list[int]:
+        """Return the bytes of the caches of an actor of each pipeline rank, of the replica with the most."""
+        assert isinstance(loaded.run.model, Transformer)
+        count, lengths = _num_groups(loaded, len(self._texts)), [len(prompt) for prompt in self._request.prompts]
+        seats = seats_of(len(lengths), loaded.run.mesh.dp, count)[0]
+        rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]
+        return cache_bytes(loaded.run, loaded.run.model, loaded.schedule, rows)
+
+
+class _Text:
+    """One text while it grows.
+
+    Attributes:
+        tokens: Its tokens so far, without one that has ended it.
+        is_over: Whether it is at a stop.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._stream = None if request.tokenizer is None else TextStream(request.tokenizer)
+        self.tokens: list[int] = []
+        self.is_over = False
+        self._told = 0  # characters of the text that were returned
+
+    def add(self, token: int) -> str | None:
+        """Take a token; return what it adds to the text that surely stays, None if it adds no token."""
+        if self.is_over:
+            return None
+        self.is_over = token in self._request.stop_tokens
+        if self.is_over:
+            return None
+        self.tokens.append(token)
+        if self._stream is None:
+            return ""
+        self._stream.add(token)
+        self.is_over = any(stop in self._stream.text for stop in self._request.stop_texts)
+        return self._told_until(len(self._cut()) if self.is_over else self._sure())
+
+    def end(self) -> str:
+        """Return what of the text was held back because it might have been the beginning of a stop."""
+        return "" if self._stream is None else self._told_until(len(self._cut()))
+
+    def continuation(self) -> Continuation:
+        """Return what the prompt has got."""
+        return Continuation(tuple(self.tokens), None if self._stream is None else self._cut(), self.is_over)
+
+    def _told_until(self, stop: int) -> str:
+        assert self._stream is not None
+        told, self._told = self._stream.text[self._told : stop], max(self._told, stop)
+        return told
+
+    def _cut(self) -> str:
+        """Return the text up to its first stop."""
+        assert self._stream is not None
+        text = self._stream.text
+        return text[: min((text.index(stop) for stop in self._request.stop_texts if stop in text), default=len(text))]
+
+    def _sure(self) -> int:
+        """Return how many characters can't become part of a stop."""
+        assert self._stream is not None
+        text = self._stream.text
+        held = (
+            length
+            for stop in self._request.stop_texts
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        )
+        return len(text) - max(held, default=0)
+
+
+def forwards_of(loaded: LoadedRun, groups: int) -> Schedule:
+    """Return the lowered and checked schedule of a step that gives each of so many groups a token: forwards alone."""
+    schedule = loaded.schedule
+    rows = [
+        [Action(stage, Op.F, group) for stage in schedule.stages_of(rank) for group in range(groups)]
+        for rank in range(schedule.num_ranks)
+    ]
+    lowered = Loaded(Schedule.of(f"{schedule.name} generation", rows)).lowered()
+    return with_zero({"evaluate": lowered}, zero_actions_of(loaded.run))["evaluate"]
+
+
+def seats_of(prompts: int, replicas: int, groups: int) -> dict[int, list[list[int]]]:
+    """Divide prompts over replicas, and those of each into groups; returns their numbers by replica and group."""
+    return {
+        dp: [list(range(prompts))[dp::replicas][group::groups] for group in range(groups)] for dp in range(replicas)
+    }
+
+
+def _num_groups(loaded: LoadedRun, prompts: int) -> int:
+    """Return into how many groups the prompts of a replica are cut: as many as pipeline ranks, if there are enough."""
+    return min(loaded.schedule.num_ranks, -(-prompts // loaded.run.mesh.dp))
+
+
+def _submit(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
+    """Give each worker its order, without waiting; returns the object refs by rank."""
+    return [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]
