@@ -319,8 +319,9 @@ MAY_IMPORT = {
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "
-        "actors/data_parallel actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
-        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules schedules/passes"
+        "actors/data_parallel actors/expert_parallel actors/inspect actors/layers actors/mesh actors/models "
+        "actors/optim actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
+        "schedules/passes"
     ),
     "raypar": "actors schedules",
     "raypar/checkpoint": (
@@ -347,7 +348,8 @@ MAY_IMPORT = {
     "raypar/job": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
         "actors/mesh actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster raypar/config "
-        "raypar/planner raypar/recovery raypar/reporting raypar/stepping schedules schedules/drawing"
+        "raypar/config/validate raypar/planner raypar/recovery raypar/reporting raypar/stepping schedules "
+        "schedules/drawing"
     ),
     "raypar/parity": (
         "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.sampling import Prompts
 from raypar.actors.tensors import Values
+from raypar.actors.worker.boundaries import peers_of
 from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.probe import Probe
@@ -99,10 +101,10 @@ class Generation:
         self._seat, self._stages, self.prompts = seat, part.stages, prompts
         self._vocab = seat.plan.run.model.vocab
         schedule, group = prompts.schedule, seat.groups.get("pp")
-        self._row = schedule.rows[seat.pp]
+        self._row = schedule.rows[seat.row]
         self._windows = Windows(part.weights, self._row, seat.plan.run.recompute)
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
-        sizes = schedule.placement, schedule.num_microbatches
+        sizes = partial(peers_of, seat.world, seat.plan.rank, schedule=schedule), schedule.num_microbatches
         self._couriers = {is_prompt: Courier(group, *sizes, varies=True) for is_prompt in (True, False)}
         self._courier, self._is_prompt, self.steps = self._couriers[True], True, 0
         self._lengths = [torch.tensor([len(prompt.tokens) for prompt in one]) for one in prompts.groups]
@@ -152,7 +154,7 @@ class Generation:
     def end(self) -> None:
         """Take the tokens that are still on their way. Raises ActionError."""
         try:
-            if self.steps and self._seat.pp == self._first != self._last:
+            if self.steps and self._seat.row == self._first != self._last:
                 for group in range(len(self.prompts.groups)):
                     self._tokens(group)
         except GroupError as error:

@@ -74,11 +74,10 @@ class Worker:
         self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
-        self.generator = Generator(seat, part, self.probe)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.faults, self.last_action = FaultInjector(), LastAction()
+        self.generator, self.faults, self.last_action = Generator(seat, part, self.probe), FaultInjector(), LastAction()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.data.tokenizer import TextStream, Tokenizer, TokenizerError
+from raypar.actors.bounds import Count, NotNegative, Probability, Seed
+from raypar.actors.data.tokenizer import Tokenizer, TokenizerError
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
 from raypar.errors import ConfigError
+from raypar.job.growing_text import Continuation, GrowingText, Request
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.training_loop import TrainingLoop
 from raypar.planner.host import computes_here, free_memory
 from raypar.planner.kv_cache import cache_bytes
 from raypar.reporting.needs import size
@@ -28,42 +31,6 @@ Read = Callable[[Callable[[], list[Any]]], list[Any]]
 Told = Callable[[int, int, str], None]
 
 _AHEAD = 2  # steps that the actors have beside the one that is waited for
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What was generated for one prompt.
-
-    Attributes:
-        tokens: The ids of the new tokens, without one that has ended the text.
-        text: Their text, up to a stop; None if the run has no tokenizer.
-        is_stopped: Whether a stop has ended it, and not the number of tokens.
-    """
-
-    tokens: tuple[int, ...]
-    text: str | None
-    is_stopped: bool
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be generated.
-
-    Attributes:
-        prompts: The token ids of each prompt.
-        new_tokens: The most tokens that each gets.
-        sampling: How tokens are chosen.
-        stop_tokens: Ids that end a text, and are not part of it.
-        stop_texts: Likewise texts.
-        tokenizer: Makes text of tokens; None if the run has none.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    new_tokens: int
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-    stop_texts: tuple[str, ...]
-    tokenizer: Tokenizer | None
 
 
 def request_of(
@@ -122,6 +89,56 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     return None
 
 
+class TextGenerator:
+    """Generates text on the actors of a job, with the weights that they have now.
+
+    Args:
+        loop: The job's training loop.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    @checked_arguments
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        max_new_tokens: Count = 64,
+        *,
+        temperature: NotNegative = 0.0,
+        top_k: Count | None = None,
+        top_p: Probability = 1.0,
+        seed: Seed = 0,
+        stop: Sequence[str | int] | None = None,
+        on: Callable[[int, int, str], None] | None = None,
+    ) -> list[Continuation]:
+        """Go on with prompts: several at a time, each with the same tokens on every mesh.
+
+        Args:
+            prompts: A text, or several; or the token ids of each.
+            max_new_tokens: The most tokens that each prompt gets. With the prompt they must fit the model's positions.
+            temperature: What logits are divided by before one is drawn; 0 takes the likeliest token.
+            top_k: Draw only from so many of the likeliest tokens; None: from all.
+            top_p: Draw only from the fewest of the likeliest tokens that have this probability together.
+            seed: Seed of what is drawn. What is drawn for a prompt depends on this, its number and its position alone.
+            stop: Texts and token ids that end a text, without them; None: what the files beside the tokenizer say.
+            on: Called with every new token: the number of its prompt, its id, and what it adds to the text. That is ""
+                until a character is whole, or while it might be the beginning of a stop.
+
+        Returns:
+            What each prompt has got, in their order.
+
+        Raises:
+            ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
+            JobError: An actor failed, and the job is over.
+        """
+        self._loop.demand_ready()
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        every = [prompts] if isinstance(prompts, str) else prompts
+        request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
+        return Generation(request, lambda: self._loop.loaded, self._loop.read).run(on)
+
+
 class Generation:
     """One generation on the actors of a job.
 
@@ -138,7 +155,7 @@ class Generation:
 
     def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read) -> None:
         self._request, self._loaded, self._read = request, loaded, read
-        self._texts = [_Text(request) for _ in request.prompts]
+        self._texts = [GrowingText(request) for _ in request.prompts]
         self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
         self._handed: deque[list[Any]] = deque()
         self._seats: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
@@ -232,67 +249,6 @@ class Generation:
         seats = seats_of(len(lengths), loaded.run.mesh.dp, count)[0]
         rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]
         return cache_bytes(loaded.run, loaded.run.model, loaded.schedule, rows)
-
-
-class _Text:
-    """One text while it grows.
-
-    Attributes:
-        tokens: Its tokens so far, without one that has ended it.
-        is_over: Whether it is at a stop.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._stream = None if request.tokenizer is None else TextStream(request.tokenizer)
-        self.tokens: list[int] = []
-        self.is_over = False
-        self._told = 0  # characters of the text that were returned
-
-    def add(self, token: int) -> str | None:
-        """Take a token; return what it adds to the text that surely stays, None if it adds no token."""
-        if self.is_over:
-            return None
-        self.is_over = token in self._request.stop_tokens
-        if self.is_over:
-            return None
-        self.tokens.append(token)
-        if self._stream is None:
-            return ""
-        self._stream.add(token)
-        self.is_over = any(stop in self._stream.text for stop in self._request.stop_texts)
-        return self._told_until(len(self._cut()) if self.is_over else self._sure())
-
-    def end(self) -> str:
-        """Return what of the text was held back because it might have been the beginning of a stop."""
-        return "" if self._stream is None else self._told_until(len(self._cut()))
-
-    def continuation(self) -> Continuation:
-        """Return what the prompt has got."""
-        return Continuation(tuple(self.tokens), None if self._stream is None else self._cut(), self.is_over)
-
-    def _told_until(self, stop: int) -> str:
-        assert self._stream is not None
-        told, self._told = self._stream.text[self._told : stop], max(self._told, stop)
-        return told
-
-    def _cut(self) -> str:
-        """Return the text up to its first stop."""
-        assert self._stream is not None
-        text = self._stream.text
-        return text[: min((text.index(stop) for stop in self._request.stop_texts if stop in text), default=len(text))]
-
-    def _sure(self) -> int:
-        """Return how many characters can't become part of a stop."""
-        assert self._stream is not None
-        text = self._stream.text
-        held = (
-            length
-            for stop in self._request.stop_texts
-            for length in range(1, len(stop))
-            if text.endswith(stop[:length])
-        )
-        return len(text) - max(held, default=0)
 
 
 def forwards_of(loaded: LoadedRun, groups: int) -> Schedule:

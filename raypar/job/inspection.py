@@ -215,6 +215,7 @@ class Inspection:
 
     def who(self) -> Whereabouts:
         """Say where every actor is and what it does now; see ``Job.who``."""
+        self._demand_open()
         everyone = range(self._world.size)
         at = self._calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
         progress = self._calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")

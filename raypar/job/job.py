@@ -22,10 +22,12 @@ from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.job.before_launch import replacement
 from raypar.job.export import export_hf
+from raypar.job.generation import TextGenerator
+from raypar.job.growing_text import Continuation
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun, loaded_on
-from raypar.job.rebalance import Loads, put_aside, rebalanced
+from raypar.job.rebalance import Loads, rebalance
 from raypar.job.run_folders import settled
 from raypar.job.starter import Holds, Starter
 from raypar.job.training_loop import TrainingLoop
@@ -72,8 +74,7 @@ class Job:
         found: Found | None = None,
         chaos: Sequence[InjectedFault] = (),
     ) -> None:
-        self.device, self.num_actors = actors.device, world_of(run).size
-        self._name = name
+        self.device, self.num_actors, self._name = actors.device, world_of(run).size, name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
         self._starter = Starter(self._lifetime, name, self.device, chaos, self._moved)
         loaded = loaded_on(self._lifetime, run, programs, skeleton)
@@ -198,6 +199,11 @@ class Job:
         """
         return export_hf(self._loop, folder, dtype)
 
+    @property
+    def generate(self) -> Callable[..., list[Continuation]]:
+        """Generate text with the present weights: ``job.generate(prompts, 64)``; see ``TextGenerator.generate``."""
+        return TextGenerator(self._loop).generate
+
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""
         return self._loop.stepper()
@@ -276,7 +282,6 @@ class Job:
 
     def who(self) -> Whereabouts:
         """Return a table of where every actor is and what it does now, also while another thread takes steps."""
-        self._lifetime.demand_open()
         return self._inspection.who()
 
     def memory(self) -> MemoryTable:
@@ -304,16 +309,14 @@ class Job:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
-            and so on.
+            One per replica, then one for expert actor 0 or server 0 of every pipeline rank, for number 1, and so on.
         """
         return self._inspection.timelines(ago)
 
     def overlay(self, dp: int = 0) -> Overlay:
         """Compare the latest compiled training step of one replica with its prediction.
 
-        The prediction is a simulation with the durations measured in the steps before it. The first step, which has
-        none before it, is predicted from its own durations.
+        The prediction is a simulation with the durations measured in the steps before it; of the first, in itself.
 
         Args:
             dp: Index of the data-parallel replica.
@@ -350,10 +353,7 @@ class Job:
         Raises:
             ConfigError: Experts are not divided, or their loads are not known. The run goes on unchanged.
         """
-        run = rebalanced(self.run, loads, self._loop.last)
-        with put_aside(run) as folder:
-            self.reset(run, resume=self.save(folder))
-        return run.expert_order
+        return rebalance(self, loads, self._loop.last)
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. A second call does nothing."""

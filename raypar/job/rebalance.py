@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.paths import absolute, checkpoints_in
 from raypar.reporting.report import Report
+
+if TYPE_CHECKING:
+    from raypar.job.job import Job
 
 Loads = Mapping[str, Sequence[int]]  # tokens of each expert, by the list's logical name
 
@@ -64,3 +68,11 @@ def put_aside(run: Run) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
+
+
+def rebalance(job: Job, loads: Loads | None, last: Report | None) -> Mapping[str, str]:
+    """Move the experts of a job with their states; see ``Job.rebalance``. ``last`` is the report of its last step."""
+    run = rebalanced(job.run, loads, last)
+    with put_aside(run) as folder:
+        job.reset(run, resume=job.save(folder))
+    return run.expert_order

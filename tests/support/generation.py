@@ -19,6 +19,7 @@ from tests.support.thread_jobs import Hands
 
 LLAMA = rp.Llama(layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, seq=32)
 GPT = rp.GPT(layers=4, hidden=32, heads=4, vocab=64, seq=32)
+GREEDY = Sampling()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [11, 12, 13], [20, 21], [31, 30, 29, 28, 27]]
 
 
@@ -47,13 +48,13 @@ def whole_logits(model, tokens, seed=0):
     return x[0]
 
 
-def plain_texts(model, prompts, count, sampling=Sampling()):
+def plain_texts(model, prompts, count, sampling=GREEDY, seed=0):
     """The new tokens of each prompt, each by a forward of the whole sequence before it."""
     made = []
     for number, prompt in enumerate(prompts):
         tokens = list(prompt)
         for _ in range(count):
-            logits = whole_logits(model, tokens)[-1:]
+            logits = whole_logits(model, tokens, seed)[-1:]
             tokens.append(int(choose(logits, sampling, [number], [len(tokens)])))
         made.append(tuple(tokens[len(prompt) :]))
     return made
@@ -68,17 +69,17 @@ class TeamGeneration:
         skeleton = Skeleton(run.model, run.seed)
         self.loaded = LoadedRun(run, self.hands.schedule, self.team.world, self.hands.calls, skeleton)
 
-    def start(self, prompts, count, sampling=Sampling(), stop=None):
+    def start(self, prompts, count, sampling=GREEDY, stop=None):
         request = request_of(self.loaded.run, prompts, count, sampling, stop)
         return Generation(request, lambda: self.loaded, lambda call: call())
 
-    def tokens(self, prompts, count, sampling=Sampling(), stop=None):
+    def tokens(self, prompts, count, sampling=GREEDY, stop=None):
         return [one.tokens for one in self.start(prompts, count, sampling, stop).run()]
 
     def close(self):
         self.hands.close()
 
 
-def team_texts(run, prompts, count, sampling=Sampling()):
+def team_texts(run, prompts, count, sampling=GREEDY):
     with closing(TeamGeneration(run)) as generation:
         return generation.tokens(prompts, count, sampling)

@@ -20,6 +20,9 @@ def generation_faults(run: Run) -> Iterator[str]:
         yield f"mesh.cp is {mesh.cp}, which divides sequences, and they grow here: reset the job to cp=1 and more dp"
     if mesh.grid is not None:
         yield f"mesh.tp is {mesh.tp!r}, whose grid divides the batch too: reset the job to tp={mesh.tensor_ranks}"
+    if mesh.is_uneven:
+        told = "the mesh has pipeline ranks with replicas or tensor ranks of their own number"
+        yield f"{told}: reset the job to a mesh with one dp and one tp"
     if mesh.expert_actors:
         yield "mesh.expert_actors take part in steps of training only: reset the job to mesh.ep instead"
 

@@ -1,0 +1,108 @@
+"""What is to be generated, and each text while it grows, token by token, until a stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypar.actors.data.tokenizer import TextStream, Tokenizer
+from raypar.actors.specs.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was generated for one prompt.
+
+    Attributes:
+        tokens: The ids of the new tokens, without one that has ended the text.
+        text: Their text, up to a stop; None if the run has no tokenizer.
+        is_stopped: Whether a stop has ended it, and not the number of tokens.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    is_stopped: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated.
+
+    Attributes:
+        prompts: The token ids of each prompt.
+        new_tokens: The most tokens that each gets.
+        sampling: How tokens are chosen.
+        stop_tokens: Ids that end a text, and are not part of it.
+        stop_texts: Likewise texts.
+        tokenizer: Makes text of tokens; None if the run has none.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    stop_texts: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+
+class GrowingText:
+    """One text while it grows.
+
+    Args:
+        request: What is to be generated.
+
+    Attributes:
+        tokens: Its tokens so far, without one that has ended it.
+        is_over: Whether it is at a stop.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._stream = None if request.tokenizer is None else TextStream(request.tokenizer)
+        self.tokens: list[int] = []
+        self.is_over = False
+        self._told = 0  # characters of the text that were returned
+
+    def add(self, token: int) -> str | None:
+        """Take a token; return what it adds to the text that surely stays, None if it adds no token."""
+        if self.is_over:
+            return None
+        self.is_over = token in self._request.stop_tokens
+        if self.is_over:
+            return None
+        self.tokens.append(token)
+        if self._stream is None:
+            return ""
+        self._stream.add(token)
+        self.is_over = any(stop in self._stream.text for stop in self._request.stop_texts)
+        return self._told_until(len(self._cut()) if self.is_over else self._sure())
+
+    def end(self) -> str:
+        """Return what of the text was held back because it might have been the beginning of a stop."""
+        return "" if self._stream is None else self._told_until(len(self._cut()))
+
+    def continuation(self) -> Continuation:
+        """Return what the prompt has got."""
+        return Continuation(tuple(self.tokens), None if self._stream is None else self._cut(), self.is_over)
+
+    def _told_until(self, stop: int) -> str:
+        assert self._stream is not None
+        told, self._told = self._stream.text[self._told : stop], max(self._told, stop)
+        return told
+
+    def _cut(self) -> str:
+        """Return the text up to its first stop."""
+        assert self._stream is not None
+        text = self._stream.text
+        return text[: min((text.index(stop) for stop in self._request.stop_texts if stop in text), default=len(text))]
+
+    def _sure(self) -> int:
+        """Return how many characters can't become part of a stop."""
+        assert self._stream is not None
+        text = self._stream.text
+        held = (
+            length
+            for stop in self._request.stop_texts
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        )
+        return len(text) - max(held, default=0)
