@@ -27,6 +27,8 @@ with actors:
                                                 llama-tiny, llama-small, moe-tiny, moe-small
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
+  raypar generate RUN|FOLDER "PROMPT" ...       go on with prompts; FOLDER: a checkpoint, or one of Hugging Face
+  raypar chat RUN|FOLDER                        answer in the terminal, token by token
   raypar recipes                                list the recipes with their sizes
   raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
 
@@ -61,6 +63,7 @@ examples:
   raypar train --resume runs/second
   raypar step gpt-tiny --schedule gpipe --microbatches 4
   raypar report runs/second
+  raypar generate runs/second "def main(" --temperature 0.8
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
 
@@ -78,8 +81,9 @@ exit codes:
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
+_TEXTS = ("generate", "chat")
 _DISK = ("ckpt", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, "recipes", "doctor")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
@@ -116,6 +120,9 @@ def _command(words: list[str]) -> int:
         return _on_paper(command, rest)
     if command in _RUNS:
         with _messages(), _terminable():
+            return _with_actors(command, rest)
+    if command in _TEXTS:
+        with _messages(logging.ERROR), _terminable():
             return _with_actors(command, rest)
     if command in _DISK:
         return _on_disk(command, rest)
@@ -217,6 +224,11 @@ def _with_actors(command: str, words: list[str]) -> int:
         if command == "step":
             train.step(words)
             return OK
+        if command in _TEXTS:
+            from raypar.cli import generate
+
+            generate.generate(words, _say) if command == "generate" else generate.chat(words, _say, input)
+            return OK
         outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
             return _say(
@@ -259,12 +271,12 @@ class _Messages(logging.StreamHandler[TextIO]):
 
 
 @contextmanager
-def _messages() -> Iterator[None]:
-    """Print raypar's log messages to standard error while a command runs."""
+def _messages(level: int = logging.INFO) -> Iterator[None]:
+    """Print raypar's log messages of a level and above to standard error while a command runs."""
     logger, handler = logging.getLogger("raypar"), _Messages()
     before = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     logger.propagate = False
     try:
         yield

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.bounds import Count, NotNegative, Probability, Seed
-from raypar.actors.data.tokenizer import Tokenizer, TokenizerError
+from raypar.actors.data.text_codec import CodecError, TextCodec
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
@@ -54,8 +54,8 @@ def request_of(
     """
     faults, tokenizer = [*generation_faults(run)], None
     try:
-        tokenizer = tokenizer_of(run)
-    except TokenizerError as error:
+        tokenizer = codec_of(run)
+    except CodecError as error:
         faults += error.faults
     words = any(isinstance(one, str) for one in (*prompts, *(stop or ())))
     if words and tokenizer is None and not faults:
@@ -73,19 +73,19 @@ def request_of(
     return Request(ids, new_tokens, sampling, stop_tokens, stop_texts, tokenizer)
 
 
-def tokenizer_of(run: Run) -> Tokenizer | None:
+def codec_of(run: Run) -> TextCodec | None:
     """Return the tokenizer of a run: that of its text, bytes if it has none, or that of its model's folder.
 
     Raises:
-        TokenizerError: It can't be read.
+        CodecError: It can't be read.
     """
     if isinstance(run.data, Text) and run.data.tokenizer is not None:
-        return Tokenizer(run.data.tokenizer)
+        return TextCodec(run.data.tokenizer)
     folder = run.model.hf if isinstance(run.model, Transformer) else None
     if folder is not None and (file := Path(folder) / "tokenizer.json").exists():
-        return Tokenizer(str(file))
+        return TextCodec(str(file))
     if isinstance(run.data, Text) and not run.data.path.endswith(".bin") and run.model.vocab >= 256:
-        return Tokenizer(None)
+        return TextCodec(None)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypar.actors.data.tokenizer import TextStream, Tokenizer
+from raypar.actors.data.text_codec import TextCodec, TextStream
 from raypar.actors.specs.sampling import Sampling
 
 
@@ -41,7 +41,7 @@ class Request:
     sampling: Sampling
     stop_tokens: frozenset[int]
     stop_texts: tuple[str, ...]
-    tokenizer: Tokenizer | None
+    tokenizer: TextCodec | None
 
 
 class GrowingText:

@@ -13,11 +13,11 @@ from raypar.actors.files import expanded
 _ENDS = ("generation_config.json", "config.json")  # where folders of Hugging Face say which ids end a text
 
 
-class TokenizerError(FaultsError, ValueError):
+class CodecError(FaultsError, ValueError):
     """A tokenizer can't be read."""
 
 
-class Tokenizer:
+class TextCodec:
     """Turns text into token ids and back.
 
     Args:
@@ -27,7 +27,7 @@ class Tokenizer:
         ends: Ids that end a text, as the files beside ``file`` say.
 
     Raises:
-        TokenizerError: The file can't be read, or the package is missing.
+        CodecError: The file can't be read, or the package is missing.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -58,7 +58,7 @@ class TextStream:
         text: The text so far, of whole characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextCodec) -> None:
         self._tokenizer, self._tokens, self.text = tokenizer, list[int](), ""
 
     def add(self, token: int) -> str:
@@ -75,10 +75,10 @@ def _loaded(file: str) -> Any:
 
         model = Model.from_file(str(expanded(file)))
     except ImportError:
-        raise TokenizerError(["tokenizer: it needs the tokenizers package: pip install 'raypar[hf]'"]) from None
+        raise CodecError(["tokenizer: it needs the tokenizers package: pip install 'raypar[hf]'"]) from None
     except Exception as error:  # tokenizers raises Exception itself
         told = f"tokenizer: {file!r} is not a tokenizers JSON file ({error}): give a tokenizer.json"
-        raise TokenizerError([told]) from error
+        raise CodecError([told]) from error
     model.no_truncation()
     model.no_padding()
     return model

@@ -1,0 +1,252 @@
+"""The commands that generate text: ``raypar generate`` goes on with prompts, ``raypar chat`` answers in a terminal."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import tyro
+
+from raypar.actors.data.text_codec import TextCodec
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.sampling import Sampling
+from raypar.actors.specs.types import DeviceChoice
+from raypar.cli.arguments import parsed
+from raypar.cli.resuming import its_run
+from raypar.config.hugging_face import HF
+from raypar.config.validate.generation import generation_faults
+from raypar.errors import ConfigError
+from raypar.job.generation import codec_of, request_of
+from raypar.paths import absolute
+
+if TYPE_CHECKING:
+    from raypar.checkpoint.find import Found
+    from raypar.job.job import Job
+
+_GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a folder of Hugging Face."
+_CHAT = "Answer in a terminal, with the weights of a run, a checkpoint or a folder of Hugging Face."
+_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+
+
+class Say(Protocol):
+    """Prints to standard output."""
+
+    def __call__(self, text: str, end: str = "\n") -> int:
+        """Print a text and what comes behind it."""
+
+
+@dataclass(frozen=True)
+class ChatArgs:
+    """The flags of ``raypar chat``."""
+
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")] = ()
+    """a run folder, a checkpoint, or a folder of Hugging Face"""
+    max_new_tokens: int | None = None
+    """the most tokens of an answer; None: 256, or half of the model's positions if these are fewer"""
+    temperature: float = 0.7
+    """what logits are divided by before a token is drawn; 0 takes the likeliest one"""
+    top_k: int | None = None
+    """draw only from so many of the likeliest tokens"""
+    top_p: float = 0.9
+    """draw only from the fewest of the likeliest tokens that have this probability together"""
+    seed: int = 0
+    """seed of what is drawn"""
+    stop: tuple[str, ...] | None = None
+    """texts that end a text; None: what the files beside the tokenizer say"""
+    tokenizer: Path | None = None
+    """a tokenizers JSON file, instead of the run's"""
+    mesh: Mesh = field(default_factory=Mesh)
+    """the actors that generate, which may be others than those that have trained"""
+    device: DeviceChoice = "auto"
+    """what they compute on"""
+
+    def faults(self) -> Iterator[str]:
+        """Yield which words are missing or too many, and which numbers are out of range."""
+        if len(self.words) != 1:
+            yield f"{len(self.words)} words are given: raypar chat RUN|FOLDER"
+        yield from self._wrong_numbers()
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            yield f"--max-new-tokens is {self.max_new_tokens}: it must be at least 1"
+        if not 0 <= self.temperature < math.inf:
+            yield f"--temperature is {self.temperature:g}: it must be at least 0"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"--top-k is {self.top_k}: it must be at least 1"
+        if not 0 < self.top_p <= 1:
+            yield f"--top-p is {self.top_p:g}: it must be more than 0 and at most 1"
+
+    def sampling(self) -> dict[str, Any]:
+        """Return how tokens are chosen, as ``job.generate`` takes it."""
+        how = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
+        return {"stop": self.stop, **how}
+
+
+@dataclass(frozen=True)
+class GenerateArgs(ChatArgs):
+    """The flags of ``raypar generate``."""
+
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER PROMPT ...")] = ()
+    """a run folder, a checkpoint, or a folder of Hugging Face; and what to go on with"""
+    max_new_tokens: int | None = None
+    """the most tokens of a continuation; None: 64, or as many as the model has positions for"""
+    temperature: float = 0.0
+    """what logits are divided by before a token is drawn; 0 takes the likeliest one"""
+    top_p: float = 1.0
+    """draw only from the fewest of the likeliest tokens that have this probability together"""
+
+    def faults(self) -> Iterator[str]:
+        """Yield which words are missing, and which numbers are out of range."""
+        if len(self.words) < 2:
+            yield f'{len(self.words)} words are given: raypar generate RUN|FOLDER "PROMPT" ...'
+        yield from self._wrong_numbers()
+
+
+def generate(words: Sequence[str], say: Say) -> None:
+    """Run ``raypar generate``: print every prompt with its continuation, a single one token by token.
+
+    Args:
+        words: The words after ``generate``.
+        say: Prints to standard output.
+
+    Raises:
+        ConfigError: There are mistakes. No actor was started, or nothing was generated.
+        JobError: An actor failed.
+    """
+    args = parsed(GenerateArgs(), words, "generate", _GENERATE)
+    source, *prompts = args.words
+    with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
+        run, found = run_on(source, args, Path(folder))
+        codec, seq = _codec(run), _seq(run)
+        most = args.max_new_tokens or max(1, min(64, seq - max(len(codec.encode(prompt)) for prompt in prompts)))
+        sampling = args.sampling() | {"max_new_tokens": most}
+        request_of(run, prompts, most, Sampling(), args.stop)  # before actors are launched for them
+        with _launched(run, found) as job:
+            if len(prompts) == 1:
+                say(prompts[0], end="")
+                job.generate(prompts, on=lambda _, token, text: say(text, end=""), **sampling)
+                say("")
+                return
+            for number, made in enumerate(job.generate(prompts, **sampling)):
+                say(f"--- {number + 1} ---\n{prompts[number]}{made.text}")
+
+
+def chat(words: Sequence[str], say: Say, read: Callable[[], str]) -> None:
+    """Run ``raypar chat``: answer what is typed, until the end of the input. Ctrl-C ends an answer.
+
+    Args:
+        words: The words after ``chat``.
+        say: Prints to standard output.
+        read: Returns the next line that is typed. Raises EOFError or KeyboardInterrupt at the end.
+
+    Raises:
+        ConfigError: There are mistakes. No actor was started.
+        JobError: An actor failed.
+    """
+    args = parsed(ChatArgs(), words, "chat", _CHAT)
+    with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
+        run, found = run_on(args.words[0], args, Path(folder))
+        codec, seq = _codec(run), _seq(run)
+        most = min(args.max_new_tokens or min(256, seq // 2), seq - 1)
+        with _launched(run, found) as job:
+            say("Type, and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C here, the chat.")
+            text = ""
+            while True:
+                say("> ", end="")
+                try:
+                    text += read()
+                except (EOFError, KeyboardInterrupt):
+                    say("")
+                    return
+                prompt = codec.encode(text)[most - seq :]  # the latest tokens that leave room for the answer
+                answer = _answered(job, prompt, say, args.sampling() | {"max_new_tokens": most})
+                text += f"{answer}\n"
+
+
+def _answered(job: Job, prompt: Sequence[int], say: Say, sampling: Mapping[str, Any]) -> str:
+    """Print an answer token by token, and return it; what there is of it, if it is interrupted."""
+    pieces = list[str]()
+
+    def told(_: int, token: int, piece: str) -> None:
+        pieces.append(piece)
+        say(piece, end="")
+
+    with suppress(KeyboardInterrupt):
+        job.generate([prompt], on=told, **sampling)
+    say("")
+    return "".join(pieces)
+
+
+def _launched(run: Run, found: Found | None) -> Job:
+    from raypar.job.launch import launch  # imports torch and Ray
+
+    return launch(run, resume=found)
+
+
+def _codec(run: Run) -> TextCodec:
+    codec = codec_of(run)
+    assert codec is not None  # bytes, if there is no tokenizer
+    return codec
+
+
+def _seq(run: Run) -> int:
+    """Return the number of positions of a run's model."""
+    assert isinstance(run.model, Transformer)
+    return run.model.seq
+
+
+def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None]:
+    """Return the run of a job that generates, and the checkpoint that it begins with; None if it is a folder.
+
+    The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers, in
+    the place of the text that it was trained on, which need not be here.
+
+    Args:
+        source: A run folder, a checkpoint, or a folder of Hugging Face.
+        args: The flags.
+        folder: Where the data are written.
+
+    Raises:
+        ConfigError: There is no such model, or it can't generate.
+    """
+    from raypar.checkpoint.resume import find  # imports numpy
+
+    path, found = absolute(source), None
+    told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
+    if (path / _CONFIG).exists():
+        tokenizer = args.tokenizer or (path / _TOKENIZER if (path / _TOKENIZER).exists() else None)
+        told["model"] = HF(path)
+    else:
+        found = find(path)
+        trained = its_run(found)
+        kept = ("model", "optim", "seed", "precision", "expert_order")
+        told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
+        tokenizer = args.tokenizer or _tokenizer_of(trained)
+    model, wrong = told["model"], list[str]()
+    if tokenizer is None and model.vocab > 256:
+        wrong.append(f"{source!r} has no tokenizer, and its model {model.vocab} token ids: give --tokenizer FILE")
+    if isinstance(model, Transformer):
+        numbers = folder / "numbers.txt"
+        numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
+        told["data"] = Text(str(numbers), None if tokenizer is None else str(tokenizer), cache=str(folder))
+    run = Run(micro_batch_size=1, **told)
+    if wrong := [*wrong, *generation_faults(run)]:
+        raise ConfigError(wrong)
+    return run, found
+
+
+def _tokenizer_of(run: Run) -> Path | None:
+    """Return the tokenizer file of a run's data, or of its model's folder; None for bytes."""
+    if isinstance(run.data, Text) and run.data.tokenizer is not None:
+        return Path(run.data.tokenizer)
+    folder = run.model.hf if isinstance(run.model, Transformer) else None
+    file = None if folder is None else Path(folder) / _TOKENIZER
+    return file if file is not None and file.exists() else None
