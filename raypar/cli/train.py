@@ -25,6 +25,7 @@ from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
 from raypar.cli.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, misfits
+from raypar.cli.samples import sample_faults, sampling
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
@@ -90,6 +91,8 @@ class TrainArgs(RunArgs):
     """replace the run that is in the folder, which is removed once the new one has begun"""
     chaos: Path | None = None
     """TOML file of faults that are injected on purpose, to see that the run survives them (max_failures)"""
+    sample_every: int = 0
+    """go on with two pieces of the validation text after every so many steps; 0: never"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 
@@ -205,6 +208,8 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults = error.faults
     right = right_fields([*wrong, *field_faults(run)])
     faults += [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
+    if right("model", "data", "mesh"):
+        faults += sample_faults(run, args.sample_every)
     if args.overwrite and run.folder is None:
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
@@ -241,14 +246,16 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
             chaos=injected(args.chaos, run, schedule, begun)[0],
         ) as job,
     ):
+        sample = sampling(job, args.sample_every)
 
         def write(outcome: Report | Evaluation) -> None:
             log(written(outcome.to_dict()))
+            sample(outcome)
 
         launched = time.perf_counter() - began
         launches.append(launched)
         try:
-            reports = job.train(on=write, ahead=1)
+            reports = job.train(on=write, ahead=int(not args.sample_every))
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             _keep(job)
             raise

@@ -39,7 +39,8 @@ class MemoryTable(dict[str, dict[str, Figure]]):
     """Memory by actor, then by kind: weights, gradients, optimizer, gathered, buckets, activations, process, peak.
 
     ``activations`` are the rest of the peak: activations, messages, and what comes and goes within an action. What is
-    ``offloaded`` to host memory or to files is not a part of the peak. A REPL and a notebook show a table, whose cells
+    ``offloaded`` to host memory or to files is not a part of the peak, nor is the ``cache`` of keys and values while a
+    text is generated, behind the step that was measured. A REPL and a notebook show a table, whose cells
     are the formula and the measurement.
     """
 
@@ -91,12 +92,14 @@ def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
     if "buckets" in found:
         yield "buckets", Figure(formula.buckets, found["buckets"])
     unknown, measured = formula.activations is None, held.has_trained and held.memory > 0
-    known = sum(count for kind, count in found.items() if kind != "offloaded") + formula.snapshots
+    known = sum(count for kind, count in found.items() if kind not in ("offloaded", "cache")) + formula.snapshots
     rest = max(0, held.memory - held.process - known)
     yield "activations", Figure(None if unknown else formula.passing, rest if measured else None)
     if formula.snapshots:
         yield "snapshots", Figure(formula.snapshots, None)
     yield "process", Figure(formula.process, held.process or None)
     yield "peak", Figure(None if unknown else formula.peak, held.memory if measured else None)
+    if "cache" in found:
+        yield "cache", Figure(None, found["cache"])
     if "offloaded" in found:
         yield "offloaded", Figure(formula.offloaded, found["offloaded"])

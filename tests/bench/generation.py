@@ -1,0 +1,95 @@
+"""Tokens a second of generated text, on actors and beside ``transformers.generate``, with the weights of one folder.
+
+python -m tests.bench.generation FOLDER [--tokens N] [--prompts N ...] [--rounds N] [--meshes pp=1 pp=2 tp=3 dp=2 ...]
+
+Each side computes with one thread a process. The rounds take turns, and a side's figure is its median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import raypar as rp
+from tests.bench.foreign import Foreign
+from tests.bench.local_ray import local_ray, quiet
+
+PROMPT = "The history of the steam engine begins with"
+
+
+def main() -> None:
+    """Print a row for each mesh and number of prompts."""
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("folder")
+    words.add_argument("--tokens", type=int, default=32)
+    words.add_argument("--prompts", type=int, nargs="+", default=[1, 4])
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--meshes", nargs="+", default=["pp=1", "pp=2", "tp=3"])
+    asked = words.parse_args()
+    quiet()
+    torch.set_num_threads(1)
+    theirs = peer(asked.folder) if find_spec("transformers") else None
+    ids = tokens_of(asked.folder)
+    with local_ray():
+        for mesh in asked.meshes:
+            axis, _, count = mesh.partition("=")
+            with rp.launch(run_of(asked.folder, rp.Mesh(**{axis: int(count)}))) as job:
+                for prompts in asked.prompts:
+                    report(mesh, prompts, asked, job, theirs, ids)
+
+
+def report(mesh: str, prompts: int, asked: argparse.Namespace, job: rp.Job, theirs: Any, ids: list[int]) -> None:
+    """Measure both sides in turns, and print their tokens a second and whether they are the same."""
+    rows, foreign = [ids] * prompts, Foreign()
+    ours, others, same = list[float](), list[float](), True
+    foreign.cores()
+    for _ in range(asked.rounds):
+        begin = time.perf_counter()
+        made = [list(one.tokens) for one in job.generate(rows, asked.tokens, stop=[])]
+        ours.append(prompts * asked.tokens / (time.perf_counter() - begin))
+        if theirs is not None:
+            begin = time.perf_counter()
+            found = theirs.generate(
+                torch.tensor(rows), max_new_tokens=asked.tokens, min_new_tokens=asked.tokens, do_sample=False
+            )
+            others.append(prompts * asked.tokens / (time.perf_counter() - begin))
+            same = same and found[:, len(ids) :].tolist() == made
+    median = statistics.median
+    told = (
+        f"transformers {median(others):6.1f}, ratio {median(ours) / median(others):.2f}, same {same}" if others else ""
+    )
+    used = f"others used {foreign.cores():.2f} cores"
+    print(
+        f"{mesh}, {prompts} prompts x {asked.tokens} tokens: {median(ours):6.1f} tokens/s; {told}; {used}", flush=True
+    )
+
+
+def run_of(folder: str, mesh: rp.Mesh) -> rp.Run:
+    """A run that is there to generate."""
+    data = rp.Batches(lambda step, microbatch, dp: (torch.zeros(1, 8, dtype=torch.long),) * 2)
+    sizes = {"microbatches": mesh.pp, "micro_batch_size": 1, "steps": 1}
+    return rp.Run(model=rp.HF(folder), data=data, mesh=mesh, optim=rp.SGD(), device="cpu", timeout=300.0, **sizes)
+
+
+def peer(folder: str) -> Any:
+    """transformers' own model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tokens_of(folder: str) -> list[int]:
+    """The prompt as ids."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(f"{folder}/tokenizer.json").encode(PROMPT, add_special_tokens=False).ids
+    return ids
+
+
+if __name__ == "__main__":
+    main()
