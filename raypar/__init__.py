@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raypar.config.recipes import recipe
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError, StepLostError
     from raypar.job.before_launch import faults
+    from raypar.job.growing_text import Continuation
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.parity.verify import Verdict, verify
@@ -55,6 +56,7 @@ _HOMES = {
     "raypar.config.recipes": ("recipe",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError", "StepLostError"),
     "raypar.job.before_launch": ("faults",),
+    "raypar.job.growing_text": ("Continuation",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.parity.verify": ("Verdict", "verify"),
@@ -78,6 +80,7 @@ __all__ = [
     "Batches",
     "CheckpointError",
     "ConfigError",
+    "Continuation",
     "Evaluation",
     "Failure",
     "Job",
