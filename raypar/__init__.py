@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.moe import MoE
     from raypar.actors.specs.optim import SGD, AdamW, Muon
     from raypar.actors.specs.precision import LossScale, Precision
+    from raypar.actors.specs.rope_scaling import RopeScaling
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
     from raypar.config.hugging_face import HF
@@ -49,6 +50,7 @@ _HOMES = {
     "raypar.actors.specs.moe": ("MoE",),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
+    "raypar.actors.specs.rope_scaling": ("RopeScaling",),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.hugging_face": ("HF",),
@@ -95,6 +97,7 @@ __all__ = [
     "Precision",
     "Replayed",
     "Report",
+    "RopeScaling",
     "RouterLoad",
     "Run",
     "StalledError",

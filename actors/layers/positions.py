@@ -11,8 +11,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.layers.rope_angles import magnitude, speeds
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.rope_scaling import RopeScaling
 from raypar.actors.tensors import in_fp32
 
 ALPHA = 0.4  # weight of the outer position in the hierarchical decomposition
@@ -70,7 +72,8 @@ class Sinusoidal(nn.Module):
         The dtype and the device are those of ``like`` at the first call.
         """
         if self._table is None:
-            angles = _angles(self._rows, self._hidden, 10_000.0)
+            at = torch.arange(self._rows, dtype=torch.float64, device="cpu")[:, None]
+            angles = at * speeds(self._hidden, 10_000.0)
             both = torch.stack((angles.sin(), angles.cos()), dim=-1)
             self._table = both.flatten(1)[:, : self._hidden].to(like)
         return self._table[:length]
@@ -86,13 +89,14 @@ class Rope:
         seq: Largest number of positions.
         width: Width d of a head.
         base: Base of the angles.
+        scaling: How angles are scaled for longer sequences; None for not at all.
 
     Source: Su et al. 2021, "RoFormer", section 3.2.
     """
 
-    def __init__(self, seq: int, width: int, base: float) -> None:
-        self._seq, self._width, self._base = seq, width, base
-        self._table: tuple[Tensor, Tensor] | None = None
+    def __init__(self, seq: int, width: int, base: float, scaling: RopeScaling | None = None) -> None:
+        self._seq, self._width, self._base, self._scaling = seq, width, base, scaling
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by the length of a sequence, where angles go by it
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
 
     def turn(self, x_BNSd: Tensor, tokens: Pieces) -> Tensor:
@@ -108,24 +112,32 @@ class Rope:
         return _turned(x_BNSd, *self._rows(tokens, x_BNSd))
 
     def turn_at(self, x_BNSd: Tensor, at_B: Tensor) -> Tensor:
-        """Rotate vectors (B, N, S, d) that are all at one position of their sequence, which ``at_B`` has."""
-        cos_B11e, sin_B11e = (part[at_B][:, None, None] for part in self._tables(x_BNSd))
+        """Rotate vectors (B, N, S, d) that are all at one position of their sequence, which ``at_B`` has.
+
+        Sequences are no longer than those of the earlier training if angles go by their length.
+        """
+        cos_B11e, sin_B11e = (part[at_B][:, None, None] for part in self._table(1, in_fp32(x_BNSd)))
         return _turned(x_BNSd, cos_B11e, sin_B11e)
 
     def _rows(self, tokens: Pieces, x_BNSd: Tensor) -> list[Tensor]:
         """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""
         length = x_BNSd.shape[-2]
         if self._here is None or self._here[:2] != (tokens, length):
-            tables = self._tables(x_BNSd)
-            self._here = tokens, length, [tokens.take(part[: tokens.whole_length(length)], 0) for part in tables]
+            whole = tokens.whole_length(length)
+            rows = [tokens.take(part[:whole], 0) for part in self._table(whole, in_fp32(x_BNSd))]
+            self._here = tokens, length, rows
         return self._here[2]
 
-    def _tables(self, x_BNSd: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the sines of the angles of all positions, each (seq, d/2)."""
-        if self._table is None:
-            angles, like = _angles(self._seq, self._width, self._base), in_fp32(x_BNSd)
-            self._table = angles.cos().to(like), angles.sin().to(like)
-        return self._table
+    def _table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and the sines for sequences of this length, each (seq, d/2), with ``like``'s dtype."""
+        dynamic = self._scaling is not None and self._scaling.kind == "dynamic"
+        key = length if dynamic else 0
+        if key not in self._tables:
+            at = torch.arange(self._seq, dtype=torch.float64, device="cpu")[:, None]
+            angles = at * speeds(self._width, self._base, self._scaling, length)
+            size = magnitude(self._scaling)
+            self._tables[key] = (angles.cos() * size).to(like), (angles.sin() * size).to(like)
+        return self._tables[key]
 
 
 class Alibi:
@@ -190,7 +202,7 @@ def added(spec: Transformer) -> Learned | Sinusoidal | None:
 def between(spec: Transformer) -> Rope | Alibi | None:
     """Return the position encoding that a model uses inside attention, or None."""
     if spec.positions == "rope":
-        return Rope(spec.seq, spec.head_size, spec.rope_base)
+        return Rope(spec.seq, spec.head_size, spec.rope_base, spec.rope_scaling)
     return Alibi(spec.heads, spec.seq) if spec.positions == "alibi" else None
 
 
@@ -198,9 +210,3 @@ def _turned(x_BNSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs of vectors by angles whose cosines and sines can be broadcast to (B, N, S, d/2)."""
     one, other = in_fp32(x_BNSd).chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x_BNSd.dtype)
-
-
-def _angles(rows: int, width: int, base: float) -> Tensor:
-    """Return the angles position x base^(-2i/width), (rows, ceil(width / 2)) float64 on the CPU."""
-    speeds = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
-    return torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * speeds

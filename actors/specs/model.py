@@ -15,6 +15,7 @@ from annotated_types import Ge, Le
 from raypar.actors.bounds import Count, Positive, Share, Steps
 from raypar.actors.known_fields import known_fields
 from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.rope_scaling import RopeScaling
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
@@ -44,6 +45,8 @@ class Transformer:
     """learned, sinusoidal or hierarchical: added to embeddings; rope: rotates queries and keys; alibi: biases scores"""
     rope_base: Positive = 10_000.0
     """base of rope's angles: the slowest pair rotates by about 1 / rope_base per token"""
+    rope_scaling: RopeScaling | None = None
+    """slower angles, for longer sequences than the weights were trained with"""
     attention: AttentionKind = "blocks"
     """fused: torch's kernel; blocks: the same, except in float32 on one CPU thread, where batched products for some
     queries at a time are faster and keep up to 12 MiB of scores per actor for the backward, and with dropout on GPUs,
@@ -80,6 +83,8 @@ class Transformer:
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
             told = f"model.window_first is {self.window_first}, but there is no window"
             yield f"{told}: give model.window, or leave it out"
+        if self.rope_scaling is not None and right("model.positions", "model.rope_scaling"):
+            yield from self.rope_scaling.faults(self.positions)
         if not right("model.hidden", "model.heads", "model.head_width"):
             return
         if self.head_width is None and self.hidden % self.heads:

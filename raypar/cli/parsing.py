@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import tyro
 
 from raypar.actors.specs.run import Run
-from raypar.cli.expert_flags import read_experts
 from raypar.cli.flags import read_flags
+from raypar.cli.model_tables import read_tables
 from raypar.config.fields import Fault
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
@@ -69,7 +69,7 @@ def parse(
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
             except ConfigError as error:
                 wrong += [Fault("layout", text, of_type=True) for text in error.faults]
-        model, left = read_experts(default.model, words)
+        model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         sound, faults = read_flags(kind, left, default, wrong)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}

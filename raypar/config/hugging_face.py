@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
@@ -13,7 +13,9 @@ from raypar.actors.hugging_face.folder import CONFIG, read_json, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
+from raypar.config.hugging_face_config import SCALING
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import nearest
@@ -135,14 +137,31 @@ class _Reader:
         self.faults.append(f"dropout differs between places ({told}): give one for all, as dropout=0.0")
         return 0.0
 
-    def rope(self) -> float:
-        """Return the base of the angles, which must not be scaled."""
-        scaled = self.get("rope_scaling", "rope_parameters", default={})
-        scaled = scaled if isinstance(scaled, dict) else {}
-        self.demand("the type of rope", scaled.get("rope_type", scaled.get("type", "default")), ("default",))
-        self.demand("partial_rotary_factor", scaled.get("partial_rotary_factor", 1.0), (1.0,))
-        inside = scaled.get("rope_theta")
-        return float(inside) if isinstance(inside, int | float) else self.number("rope_theta", default=10_000.0)
+    def rope(self) -> dict[str, Any]:
+        """Return the base of the angles, and how they are scaled."""
+        table = self.get("rope_scaling", "rope_parameters", default={})
+        table = table if isinstance(table, dict) else {}
+        self.demand("partial_rotary_factor", table.get("partial_rotary_factor", 1.0), (1.0,))
+        inside = table.get("rope_theta")
+        base = float(inside) if isinstance(inside, int | float) else self.number("rope_theta", default=10_000.0)
+        return {"rope_base": base, "rope_scaling": self._scaling(table)}
+
+    def _scaling(self, table: Mapping[str, Any]) -> RopeScaling | None:
+        """Return how the angles are scaled; None for not at all."""
+        kind = self.demand(
+            "the type of rope",
+            table.get("rope_type", table.get("type", "default")),
+            ("default", *get_args(ScalingKind)),
+        )
+        if kind not in get_args(ScalingKind):
+            return None
+        for name in ("mscale", "mscale_all_dim"):
+            self.demand(name, table.get(name), (None,))
+        fields = {ours: table[theirs] for theirs, ours in SCALING.items() if table.get(theirs) is not None}
+        fields["kind"] = kind
+        if kind != "linear":
+            fields.setdefault("trained", self.count("max_position_embeddings"))
+        return RopeScaling(**fields)
 
     def window(self, layers: int, *, first: int = 0) -> dict[str, int | None]:
         """Return the window of blocks, and which is the first that has it.
@@ -206,7 +225,7 @@ def _llama(read: _Reader) -> dict[str, Any]:
         "vocab": read.count("vocab_size"),
         "seq": min(MOST_SEQ, read.count("max_position_embeddings", default=2048)),
         "norm_eps": read.number("rms_norm_eps", default=1e-6),
-        "rope_base": read.rope(),
+        **read.rope(),
         "dropout": read.dropout("attention_dropout"),
         "tied": bool(read.get("tie_word_embeddings", default=False)),
     }

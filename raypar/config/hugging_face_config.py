@@ -36,6 +36,19 @@ _TYPES: Mapping[str, _Type] = {  # of two that a model could be, the first
     "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window window_first head_width"),
 }
 
+SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeScaling
+    "factor": "factor",
+    "original_max_position_embeddings": "trained",
+    "low_freq_factor": "low",
+    "high_freq_factor": "high",
+    "beta_fast": "fast",
+    "beta_slow": "slow",
+    "attention_factor": "attention",
+    "truncate": "truncate",
+}
+_OF_KIND = {"linear": (), "dynamic": ("trained",), "llama3": ("trained", "low", "high")}
+_OF_KIND["yarn"] = ("trained", "fast", "slow", "attention", "truncate")
+
 
 def type_of(model: GPT | Llama, preferred: str | None = None) -> tuple[str | None, list[str]]:
     """Return which type of model at Hugging Face a model of raypar is.
@@ -157,7 +170,7 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
         "num_key_value_heads": model.num_kv_heads,
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_base,
-        "rope_parameters": {"rope_theta": model.rope_base, "rope_type": "default"},  # where transformers 5 looks
+        "rope_parameters": _rope(model),  # where transformers 5 looks
     }
     if model_type != "llama":
         found["sliding_window"] = model.window
@@ -177,3 +190,13 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
                 "decoder_sparse_step": moe.every,
             }
     return found
+
+
+def _rope(model: Llama) -> dict[str, Any]:
+    """Return the settings of a model's angles."""
+    found: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
+    if (scaling := model.rope_scaling) is None:
+        return found
+    own = ("factor", *_OF_KIND[scaling.kind])
+    named = {theirs: getattr(scaling, ours) for theirs, ours in SCALING.items() if ours in own}
+    return found | {"rope_type": scaling.kind} | {name: value for name, value in named.items() if value is not None}

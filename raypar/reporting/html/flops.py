@@ -12,6 +12,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.rope_scaling import RopeScaling
 
 _KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
 
@@ -50,7 +51,8 @@ def actors_of(config: dict[str, Any]) -> int | None:
 def _known(kind: type[Any], table: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that this version of raypar knows. An older one may have had others."""
     names = {one.name for one in fields(kind)}
-    inner = {name: _known(MoE, value) for name, value in table.items() if name == "moe" and isinstance(value, dict)}
+    tables = {"moe": MoE, "rope_scaling": RopeScaling}
+    inner = {name: _known(of, table[name]) for name, of in tables.items() if isinstance(table.get(name), dict)}
     return {name: None if value == "none" else value for name, value in (table | inner).items() if name in names}
 
 

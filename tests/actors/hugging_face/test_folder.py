@@ -218,7 +218,7 @@ def test_all_that_a_model_of_ours_can_not_do_is_told_at_once(tmp_path):
         "hidden_act": "relu",
         "attention_bias": True,
         "attention_dropout": 0.1,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "rope_scaling": {"rope_type": "longrope", "factor": 4.0},
         "quantization_config": {"bits": 4},
         "vocab_size": "many",
     }
@@ -228,7 +228,8 @@ def test_all_that_a_model_of_ours_can_not_do_is_told_at_once(tmp_path):
         "hidden_act is 'relu', and raypar's models have 'silu' or 'swish'",
         "attention_bias is True, and raypar's models have False",
         "vocab_size is 'many', and must be a whole number above 0",
-        "the type of rope is 'yarn', and raypar's models have 'default'",
+        "the type of rope is 'longrope', and raypar's models have "
+        "'default' or 'linear' or 'dynamic' or 'yarn' or 'llama3'",
     ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from raypar.actors.layers.positions import ALPHA, Alibi, Hierarchical, Rope, Sinusoidal, alibi_slopes
+from raypar.actors.layers.rope_angles import magnitude, speeds
 from raypar.actors.models.build import build_model
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 
 EVERY = ("learned", "sinusoidal", "hierarchical", "rope", "alibi")
 
@@ -117,3 +120,56 @@ def test_the_blocks_of_an_actor_share_one_table(positions):
     _, *blocks, _ = made(GPT(layers=3, hidden=8, heads=2, seq=4, positions=positions))
     held = {id(block.attn._rope or block.attn.core.alibi) for block in blocks}
     assert len(held) == 1
+
+
+def scaled_by_hand(kind, i, d, base, factor, trained, length):
+    """The angle per token of pair i, written from the papers' formulas."""
+    plain = base ** (-2 * i / d)
+    turns = trained * plain / (2 * math.pi)
+    if kind == "linear":
+        return plain / factor
+    if kind == "dynamic":
+        longer = factor * length / trained - (factor - 1)
+        return (base * longer ** (d / (d - 2))) ** (-2 * i / d)
+    if kind == "llama3":
+        share = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
+    else:  # of 32 turns and 1 turn, the pairs that have them, rounded outwards
+        first, last = (d * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base)) for times in (32, 1))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
+        share = 1 - min(1.0, max(0.0, (i - first) / (last - first)))
+    return share * plain + (1 - share) * plain / factor
+
+
+@pytest.mark.parametrize("kind", get_args(ScalingKind))
+def test_scaled_angles_are_the_formulas_of_the_papers(kind):
+    scaling = RopeScaling(kind, factor=4.0, trained=256)
+    for width, length in ((16, 300), (64, 1024)):
+        wanted = [scaled_by_hand(kind, i, width, 10_000.0, 4.0, 256, length) for i in range(width // 2)]
+        assert speeds(width, 10_000.0, scaling, length).tolist() == pytest.approx(wanted, rel=1e-12)
+    assert magnitude(scaling) == (pytest.approx(0.1 * math.log(4) + 1) if kind == "yarn" else 1.0)
+    x = torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    turned = Rope(512, 16, 10_000.0, scaling).turn(x, Pieces())
+    assert turned.norm().item() == pytest.approx(x.norm().item() * magnitude(scaling), rel=1e-5)
+    angle = 299 * scaled_by_hand(kind, 3, 16, 10_000.0, 4.0, 256, 300)
+    one, other = x[0, 0, 299, 3].item(), x[0, 0, 299, 11].item()
+    found = (one * math.cos(angle) - other * math.sin(angle)) * magnitude(scaling)
+    assert turned[0, 0, 299, 3].item() == pytest.approx(found, abs=1e-6)
+
+
+def test_short_sequences_have_the_plain_angles_of_a_dynamic_scaling():
+    scaling = RopeScaling("dynamic", factor=4.0, trained=256)
+    assert torch.equal(speeds(16, 10_000.0, scaling, 256), speeds(16, 10_000.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"positions": "learned", "rope_scaling": RopeScaling()}, "set positions to 'rope', or leave rope_scaling out"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "give the most tokens in a sequence of the earlier training"),
+        ({"rope_scaling": RopeScaling("llama3", 2.0, 64, low=4.0)}, "low must be less than high, as 1 and 4"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0, 64, fast=1.0)}, "slow must be less than fast, as 1 and 32"),
+    ],
+)
+def test_scalings_that_can_not_be(model, told):
+    (fault,) = Llama(**model).faults(lambda *paths: True)
+    assert told in fault

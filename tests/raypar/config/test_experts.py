@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.cli.expert_flags import read_experts
+from raypar.cli.model_tables import read_tables
 from raypar.config.toml import load_run, parsed, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 
@@ -112,11 +112,11 @@ def test_a_file_says_the_same(settings, tmp_path):
 
 def test_flags_give_a_model_experts_and_take_them_away():
     dense, experts = rp.recipe("gpt-tiny").model, rp.recipe("moe-tiny").model
-    assert read_experts(dense, ["--steps", "2"]) == (dense, ["--steps", "2"])
-    assert read_experts(dense, ["--model.moe.experts", "4"])[0].moe == rp.MoE()
-    assert read_experts(experts, ["--model.moe.experts", "4"])[0] == experts
+    assert read_tables(dense, ["--steps", "2"]) == (dense, ["--steps", "2"])
+    assert read_tables(dense, ["--model.moe.experts", "4"])[0].moe == rp.MoE()
+    assert read_tables(experts, ["--model.moe.experts", "4"])[0] == experts
     for words in (["--model.moe", "none"], ["--model.moe=None"]):
-        assert read_experts(experts, ["--steps", "2", *words, "--seed", "1"]) == (
+        assert read_tables(experts, ["--steps", "2", *words, "--seed", "1"]) == (
             dense,
             ["--steps", "2", "--seed", "1"],
         )
@@ -140,3 +140,14 @@ def test_servers_sum_no_loads_for_a_bias():
     )
     assert any(fault.startswith(says) for fault in rp.faults(run))
     assert not rp.faults(replace(run, model=run_with(gate="sigmoid").model))
+
+
+def test_flags_and_files_scale_ropes_angles(tmp_path):
+    llama = rp.recipe("llama-tiny").model
+    scaled = read_tables(llama, ["--model.rope-scaling.kind", "yarn"])[0]
+    assert scaled.rope_scaling == rp.RopeScaling()
+    assert read_tables(scaled, ["--model.rope_scaling=none"]) == (llama, [])
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "llama-tiny"\n[model.rope_scaling]\nkind = "llama3"\nfactor = 8.0\ntrained = 64\n')
+    assert load_run(path).model.rope_scaling == rp.RopeScaling("llama3", 8.0, 64)
+    assert run_of(parsed(toml_of(plain_of(load_run(path))).encode())) == load_run(path)
