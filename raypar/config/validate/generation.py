@@ -35,6 +35,7 @@ def prompt_faults(model: Transformer, prompts: Sequence[Sequence[int]], new_toke
         prompts: The token ids of each prompt.
         new_tokens: How many tokens each is to get.
     """
+    most = _positions(model)
     if not prompts:
         yield "prompts is empty: give one or more"
     for number, tokens in enumerate(prompts):
@@ -44,12 +45,20 @@ def prompt_faults(model: Transformer, prompts: Sequence[Sequence[int]], new_toke
         wrong = [token for token in tokens if not 0 <= token < model.vocab]
         if wrong:
             yield f"prompt {number} has the token {wrong[0]}: the model's ids are 0 to {model.vocab - 1}"
-        if len(tokens) + new_tokens > model.seq:
-            left = model.seq - len(tokens)
-            fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {model.seq - 1} at most"
+        if len(tokens) + new_tokens > most:
+            left = most - len(tokens)
+            fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {most - 1} at most"
             yield (
                 f"prompt {number} has {len(tokens)} tokens, and with {new_tokens} more it is longer than the "
-                f"{model.seq} positions of the model: set {fix}"
+                f"{most} positions of the model: set {fix}"
                 if left > 0
-                else f"prompt {number} has {len(tokens)} tokens, and the model has {model.seq} positions: {fix}"
+                else f"prompt {number} has {len(tokens)} tokens, and the model has {most} positions: {fix}"
             )
+
+
+def _positions(model: Transformer) -> int:
+    """Return how many positions keys have that are kept: dynamic scaling turns those of longer sequences anew."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.kind != "dynamic" or scaling.trained is None:
+        return model.seq
+    return min(model.seq, scaling.trained)

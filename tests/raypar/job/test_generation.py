@@ -12,6 +12,7 @@ import raypar as rp
 from raypar.actors.errors import ActionError
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker import generation as worker_generation
+from raypar.config.validate.generation import prompt_faults
 from raypar.job.generation import request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
 
@@ -163,6 +164,12 @@ def test_logits_of_a_divided_vocabulary_are_gathered_once_a_token():
 def test_what_cannot_generate_is_refused(changes, says):
     with pytest.raises(rp.ConfigError, match=says):
         request_of(run_of(**changes), [[1]], 4, Sampling(), None)
+
+
+def test_keys_are_not_kept_beyond_what_a_dynamic_scaling_leaves_as_it_is():
+    model = rp.Llama(seq=64, rope_scaling=rp.RopeScaling("dynamic", factor=2.0, trained=32))
+    assert list(prompt_faults(model, [[1] * 20], 12)) == []
+    assert "longer than the 32 positions of the model" in next(prompt_faults(model, [[1] * 20], 13))
 
 
 def test_all_wrong_prompts_are_told_at_once():
