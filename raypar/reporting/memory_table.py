@@ -48,19 +48,24 @@ class MemoryTable(dict[str, dict[str, Figure]]):
         raise unknown_actor(actor, self)
 
     def __repr__(self) -> str:
-        cells = [self._head, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]
+        cells = [self._heads, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
         return "\n".join(lines(["formula / measured", *self], padded))
 
     def _repr_html_(self) -> str:
         rows = [(actor, *(figures.get(kind, "") for kind in self._head)) for actor, figures in self.items()]
-        return box(table(rows, ("formula / measured", *self._head)))
+        return box(table(rows, ("formula / measured", *self._heads)))
 
     @property
     def _head(self) -> list[str]:
         """The kinds of all actors."""
         return list(dict.fromkeys(kind for figures in sorted(self.values(), key=len)[::-1] for kind in figures))
+
+    @property
+    def _heads(self) -> list[str]:
+        """The kinds as the head of the table has them: activations have more in them than those of a plan."""
+        return ["activations, working" if kind == "activations" else kind for kind in self._head]
 
 
 def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequence[Held]) -> MemoryTable:

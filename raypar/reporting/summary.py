@@ -102,7 +102,7 @@ def _time_told(steps: int, prediction: Prediction, least: float) -> str:
     if least > step:
         step, source = least, f"as so small blocks take 1 ms a microbatch at least; {milliseconds(step)} {source}"
     whole = timedelta(seconds=round(steps * step))
-    return f"{whole} and more: {steps:,} steps of {milliseconds(step)} and more, {source}"
+    return f"{whole} and more: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)} and more, {source}"
 
 
 def _halves_told(run: Run) -> str:

@@ -68,7 +68,7 @@ def test_it_is_shown_as_a_table():
     team = Team.of(tiny(mesh=rp.Mesh(dp=2), zero=3))
     team.step(0)
     head, first, second = repr(table_of(team)).splitlines()
-    kinds = "weights gradients optimizer gathered buckets activations process peak"
+    kinds = "weights gradients optimizer gathered buckets activations, working process peak"
     assert head.split() == ["formula", "/", "measured", *kinds.split()]
     assert first.startswith("pp=0 dp=0")
     assert second.startswith("pp=0 dp=1")
