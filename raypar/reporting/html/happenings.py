@@ -66,16 +66,16 @@ def _of_log(past: Past) -> Iterator[Mark]:
     for session, then in pairwise([*found, None]):
         assert session is not None
         yield from (Mark(step, "resume", text) for step, text in session.survived)
+        resumed = _resumed_after(past, then) if then is not None and then.first is not None else 0
         if then is None:
             yield from _end(past, session)
         elif session.last < session.total or session.errors:
             exact = _failed_after(past, session)
-            taken = session.last if exact is None else exact
+            taken = max(session.last, resumed) if exact is None else exact
             where = f"after step {taken:,}" + (" or a little later" if exact is None else "")
             yield Mark(taken, "failure", _reason(session, where))
-        if then is not None and then.first is not None and then.first > 1:
-            step = _resumed_after(past, then)
-            yield Mark(step, "resume", f"went on after step {step:,}")
+        if resumed:
+            yield Mark(resumed, "resume", f"went on after step {resumed:,}")
 
 
 def _end(past: Past, session: _Session) -> Iterator[Mark]:

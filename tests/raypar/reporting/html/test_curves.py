@@ -12,6 +12,7 @@ import pytest
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
+from raypar.checkpoint.find import Listed
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import Death, JobError
 from raypar.planner.cost_model import costs_on_paper
@@ -161,6 +162,14 @@ def test_a_run_that_was_killed_and_went_on_has_both_marked():
     run = past(steps=40, log=[*lines, *log("INFO step 11/40  loss", "INFO step 40/40  loss")])
     assert [(mark.kind, mark.step) for mark in happenings(run)] == [("failure", 12), ("resume", 10)]
     assert "went on after step 10" in texts(page(run))
+
+
+def test_a_run_that_was_killed_between_two_lines_of_its_log_has_taken_what_it_saved():
+    lines = log("INFO actors: 2", "INFO step   1/4000  loss", "INFO actors: 2", "INFO step  62/100  loss")
+    saved = [Listed(Path(f"/runs/a/checkpoints/step-000000{step}"), step, 1, 1, 1, []) for step in (60, 40)]
+    marks = happenings(past(steps=100, log=[*lines, *log("INFO step 100/100  loss")], checkpoints=saved))
+    assert [(mark.kind, mark.step) for mark in marks] == [("failure", 60), ("resume", 60)]
+    assert marks[0].text == "ended after step 60 or a little later, before its last step"
 
 
 def test_a_run_that_failed_and_went_on_is_marked_at_the_step_that_failed():
