@@ -1,0 +1,82 @@
+"""Linear attention: a kernel in the place of the softmax, so that time and memory are linear in the sequence.
+
+Shapes: B samples, S tokens, D hidden, N heads, d width of a head, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LinearState(NamedTuple):
+    """What the tokens so far leave for later ones: all that linear attention needs of them.
+
+    Attributes:
+        sums: (B, N, d, d), the sum of phi(k)^T v.
+        weights: (B, N, d), the sum of phi(k).
+    """
+
+    sums: Tensor
+    weights: Tensor
+
+
+class LinearAttention(nn.Module):
+    """Causal self-attention (B, S, D) -> (B, S, D) with weights phi(q) phi(k)^T, where phi(x) = elu(x) + 1.
+
+    Of a sequence, chunks are computed as products of matrices, and the state goes from chunk to chunk. ``resume``
+    computes some tokens after others; token by token it is the recurrent form of the same layer.
+
+    With tensor parallelism ``q``, ``k`` and ``v`` are columns and ``out`` a row: each actor has some heads.
+
+    Args:
+        hidden: Width D.
+        heads: Number of heads, a divisor of ``hidden``.
+        chunk: Number of tokens whose weights are computed at a time.
+
+    Raises:
+        ValueError: If heads do not divide the width.
+
+    Source: Katharopoulos et al. 2020, "Transformers are RNNs", sections 3.2 to 3.4.
+    """
+
+    def __init__(self, hidden: int, heads: int, chunk: int = 64) -> None:
+        super().__init__()
+        if hidden % heads:
+            raise ValueError(f"{heads} heads do not divide the width {hidden}: use a divisor of it")
+        self.width, self.chunk = hidden // heads, chunk
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden, bias=False) for _ in range(3))
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Attend to the tokens of whole sequences."""
+        return self.resume(x_BSD, None)[0]
+
+    def resume(self, x_BSD: Tensor, state: LinearState | None) -> tuple[Tensor, LinearState]:
+        """Attend from tokens that follow others.
+
+        Args:
+            x_BSD: The tokens, one or more.
+            state: What the tokens before them left; None if there are none.
+
+        Returns:
+            The outputs (B, S, D), and what these tokens and those before them leave.
+        """
+        q, k, v = (y(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        if state is None:
+            state = LinearState(
+                k.new_zeros(*k.shape[:2], self.width, self.width), k.new_zeros(*k.shape[:2], self.width)
+            )
+        made = []
+        for q_BNCd, k_BNCd, v_BNCd in zip(*(part.split(self.chunk, 2) for part in (q, k, v)), strict=True):
+            weights_BNCC = (q_BNCd @ k_BNCd.mT).tril()
+            above = weights_BNCC @ v_BNCd + q_BNCd @ state.sums
+            below = weights_BNCC.sum(-1, keepdim=True) + q_BNCd @ state.weights.unsqueeze(-1)
+            made.append(above / below)
+            state = LinearState(state.sums + k_BNCd.mT @ v_BNCd, state.weights + k_BNCd.sum(2))
+        out: Tensor = self.out(torch.cat(made, 2).transpose(1, 2).flatten(2))
+        return out, state
