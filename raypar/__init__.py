@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
     from raypar.actors.expert_parallel.experts import run_experts
     from raypar.actors.expert_parallel.router_load import RouterLoad
+    from raypar.actors.layers import masks
+    from raypar.actors.layers.chunked_attention import chunked_attention
+    from raypar.actors.layers.linear_attention import LinearAttention
+    from raypar.actors.layers.relative_attention import RelativeAttention
+    from raypar.actors.layers.time_mixing import TimeMixing
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
@@ -44,6 +49,11 @@ _HOMES = {
     "raypar.actors.expert_parallel.auxiliary_loss": ("AuxiliaryLoss",),
     "raypar.actors.expert_parallel.experts": ("run_experts",),
     "raypar.actors.expert_parallel.router_load": ("RouterLoad",),
+    "raypar.actors.layers": ("masks",),
+    "raypar.actors.layers.chunked_attention": ("chunked_attention",),
+    "raypar.actors.layers.linear_attention": ("LinearAttention",),
+    "raypar.actors.layers.relative_attention": ("RelativeAttention",),
+    "raypar.actors.layers.time_mixing": ("TimeMixing",),
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
@@ -88,6 +98,7 @@ __all__ = [
     "Job",
     "JobError",
     "Layers",
+    "LinearAttention",
     "Llama",
     "LossScale",
     "Mesh",
@@ -95,6 +106,7 @@ __all__ = [
     "Muon",
     "NonFiniteError",
     "Precision",
+    "RelativeAttention",
     "Replayed",
     "Report",
     "RopeScaling",
@@ -104,12 +116,15 @@ __all__ = [
     "StepLostError",
     "Stepper",
     "Text",
+    "TimeMixing",
     "Verdict",
     "chaos",
+    "chunked_attention",
     "expert_table",
     "faults",
     "launch",
     "layout",
+    "masks",
     "recipe",
     "register_schedule",
     "replay",

@@ -71,7 +71,7 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, total = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(in_fp32(x)) for x in (q, k, v))

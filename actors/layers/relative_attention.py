@@ -66,8 +66,10 @@ class RelativeAttention(nn.Module):
         by_gap_BNSL = by_gap_BNSL.gather(-1, gap_SL.clamp(min=0).expand_as(by_gap_BNSL))
         scores_BNSL = (q_BNSd + self.content_bias) @ k_BNLd.mT + by_gap_BNSL
         scores_BNSL = (scores_BNSL / math.sqrt(self.width)).masked_fill(gap_SL < 0, -math.inf)
-        return (scores_BNSL.softmax(-1) @ v_BNLd).transpose(1, 2).flatten(2)
+        out: Tensor = (scores_BNSL.softmax(-1) @ v_BNLd).transpose(1, 2).flatten(2)
+        return out
 
     def _heads(self, x_SD: Tensor) -> Tensor:
         """Return vectors (..., S, D) by head, (..., N, S, d)."""
-        return x_SD.unflatten(-1, (-1, self.width)).transpose(-3, -2)
+        by_head: Tensor = x_SD.unflatten(-1, (-1, self.width)).transpose(-3, -2)
+        return by_head

@@ -12,7 +12,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.layers.chunked_attention import _Chunked
-from tests.support.team import Team
+from tests.support.layouts import verdict_of
 
 MASKS = {"causal": rp.masks.causal, "every": rp.masks.every, "window": rp.masks.sliding_window(3)}
 MASKS |= {"butterfly": rp.masks.butterfly(2), "own": lambda queries, keys: (queries + keys) % 3 == 0}
@@ -37,7 +37,11 @@ def by_formula(q, k, v, mask):
     heads=st.sampled_from([(1, 1), (4, 2)]),
 )
 def test_chunks_compute_what_all_scores_do(mask, length, chunk, heads):
-    q, k, v = drawn(2, heads[0], length, 4), drawn(2, heads[1], length, 4, seed=1), drawn(2, heads[1], length, 4, seed=2)
+    q, k, v = (
+        drawn(2, heads[0], length, 4),
+        drawn(2, heads[1], length, 4, seed=1),
+        drawn(2, heads[1], length, 4, seed=2),
+    )
     ours, theirs = ([part.clone().requires_grad_() for part in (q, k, v)] for _ in range(2))
     out = rp.chunked_attention(*ours, mask=MASKS[mask], chunk=chunk)
     wanted = by_formula(*theirs, MASKS[mask])
@@ -99,7 +103,9 @@ def test_time_mixing_is_its_formula_and_its_recurrent_form(chunk):
     k, v, r = layer.key(mixed[0]), layer.value(mixed[1]), layer.receptance(mixed[2]).sigmoid()
     wanted = torch.empty_like(x)
     for t in range(10):
-        weights = [(k[:, i] - (t - 1 - i) * layer.decay.exp()).exp() for i in range(t)] + [(k[:, t] + layer.bonus).exp()]
+        weights = [(k[:, i] - (t - 1 - i) * layer.decay.exp()).exp() for i in range(t)] + [
+            (k[:, t] + layer.bonus).exp()
+        ]
         wanted[:, t] = r[:, t] * sum(w * v[:, i] for i, w in enumerate(weights)) / sum(weights)
     wanted = layer.out(wanted)
     torch.testing.assert_close(layer(x), wanted)
@@ -149,7 +155,9 @@ class Chunked(nn.Module):
 
     def forward(self, x):
         q, k, v = (y(x).unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q, self.k, self.v))
-        return x + self.out(rp.chunked_attention(q, k, v, mask=rp.masks.sliding_window(3), chunk=2).transpose(1, 2).flatten(2))
+        return x + self.out(
+            rp.chunked_attention(q, k, v, mask=rp.masks.sliding_window(3), chunk=2).transpose(1, 2).flatten(2)
+        )
 
 
 class Residual(nn.Module):
@@ -190,7 +198,7 @@ PLAN |= {"layers.0.out": "row", "layers.1.inner.out": "row"}
 def test_own_models_of_them_train_as_in_one_process(changes):
     plan = changes.pop("plan", {})
     run = rp.Run(
-        model=rp.Layers(layers, nn.functional.mse_loss, plan=plan),
+        model=rp.Layers(layers, nn.functional.mse_loss, plan=plan, halves=True),
         data=rp.Batches(batch),
         optim=rp.SGD(lr=0.05),
         microbatches=2,
