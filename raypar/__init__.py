@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raypar.actors.layers.relative_attention import RelativeAttention
     from raypar.actors.layers.time_mixing import TimeMixing
     from raypar.actors.mesh.mesh import Mesh
-    from raypar.actors.specs.data import Batches, Text
+    from raypar.actors.specs.data import Batches, Examples, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
     from raypar.actors.specs.moe import MoE
     from raypar.actors.specs.optim import SGD, AdamW, Muon
@@ -55,7 +55,7 @@ _HOMES = {
     "raypar.actors.layers.relative_attention": ("RelativeAttention",),
     "raypar.actors.layers.time_mixing": ("TimeMixing",),
     "raypar.actors.mesh.mesh": ("Mesh",),
-    "raypar.actors.specs.data": ("Batches", "Text"),
+    "raypar.actors.specs.data": ("Batches", "Examples", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
     "raypar.actors.specs.moe": ("MoE",),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
@@ -94,6 +94,7 @@ __all__ = [
     "ConfigError",
     "Continuation",
     "Evaluation",
+    "Examples",
     "Failure",
     "Job",
     "JobError",

@@ -19,7 +19,7 @@ from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, attend
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.layers.attention import Attention, Core, seen_in_window
+from raypar.actors.layers.attention import Attention, Core, seen_before, seen_in_window
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.models.base import Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout
@@ -115,7 +115,7 @@ class _ContextCore(Core):
     """
 
     def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
-        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window)
+        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window, core.documents)
         self.group, self.tokens = group, tokens
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
@@ -136,7 +136,7 @@ class _BlockCore(_ContextCore):
         super().__init__(core, group, tokens)
         self.carrier = carrier
 
-    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
         """Compute this rank's outputs, block by block."""
         tokens = self.tokens[self.group.rank]
         mask = None
@@ -145,7 +145,7 @@ class _BlockCore(_ContextCore):
             ones = q_BNSd.new_ones((*q_BNSd.shape[:3], every))
             mask = sharded_dropout(self.drop, Sharding({2: tokens})).train()(ones)
         fused = self.kind != "materialised" and mask is None and q_BNSd.device.type == "cpu"
-        view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask, self.window)
+        view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask, self.window, starts_BS)
         return attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
@@ -156,7 +156,7 @@ class _BlockCore(_ContextCore):
 class _UlyssesCore(_ContextCore):
     """Attention over all tokens of some heads, between two all_to_alls."""
 
-    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
         """Exchange tokens for heads, compute these heads for all tokens, and exchange back."""
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
@@ -168,6 +168,8 @@ class _UlyssesCore(_ContextCore):
         if self.dropout:
             inner.drop = sharded_dropout(self.drop, Sharding({1: Pieces.at(self.group.rank, ranks)}))
             inner.kind = "materialised"
+        if starts_BS is not None:
+            inner.documents.starts = autograd.all_gather(starts_BS.contiguous(), self.group, 1)
         mine = (autograd.all_to_all(part, self.group, 1, 2) for part in (q_BNSd, k_BKSd, v_BKSd))
         return autograd.all_to_all(inner(*mine), self.group, 2, 1)
 
@@ -175,7 +177,7 @@ class _UlyssesCore(_ContextCore):
 class _RowCore(_ContextCore):
     """Attention with full rows of scores: first the keys go round a ring, then the values."""
 
-    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
         """Compute this rank's outputs from its queries' scores of all tokens."""
         B, N, S, d = q_BNSd.shape
         K, ranks, carrier = k_BKSd.shape[1], self.group.size, Ring(self.group)
@@ -190,6 +192,8 @@ class _RowCore(_ContextCore):
         if self.window is not None:
             seen = seen_in_window(q_positions, k_positions, self.window)
             scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
+        if starts_BS is not None:
+            scores = scores.masked_fill(seen_before(starts_BS, k_positions.to(starts_BS))[:, None], -math.inf)
         drop = sharded_dropout(self.drop, Sharding({2: self.tokens[self.group.rank]})).train(self.training)
         weights = drop(scores.softmax(-1))
         return ring_values(weights.view(B, K, N // K * S, -1), v_BKSd, carrier).view(B, N, S, d)

@@ -69,6 +69,8 @@ class View:
         bias: Bias of the scores, or None.
         mask: Dropout mask (B, N, S, tokens of the whole sequence) that attention weights are multiplied by, or None.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
+        starts: Of each query, the place of the first token of its document in the whole sequence, (B, S); None if a
+            sequence is one document.
     """
 
     tokens: Sequence[Pieces]
@@ -77,6 +79,7 @@ class View:
     bias: Bias | None = None
     mask: Tensor | None = None
     window: int | None = None
+    starts: Tensor | None = None
 
     def blocks(self, source: int, length: int) -> Iterator[Block]:
         """Yield the blocks of queries of this rank and keys of another that attention needs.
@@ -113,11 +116,26 @@ class View:
         return mine[block.queries, None] - theirs[block.keys]
 
     def unseen(self, block: Block, source: int, length: int) -> Tensor | None:
-        """Return which keys of a block a query does not see, (queries, keys) bool; None if its window hides none."""
+        """Return which keys of a block a query does not see, or None if neither window nor documents hide any.
+
+        Its shape is (queries, keys) bool, or with documents (B, 1, queries, keys).
+        """
+        if self.starts is not None:
+            return self._in_other_documents(block, source, length, self.starts)
         if self.window is None:
             return None
         distance = self._distance(block, source, length)
         return (distance < 0) | (distance >= self.window) if bool((distance >= self.window).any()) else None
+
+    def _in_other_documents(self, block: Block, source: int, length: int, starts: Tensor) -> Tensor | None:
+        positions = torch.arange(self.tokens[self.rank].whole_length(length))
+        keys = self.tokens[source].take(positions, 0)[block.keys].to(starts)
+        hidden = (keys < starts[:, block.queries, None])[:, None]
+        if self.window is not None:
+            hidden = hidden | (self._distance(block, source, length) >= self.window).to(hidden.device)
+        if not bool(hidden.any()):
+            return None
+        return hidden | (self._distance(block, source, length) < 0).to(hidden.device)
 
     def extras(self, block: Block, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the bias (N, queries, keys) and the dropout mask (B, N, queries, keys) of a block, or None for each.
@@ -221,7 +239,8 @@ class Terms(NamedTuple):
         causal: As in ``Block``.
         bias: Bias (N, S, T) or None.
         mask: Dropout mask (B, N, S, T) or None.
-        hidden: Which keys a query does not see (S, T), or None for those that ``causal`` or the bias hides.
+        hidden: Which keys a query does not see, (S, T) or (B, 1, S, T); None for those that ``causal`` or the bias
+            hides.
         fused: As in ``View``.
     """
 

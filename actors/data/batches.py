@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from raypar.actors.data.example_batches import ExampleBatches
 from raypar.actors.data.token_batches import TokenBatches, open_corpus
 from raypar.actors.models.base import Model
 from raypar.actors.sharding import Pieces
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values, cast_floating
+
+_KEPT = 16  # microbatches of examples that are kept: an actor asks for inputs, targets and starts apart
 
 
 class BatchSource(Protocol):
@@ -27,6 +30,9 @@ class BatchSource(Protocol):
 
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         """Return the targets of a microbatch, for the last stage."""
+
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        """Return of each token the place of the first one of its document, (B, S); None if a sequence is one."""
 
 
 class TextSource:
@@ -46,6 +52,31 @@ class TextSource:
         read = self._batches.train_labels if program == "train" else self._batches.val_labels
         return (read(step, microbatch, dp),)
 
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        return None
+
+
+class ExampleSource:
+    """Batches of examples.
+
+    Args:
+        batches: The batches.
+        packing: Whether examples share sequences.
+    """
+
+    def __init__(self, batches: ExampleBatches, *, packing: bool) -> None:
+        self._batches, self._packing = batches, packing
+        self._kept = lru_cache(_KEPT)(self._batches.batch)
+
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return (self._kept(program, step, microbatch, dp)[0],)
+
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return (self._kept(program, step, microbatch, dp)[1],)
+
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        return self._kept(program, step, microbatch, dp)[2] if self._packing else None
+
 
 class FunctionSource:
     """Batches from the user's own functions."""
@@ -58,6 +89,9 @@ class FunctionSource:
 
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._pair(program, step, microbatch, dp)[1]
+
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        return None
 
     def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[Values, Values]:
         fn = self._spec.fn if program == "train" else self._spec.validate
@@ -112,6 +146,10 @@ class ContextSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._here(self._source.targets(program, step, microbatch, dp))
 
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        found = self._source.starts(program, step, microbatch, dp)
+        return None if found is None else self._here((found,))[0]
+
     def _here(self, values: Values) -> Values:
         for value in values:
             if value.dim() < 2 or value.shape[1] % self._tokens.count:
@@ -139,9 +177,12 @@ class CastSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._source.targets(program, step, microbatch, dp)
 
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        return self._source.starts(program, step, microbatch, dp)
+
 
 def batch_source(
-    data: Text | Batches,
+    data: Text | Batches | Examples,
     model: GPT | Llama | Layers,
     micro_batch_size: int,
     microbatches: int,
@@ -151,7 +192,7 @@ def batch_source(
     """Create the source of a run's batches.
 
     Args:
-        data: The user's text or functions.
+        data: The user's text, examples or functions.
         model: The model, whose ``seq`` is the window length of text.
         micro_batch_size: Sequences per microbatch.
         microbatches: Microbatches per step of one data-parallel replica.
@@ -159,11 +200,14 @@ def batch_source(
         seed: Seed of the order of text windows.
 
     Raises:
-        ValueError: The text has faults.
+        ValueError: The text, or an example, has faults.
     """
     if isinstance(data, Batches):
         return FunctionSource(data)
     assert model.seq is not None, "text needs a model with a sequence length"
+    if isinstance(data, Examples):
+        batches = ExampleBatches(data, model.seq, micro_batch_size, microbatches, num_dp, seed)
+        return ExampleSource(batches, packing=data.packing)
     corpus = open_corpus(data)
     return TextSource(TokenBatches(corpus, model.seq, micro_batch_size, microbatches, num_dp, seed))
 

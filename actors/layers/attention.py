@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, re
 from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.layers.kv_cache import Incremental, Sequences, attend_to_cache
 from raypar.actors.layers.linear import Fan, linear_of
@@ -39,6 +41,7 @@ class Core(nn.Module, SelectiveRecompute):
         alibi: Bias to add to the scores; None for none.
         desk: Scratch memory for attention in blocks; None for new memory.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
+        documents: Where documents begin, beyond which a query sees nothing; None if there is one alone.
     """
 
     def __init__(
@@ -48,29 +51,39 @@ class Core(nn.Module, SelectiveRecompute):
         alibi: Alibi | None,
         desk: Desk | None = None,
         window: int | None = None,
+        documents: Documents | None = None,
     ) -> None:
         super().__init__()
-        self.desk = desk or Desk()
+        self.desk, self.documents = desk or Desk(), documents or Documents()
         self.kind, self.alibi, self.window = kind, alibi, window
         self.drop: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """Compute attention: q (B, N, S, d), k and v (B, K, S, d) -> (B, N, S, d)."""
+        starts_BS = self.documents.starts
         if self.recomputes and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
-            return _again(self.attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
-        return self.attend(q_BNSd, k_BKSd, v_BKSd)
+            attend = partial(self.attend, starts_BS=starts_BS)
+            return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
+        return self.attend(q_BNSd, k_BKSd, v_BKSd, starts_BS)
 
     @property
     def dropout(self) -> float:
         """The dropout probability in the present mode: 0 outside of training."""
         return self.drop.p if self.training else 0.0
 
-    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        """Compute the same as ``forward``, without recomputation in the backward."""
-        bias = self._bias(q_BNSd)
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
+        """Compute the same as ``forward``, without recomputation in the backward.
+
+        Args:
+            q_BNSd: The queries (B, N, S, d).
+            k_BKSd: The keys (B, K, S, d).
+            v_BKSd: The values (B, K, S, d).
+            starts_BS: Where the documents of the queries begin, (B, S); None if a sequence is one document.
+        """
+        bias = self._bias(q_BNSd, starts_BS)
         if self._is_materialised(q_BNSd):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
-        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
@@ -95,9 +108,10 @@ class Core(nn.Module, SelectiveRecompute):
         """
         if self._is_materialised(q_BNSd):
             return True
-        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+        starts_BS = self.documents.starts
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return False
-        settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
+        settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd, starts_BS), self.dropout)
         return keeps_attention_scores(q_BNSd, k_BKSd, v_BKSd, **settings)
 
     def _is_materialised(self, q_BNSd: Tensor) -> bool:
@@ -109,24 +123,31 @@ class Core(nn.Module, SelectiveRecompute):
         draws_apart = self.kind == "blocks" and self.dropout > 0 and q_BNSd.device.type != "cpu"
         return self.kind == "materialised" or draws_apart
 
-    def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
+    def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> bool:
         plain = self.kind == "blocks" and self.alibi is None and not self.dropout and not self._is_narrow(q_BNSd)
-        return plain and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
+        return plain and starts_BS is None and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
 
     def _is_narrow(self, q_BNSd: Tensor) -> bool:
         """Return whether the window is shorter than the sequence."""
         return self.window is not None and self.window < q_BNSd.shape[2]
 
-    def _bias(self, q_BNSd: Tensor) -> Tensor | None:
-        """Return the bias of the scores, (N, S, S) or (1, S, S), with -inf for tokens that are not seen, or None."""
+    def _bias(self, q_BNSd: Tensor, starts_BS: Tensor | None) -> Tensor | None:
+        """Return the bias of the scores, with -inf for tokens that are not seen, or None.
+
+        Its shape is (N, S, S), (1, S, S), or with documents (B, N, S, S) or (B, 1, S, S).
+        """
         length = q_BNSd.shape[2]
         bias = None if self.alibi is None else self.alibi.bias(length, q_BNSd)
-        if not self._is_narrow(q_BNSd):
+        is_narrow = self._is_narrow(q_BNSd)
+        if not is_narrow and starts_BS is None:
             return bias
-        assert self.window is not None
         positions = torch.arange(length, device=q_BNSd.device)
         bias = q_BNSd.new_zeros(1, length, length) if bias is None else bias
-        return bias.masked_fill(~seen_in_window(positions, positions, self.window), -math.inf)
+        window = self.window if is_narrow and self.window is not None else length
+        bias = bias.masked_fill(~seen_in_window(positions, positions, window), -math.inf)
+        if starts_BS is None:
+            return bias
+        return bias.masked_fill(seen_before(starts_BS, positions)[:, None], -math.inf)
 
 
 class Attention(nn.Module, Incremental):
@@ -142,6 +163,7 @@ class Attention(nn.Module, Incremental):
         desk: Scratch memory for attention in blocks, shared by the blocks of an actor.
         bias: Whether the output projection has a bias.
         window: Number of tokens that a token attends to; None for all before it.
+        documents: Where the documents of the microbatch begin; None if there is one alone.
 
     Attributes:
         tokens: The pieces of the sequence that this actor holds.
@@ -156,6 +178,7 @@ class Attention(nn.Module, Incremental):
         *,
         bias: bool,
         window: int | None = None,
+        documents: Documents | None = None,
     ) -> None:
         super().__init__()
         self.width, self.tokens = spec.head_size, Pieces()
@@ -166,7 +189,8 @@ class Attention(nn.Module, Incremental):
         normed = isinstance(spec, Llama) and spec.qk_norm
         self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
         self.k_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
-        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk, window)
+        alibi = between if isinstance(between, Alibi) else None
+        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents)
         self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
         self.fan = Fan(together=spec.attention == "blocks")
 
@@ -209,6 +233,16 @@ def seen_in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def seen_before(starts_BS: Tensor, keys: Tensor) -> Tensor:
+    """Return which keys are before the document of a query, (B, S, T) bool.
+
+    Args:
+        starts_BS: Where the documents of the queries begin, (B, S).
+        keys: Positions (T,) of the keys.
+    """
+    return keys < starts_BS[..., None]
+
+
 def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:
     """Compute ``attend(*inputs)`` but keep only the inputs; the backward runs it again.
 
@@ -228,7 +262,7 @@ def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tenso
 def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
     """Return the keyword arguments of torch's scaled_dot_product_attention. A bias includes the causal mask."""
     return {
-        "attn_mask": None if bias is None else bias[None],
+        "attn_mask": bias if bias is None or bias.dim() == 4 else bias[None],
         "dropout_p": dropout,
         "is_causal": bias is None,
         "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.layers.documents import Documents
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.sharding import Shard
@@ -92,6 +93,7 @@ class Model(ABC):
             LaterHalf.
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
+        documents: Where documents begin in the microbatch that is computed; None if the layers know of none.
         is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
             may be left there.
     """
@@ -104,6 +106,7 @@ class Model(ABC):
     halves: bool = True
     others_halve: bool = False
     is_deferred: bool = False
+    documents: Documents | None = None
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton

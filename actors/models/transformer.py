@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added, between
@@ -33,9 +34,9 @@ from raypar.actors.tensors import Values
 class Embedding(nn.Module, Incremental):
     """Token embedding plus the position table, if the model has one: ids (B, S) int64 -> (B, S, D)."""
 
-    def __init__(self, spec: Transformer) -> None:
+    def __init__(self, spec: Transformer, documents: Documents) -> None:
         super().__init__()
-        self._seq, self._hidden = spec.seq, spec.hidden
+        self._seq, self._hidden, self._documents = spec.seq, spec.hidden, documents
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = added(spec)
         self.drop = nn.Dropout(spec.dropout)
@@ -58,10 +59,15 @@ class Embedding(nn.Module, Incremental):
         after = self.sequences
         if after is None or after.at is None:
             rows_SD: Tensor = table(length, like) if isinstance(table, Sinusoidal) else table(length)
-            return rows_SD
+            return self._in_documents(rows_SD)
         # not by a call, behind which sequence parallelism keeps some rows: all that it repeats are at one position
         rows_TD = table.forward(after.reach, like) if isinstance(table, Sinusoidal) else table.forward(after.reach)
         return rows_TD[after.at][:, None]
+
+    def _in_documents(self, table_SD: Tensor) -> Tensor:
+        """Return the rows of a table for tokens that are counted from the beginning of their document."""
+        starts_BS = self._documents.starts
+        return table_SD if starts_BS is None else table_SD[torch.arange(len(table_SD)).to(starts_BS) - starts_BS]
 
 
 class Block(nn.Module):
@@ -135,6 +141,7 @@ class TransformerModel(Model):
         if spec.moe is not None:
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
+        self.documents = Documents()
         super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 
     @abstractmethod
@@ -190,11 +197,12 @@ class TransformerModel(Model):
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
         spec = self.spec
         if index == 0:
-            return Embedding(spec)
+            return Embedding(spec, self.documents)
         if index not in self.body:
             return Head(spec, self.norm())
         block = index - self.body.start
-        attn = Attention(spec, apart, desk, bias=self.bias, window=spec.window_of(block))
+        window = spec.window_of(block)
+        attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents)
         return Block((self.norm(), self.norm()), attn, self._mlp_or_experts(block), spec.dropout)
 
     def _mlp_or_experts(self, block: int) -> nn.Module:

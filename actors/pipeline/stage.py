@@ -21,6 +21,7 @@ from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
+from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values, cast_floating
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
@@ -220,7 +221,8 @@ class Stage:
         """
         if self._weights is not None:
             self._weights.start("forward")
-        return self._run(0, 0, inputs, self.modules[:-1] if self.is_last and not head else self.modules)
+        modules = self.modules[:-1] if self.is_last and not head else self.modules
+        return self._run(0, 0, inputs, modules, of_batch=False)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         """Compute the backward of a microbatch, and add the gradients of parameters to their ``grad``.
@@ -335,16 +337,26 @@ class Stage:
                 return values
             return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
 
-    def _run(self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module]) -> Values:
-        """Run the first layers of the stage, these modules, each with its own seed, and return the outputs."""
+    def _run(
+        self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module], *, of_batch: bool = True
+    ) -> Values:
+        """Run the first layers of the stage, these modules, each with its own seed, and return the outputs.
+
+        Args:
+            step: The step.
+            microbatch: Number of the microbatch in the whole step.
+            values: The inputs.
+            modules: The layers.
+            of_batch: Whether the inputs are of the data's batches, whose documents the layers then know.
+        """
         for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
-            reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
-            reseed()
+            prepare = partial(self._prepare, step, microbatch, index, of_batch=of_batch)
+            prepare()
             if self._weights is not None:
                 self._weights.forward(number, values)
             again = self._again.get(index) if torch.is_grad_enabled() else None
             try:
-                outputs = as_values(module(*values)) if again is None else again(values, reseed)
+                outputs = as_values(module(*values)) if again is None else again(values, prepare)
                 if any(value.is_meta for value in outputs):
                     raise ValueError(NO_VALUES)
             except Exception as error:
@@ -354,6 +366,13 @@ class Stage:
             if self._overflow is not None:
                 self._overflow.watch(index, microbatch, values)
         return values
+
+    def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
+        """Seed a layer for a microbatch, and turn to its documents."""
+        self._place.seed(derive(self.seed, "layer", step, microbatch, layer))
+        if self.model.documents is not None:
+            program: ProgramName = "train" if self._train else "evaluate"
+            self.model.documents.turn_to(program if of_batch else None, step, microbatch)
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

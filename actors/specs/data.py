@@ -1,12 +1,14 @@
-"""The data of a run: text files, or the user's own function."""
+"""The data of a run: text files, examples for fine-tuning, or the user's own function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from raypar.actors.known_fields import known_fields
+
+Learned: TypeAlias = Literal["answers", "all"]
 
 
 @known_fields()
@@ -42,3 +44,32 @@ class Batches:
     varying: bool = False
     """whether shapes change between microbatches or steps, as in a curriculum of sequence lengths; stages then tell
     each other the shapes with every message"""
+
+
+@known_fields()
+@dataclass(frozen=True)
+class Examples:
+    """Data for fine-tuning: examples from files, in one of four shapes, packed into sequences.
+
+    A line of a jsonl file is an example: ``{"text": ...}``, ``{"messages": [...]}``, or ``{"prompt": ..., "completion":
+    ...}`` with texts or with messages. A message is ``{"role": ..., "content": ...}``.
+    """
+
+    path: str
+    """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example"""
+    tokenizer: str | None = None
+    """folder of a Hugging Face model, or its tokenizer.json; None reads bytes (256 ids)"""
+    template: str | None = None
+    """file with the chat template (Jinja), instead of the one in the tokenizer's folder"""
+    learn: Learned = "answers"
+    """which tokens are targets: answers, those of the assistant and of completions; or all"""
+    packing: bool = True
+    """whether several examples share a sequence, without seeing each other; else each has one of its own"""
+    val_path: str | None = None
+    """validation examples, spelled like path; None takes ``val_fraction`` of those in path"""
+    val_fraction: float = 0.1
+    """share of the examples to keep for validation, between 0 and 1"""
+    cache: str | None = None
+    """folder for the converted examples; None is ~/.cache/raypar"""
+    kind: Literal["examples"] = field(default="examples", kw_only=True)
+    """what a file of a run calls this data"""

@@ -12,7 +12,7 @@ from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Offload, Zero
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
@@ -50,8 +50,8 @@ class Run:
     """microbatches of a step on each replica"""
     micro_batch_size: Count = 2
     """samples of a microbatch"""
-    data: Text | Batches = field(default_factory=Text)
-    """Text, or the user's own Batches"""
+    data: Text | Examples | Batches = field(default_factory=Text)
+    """Text, Examples for fine-tuning, or the user's own Batches"""
     data_parallel: DataParallel = "all_reduce"
     """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
     bucket_mb: BucketSize = 4.0

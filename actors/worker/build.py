@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import CastSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
@@ -26,8 +27,9 @@ from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.specs.data import Examples
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import format_watched
+from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
 from raypar.actors.worker.flow import ExpertFlow, Flow, TokenFlow
 from raypar.actors.worker.layers import LayerMaker
@@ -215,7 +217,17 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
         source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
     if run.precision.is_half:
         source = CastSource(source, dtype_of(run.precision.compute))
+    if part.model.documents is not None and isinstance(run.data, Examples) and run.data.packing:
+        part.model.documents.reads = partial(_starts, source, run.mesh.dp, scaler, seat.place)
     return TokenFlow(seat, part.stages, source, mean, scaler)
+
+
+def _starts(
+    source: BatchSource, num_dp: int, scaler: LossScaler, place: Place, program: ProgramName, step: int, number: int
+) -> Tensor | None:
+    """Return where the documents of a microbatch begin, which is numbered over all replicas."""
+    found = source.starts(program, step + (scaler.left_out if program == "train" else 0), *divmod(number, num_dp))
+    return None if found is None else place.to((found,))[0]
 
 
 def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:

@@ -98,7 +98,7 @@ def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
                 default = replace(default, model=HF(one, **_given(words)))
             except ConfigError as error:
                 wrong += [Fault("model.hf", text, of_type=True) for text in error.faults]
-    for part in ("model", "optim"):
+    for part in ("model", "data", "optim"):
         for one in values_of(f"--{part}.kind", words):
             try:
                 default = replace(default, **{part: of_kind(part, one, getattr(default, part))})

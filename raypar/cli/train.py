@@ -15,7 +15,7 @@ import tyro
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import AXES
-from raypar.actors.specs.data import Text
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
@@ -59,7 +59,7 @@ class RunArgs(Run):
     model: GPT | Llama = field(default_factory=GPT)
     schedule: str = "1f1b"
     """1f1b, interleaved, zb-v, or another of raypar gallery; a CSV file, or code of yours as my.py:function"""
-    data: Text = field(default_factory=Text)
+    data: Text | Examples = field(default_factory=Text)
     optim: AnyOptimizer = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
     """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small, or a

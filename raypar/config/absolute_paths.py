@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypar.actors.files import expanded
-from raypar.actors.specs.data import Batches
+from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 
@@ -21,6 +21,8 @@ def rooted(run: Run) -> Run:
         run = replace(run, model=replace(run.model, hf=root(run.model.hf)))
     if isinstance(data, Batches):
         return run
+    if isinstance(data, Examples):
+        data = replace(data, template=root(data.template))
     text = replace(
         data,
         path=data.path if data.path == "stdlib" else str(root(data.path)),

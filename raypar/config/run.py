@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.token_batches import data_faults
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
-from raypar.actors.specs.data import Batches
+from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
@@ -30,6 +31,7 @@ from raypar.config.schedule import (
 )
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
+from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.hugging_face import folder_faults as weight_faults
 from raypar.config.validate.model import length_faults
@@ -367,4 +369,6 @@ def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
             "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
         ]
     vocab = run.model.vocab if right("model.vocab") else sys.maxsize
+    if isinstance(run.data, Examples):
+        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab))]
     return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
@@ -56,10 +57,12 @@ _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # in a line
 _KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have, by kind
     "model": {"gpt": GPT, "llama": Llama},
+    "data": {"text": Text, "examples": Examples},
     "optim": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
 }
 _COMMON = {  # the fields that another kind takes over; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
+    "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
     "optim": ("warmup", "decay", "final", "decay_steps", "decay_form", "no_decay", "rates"),
 }
 
@@ -178,14 +181,14 @@ def _part(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def of_kind(name: str, kind: object, like: T) -> T:
-    """Return a model or an optimizer of the given kind.
+    """Return a model, data or an optimizer of the given kind.
 
     Args:
-        name: Field of the run: "model" or "optim".
+        name: Field of the run: "model", "data" or "optim".
         kind: The kind, such as "llama" or "sgd".
-        like: The present model or optimizer. It is returned itself if it has that kind. Otherwise the new one takes
-            over the fields common to all kinds (a model's sizes, an optimizer's learning-rate schedule), and has its
-            own defaults for the rest.
+        like: The present one. It is returned itself if it has that kind. Otherwise the new one takes over the fields
+            common to all kinds (a model's sizes, an optimizer's learning-rate schedule), and has its own defaults for
+            the rest.
 
     Raises:
         ConfigError: There is no such kind.

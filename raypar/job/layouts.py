@@ -8,7 +8,7 @@ from functools import cached_property
 from raypar.actors.data.batches import Renumbered
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.schedule import Programs
@@ -132,9 +132,7 @@ def _with_dp(mesh: Mesh, dp: int) -> Mesh:
     return replace(mesh, dp=dp, shard=shard)  # its faults are told
 
 
-def _renumbered(data: Batches | Text, made_for: int, dp: int) -> Batches | Text:
+def _renumbered(data: Batches, made_for: int, dp: int) -> Batches:
     """Return data whose functions are asked for the same microbatches by other replicas."""
-    if isinstance(data, Text):
-        return data
     validate = data.validate and Renumbered(data.validate, made_for, dp)
     return replace(data, fn=Renumbered(data.fn, made_for, dp), validate=validate)

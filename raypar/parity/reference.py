@@ -198,6 +198,9 @@ class _Plain:
         microbatch, dp = divmod(number, self._run.mesh.dp)
         values = self._place.to(self._source.inputs("train", step, microbatch, dp))
         target = self._place.to(self._source.targets("train", step, microbatch, dp))
+        if self.model.documents is not None:
+            starts = self._source.starts("train", step, microbatch, dp)
+            self.model.documents.starts = None if starts is None else self._place.to((starts,))[0]
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
             values = as_values(layer(*values))

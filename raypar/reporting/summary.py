@@ -10,9 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.data.example_batches import open_sequences
 from raypar.actors.data.token_batches import token_counts
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
@@ -60,6 +61,8 @@ def plan_rows(
     rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_told(run, run.data, run.model.seq)))
+    if isinstance(run.data, Examples) and run.model.seq is not None:
+        rows.append(("data", _examples_told(run, run.data, run.model.seq)))
     if world.servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
@@ -144,6 +147,19 @@ def _passes_told(run: Run, text: Text, seq: int) -> str:
     passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / windows
     often = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     return f"{train:,} tokens to train with, {val:,} to validate; the run makes {often} passes over them"
+
+
+def _examples_told(run: Run, examples: Examples, seq: int) -> str:
+    """Say how many examples there are, in how many sequences, and how often the run passes over them."""
+    train, val = open_sequences(examples, seq)
+    passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / len(train)
+    pieces, full = train.pieces, int(train.pieces.lengths.sum()) / (len(train) * seq)
+    cut = f", {pieces.cut:,} of them cut" if pieces.cut else ""
+    dropped = f", {pieces.dropped:,} others left out, in which nothing is learned" if pieces.dropped else ""
+    return (
+        f"{len(pieces.firsts):,} pieces of examples{cut}{dropped} in {len(train):,} sequences, {full:.0%} full, and "
+        f"{len(val):,} to validate; the run makes {passes:.2g} passes over them"
+    )
 
 
 def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) -> None:

@@ -9,7 +9,7 @@ from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.mesh.grid import grid_of
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
@@ -123,7 +123,7 @@ def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]
         yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: set it to {grid.side} at least"
 
 
-def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterator[str]:
+def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int) -> Iterator[str]:
     """Yield a fault if a grid cannot divide the samples of a microbatch equally.
 
     Args:
@@ -133,7 +133,7 @@ def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterat
     """
     parts = grid_of(tp).batch_parts
     fix = f"of which mesh.tp {tp!r} can't make {parts} equal parts: use"
-    if isinstance(data, Text):
+    if not isinstance(data, Batches):
         if micro_batch_size % parts:
             yield f"micro_batch_size is {micro_batch_size}, {fix} {multiples_near(micro_batch_size, parts)}"
         return

@@ -1,0 +1,234 @@
+"""Batches of examples as pure functions of (step, microbatch, dp), packed into sequences.
+
+A sequence is made of pieces: examples, or parts of those texts that are longer. Every token that an example has is in
+one sequence, as an input and, where it is learned, as the target of the one before it. A conversation that is longer
+than a sequence is cut. Which pieces share a sequence is the same in all epochs; their order is another one in each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from raypar.actors.data.example_files import Converted, open_examples
+from raypar.actors.data.packing import Int64s, Packed, apart, packed
+from raypar.actors.data.text_files import TextError
+from raypar.actors.data.token_batches import shuffled
+from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.specs.data import Examples
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # of a target: the ignore_index of torch's losses over classes
+_SPLIT_SEED = 0  # which examples are for validation does not depend on the run's seed
+
+
+class Row(NamedTuple):
+    """A sequence.
+
+    Attributes:
+        inputs: Token ids (S,).
+        targets: The next token of each that is learned, else -100, (S,).
+        starts: Of each token, the place of the first one of its example, (S,).
+    """
+
+    inputs: Int64s
+    targets: Int64s
+    starts: Int64s
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of some examples.
+
+    Attributes:
+        firsts: The place of the first token of each piece, among all of the converted ones.
+        lengths: How many tokens of each are inputs; the one behind these is the last target.
+        cut: Number of conversations that are cut.
+        dropped: Number of examples in which nothing is learned.
+    """
+
+    firsts: Int64s
+    lengths: Int64s
+    cut: int
+    dropped: int
+
+
+class Sequences:
+    """The sequences of some examples.
+
+    Args:
+        converted: All examples.
+        chosen: Indices of those that are used.
+        seq: Tokens of a sequence.
+        packing: Whether examples share sequences.
+    """
+
+    def __init__(self, converted: Converted, chosen: Int64s, seq: int, *, packing: bool) -> None:
+        self._from, self._seq = converted, seq
+        self.pieces = _pieces(converted, chosen, seq)
+        lengths = self.pieces.lengths
+        self._packed: Packed = packed(lengths, seq) if packing else apart(len(lengths))
+
+    def __len__(self) -> int:
+        return len(self._packed.ends)
+
+    @cached_property
+    def num_learned(self) -> int:
+        """Number of targets in all sequences."""
+        return sum(int((self.row(number).targets != IGNORED).sum()) for number in range(len(self)))
+
+    def row(self, number: int) -> Row:
+        """Return a sequence. What is left of it is an example of its own, of token 0, that nothing learns."""
+        inputs, targets = np.zeros(self._seq, np.int64), np.full(self._seq, IGNORED, np.int64)
+        starts, at = np.zeros(self._seq, np.int64), 0
+        for piece in self._packed.of(number).tolist():
+            first, length = int(self.pieces.firsts[piece]), int(self.pieces.lengths[piece])
+            place = slice(at, at + length)
+            inputs[place] = self._from.ids[first : first + length]
+            following = self._from.ids[first + 1 : first + length + 1].astype(np.int64)
+            targets[place] = np.where(self._from.learned[first + 1 : first + length + 1], following, IGNORED)
+            starts[place] = at
+            at += length
+        starts[at:] = at
+        return Row(inputs, targets, starts)
+
+
+class ExampleBatches:
+    """Batches of examples.
+
+    Args:
+        spec: The data.
+        seq: Tokens of a sequence.
+        micro_batch_size: Sequences of a microbatch.
+        microbatches: Microbatches per step of one replica.
+        num_dp: Replicas.
+        seed: Seed of the order.
+
+    Raises:
+        TextError: The data has faults.
+    """
+
+    def __init__(
+        self, spec: Examples, seq: int, micro_batch_size: int, microbatches: int, num_dp: int, seed: int
+    ) -> None:
+        self.train, self.val = open_sequences(spec, seq)
+        self._size, self._microbatches, self._num_dp, self._seed = micro_batch_size, microbatches, num_dp, seed
+
+    def batch(self, program: str, step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs, the targets and the starts of a microbatch, each (B, S) int64.
+
+        Args:
+            program: "train", or another one, which takes examples for validation.
+            step: The step.
+            microbatch: The microbatch of the replica.
+            dp: The replica.
+        """
+        import torch  # imported here because the driver uses this module without torch
+
+        first = ((step * self._microbatches + microbatch) * self._num_dp + dp) * self._size
+        samples = np.arange(first, first + self._size)
+        if program == "train":
+            epoch, position = np.divmod(samples, len(self.train))
+            rows = [self.train.row(int(i)) for i in shuffled(position, epoch, len(self.train), self._seed)]
+        else:
+            rows = [self.val.row(int(i)) for i in samples % len(self.val)]
+        inputs, targets, starts = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+        return inputs, targets, starts
+
+
+def open_sequences(spec: Examples, seq: int) -> tuple[Sequences, Sequences]:
+    """Open the sequences for training and those for validation.
+
+    Args:
+        spec: The data.
+        seq: Tokens of a sequence.
+
+    Raises:
+        TextError: All faults of the data.
+    """
+    parts = _parts(spec)
+    return tuple(Sequences(one, chosen, seq, packing=spec.packing) for one, chosen in parts)  # type: ignore[return-value]
+
+
+def example_faults(spec: Examples, seq: int, vocab: int) -> list[str]:
+    """Return all faults of the data for a model; [] if there are none. The first call converts.
+
+    Args:
+        spec: The data.
+        seq: Tokens of a sequence.
+        vocab: The model's token ids are 0 to vocab - 1.
+    """
+    try:
+        parts = _parts(spec)
+    except TextError as error:
+        return error.faults
+    faults = list[str]()
+    for setting, (converted, chosen) in zip(("path", "val_path" if spec.val_path else "path"), parts, strict=True):
+        facts = converted.facts
+        if facts.max_id >= vocab:
+            faults.append(
+                f"{setting}: the largest token id is {facts.max_id}, but the model's vocab is {vocab}: "
+                f"set vocab to {facts.num_ids}, or use the model's own tokenizer"
+            )
+        if not len(_pieces(converted, chosen, seq).firsts):
+            faults.append(f"{setting}: {_unlearned(converted, chosen, spec, seq)}")
+    return list(dict.fromkeys(faults))
+
+
+def fingerprint(spec: Examples) -> str:
+    """Return a hash of the examples; it is equal on machines that have the same."""
+    parts = [(one.facts.fingerprint, len(chosen)) for one, chosen in _parts(spec)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _parts(spec: Examples) -> list[tuple[Converted, Int64s]]:
+    """Return the examples for training and those for validation. Raises TextError."""
+    if not 0 < spec.val_fraction < 1 and spec.val_path is None:
+        raise TextError([f"val_fraction is {spec.val_fraction}: it must be between 0 and 1"])
+    train = open_examples("path", spec.path, spec)
+    every = np.arange(train.facts.examples, dtype=np.int64)
+    if spec.val_path is not None:
+        val = open_examples("val_path", spec.val_path, spec)
+        return [(train, every), (val, np.arange(val.facts.examples, dtype=np.int64))]
+    held = max(1, round(len(every) * spec.val_fraction))
+    if held >= len(every):
+        raise TextError(
+            [f"path: it has {len(every)} example, and needs two, one for validation: give more, or val_path"]
+        )
+    mixed = shuffled(every, np.zeros_like(every), len(every), _SPLIT_SEED)
+    return [(train, np.sort(mixed[held:])), (train, np.sort(mixed[:held]))]
+
+
+def _pieces(converted: Converted, chosen: Int64s, seq: int) -> Pieces:
+    """Cut examples into pieces of at most ``seq`` inputs, and leave out those in which nothing is learned."""
+    firsts, lengths, cut, dropped = list[int](), list[int](), 0, 0
+    ends, learned = converted.ends, converted.learned
+    for example in chosen.tolist():
+        first, end = int(ends[example - 1]) if example else 0, int(ends[example])
+        is_text = end - first > seq + 1 and bool(learned[first + 1 : end].all())
+        last = end - 1 if is_text else min(end - 1, first + seq)
+        cut += last < end - 1
+        parts = [(at, min(seq, last - at)) for at in range(first, last, seq)]
+        kept = [(at, size) for at, size in parts if learned[at + 1 : at + size + 1].any()]
+        dropped += not kept
+        firsts += [at for at, _ in kept]
+        lengths += [size for _, size in kept]
+    return Pieces(np.array(firsts, np.int64), np.array(lengths, np.int64), cut, dropped)
+
+
+def _unlearned(converted: Converted, chosen: Int64s, spec: Examples, seq: int) -> str:
+    """Say that there is no target in any example, and show the first one."""
+    example = int(chosen[0])
+    first = int(converted.ends[example - 1]) if example else 0
+    ids = converted.ids[first : int(converted.ends[example])][: seq + 1]
+    shown = Tokenizer(spec.tokenizer, spec.template).decoded(ids.tolist())
+    return (
+        f"no token of its examples is a target in the first {seq + 1}, such as of {shown[:200]!r}: give answers of the "
+        "assistant, or learn='all', or a longer model.seq"
+    )

@@ -1,0 +1,99 @@
+"""The shapes that an example for fine-tuning may have, and which parts of its text are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+Span: TypeAlias = tuple[int, int]  # of characters: the first, and the one behind the last
+SHAPES = "text, messages, or prompt and completion"
+
+
+class ExampleError(ValueError):
+    """An example that has no shape, or that the template does not take."""
+
+
+class Written(NamedTuple):
+    """An example as text.
+
+    Attributes:
+        text: The text.
+        learned: The parts of it whose tokens are targets.
+        is_chat: Whether a template has written it, with all special tokens.
+    """
+
+    text: str
+    learned: Sequence[Span]
+    is_chat: bool = False
+
+
+class Template(Protocol):
+    """Writes a conversation as text."""
+
+    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> Written:
+        """Write a conversation.
+
+        Args:
+            messages: Its messages, each with a role and a content.
+            learned: Indices of the messages that are learned.
+            **more: Further values for the template, such as tools.
+
+        Raises:
+            ExampleError: The template does not take it.
+        """
+
+
+def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> Written:
+    """Write an example as text.
+
+    Args:
+        record: The example, as it was read from a file.
+        template: The chat template; None if there is none.
+        end: What a text and a completion end with, a special token; "" for nothing.
+        learns_all: Whether all tokens are targets.
+
+    Raises:
+        ExampleError: It has none of the shapes, or there is no template for it.
+    """
+    if not isinstance(record, Mapping):
+        raise ExampleError(f"is {_brief(record)}: an example is an object with {SHAPES}")
+    if "messages" in record:
+        found = _chat(record["messages"], 0, template, record)
+    elif "prompt" in record and "completion" in record:
+        found = _completed(record["prompt"], record["completion"], template, end, record)
+    elif isinstance(record.get("text"), str):
+        text = record["text"] + end
+        found = Written(text, [(0, len(text))])
+    else:
+        named = ", ".join(map(str, list(record)[:5])) or "nothing"
+        raise ExampleError(f"has {named}: an example has {SHAPES}")
+    return found._replace(learned=[(0, len(found.text))]) if learns_all else found
+
+
+def _completed(prompt: Any, completion: Any, template: Template | None, end: str, record: Mapping[str, Any]) -> Written:
+    """Write a prompt and what completes it: two texts, or two lists of messages."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        text = prompt + completion + end
+        return Written(text, [(len(prompt), len(text))])
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _chat([*prompt, *completion], len(prompt), template, record)
+    raise ExampleError("has a prompt and a completion that are not both texts or both lists of messages")
+
+
+def _chat(messages: Any, first: int, template: Template | None, record: Mapping[str, Any]) -> Written:
+    """Write a conversation, of which the assistant's messages from the index ``first`` on are learned."""
+    if not isinstance(messages, list) or not messages:
+        raise ExampleError(f"has messages {_brief(messages)}: they are a list with one at least")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ExampleError(f"has message {number} {_brief(message)}: a message has a role and a content")
+    if template is None:
+        raise ExampleError("has messages, and there is no chat template: give data.tokenizer a folder that has one")
+    answers = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+    more = {name: record[name] for name in ("tools", "documents", "chat_template_kwargs") if name in record}
+    return template.written(messages, answers, **more)
+
+
+def _brief(value: Any) -> str:
+    told = repr(value)
+    return told if len(told) < 60 else f"{told[:57]}..."

@@ -1,0 +1,172 @@
+"""A tokenizer in a folder of Hugging Face: text to ids and back, special tokens, and its chat template.
+
+It needs the tokenizers package, and for a chat template jinja2; both are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from raypar.actors.data.example_shapes import ExampleError, Template, Written
+from raypar.actors.files import expanded, read_named
+
+Ids: TypeAlias = npt.NDArray[np.uint32]
+Mask: TypeAlias = npt.NDArray[np.uint8]
+_FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MOST_BYTES = 1 << 30
+
+
+class Tokenized(NamedTuple):
+    """An example as tokens.
+
+    Attributes:
+        ids: Their ids (n,).
+        learned: 1 for those that are targets, else 0, (n,).
+    """
+
+    ids: Ids
+    learned: Mask
+
+
+class Tokenizer:
+    """A tokenizer.
+
+    Args:
+        path: Folder with a tokenizer.json, or that file; None for bytes.
+        template: File with a chat template; None for the folder's.
+
+    Attributes:
+        num_ids: Its ids are below that.
+
+    Raises:
+        ExampleError: A file can't be read, or a package is missing.
+    """
+
+    def __init__(self, path: str | None, template: str | None = None) -> None:
+        home = None if path is None else expanded(path)
+        self._folder = home if home is None or home.is_dir() else home.parent
+        self._file = home if home is None or not home.is_dir() else home / _FILE
+        self._settings = self._read_settings()
+        self._source = self._read_template(template)
+        self._model = None if self._file is None else _model(self._file)
+        ids = [] if self._model is None else self._model.get_vocab().values()
+        self.num_ids = 256 if self._model is None else max(ids, default=-1) + 1
+
+    @cached_property
+    def tokens(self) -> Mapping[str, str]:
+        """The special tokens by their names, such as ``eos_token``."""
+        found = {name: self._settings.get(name) for name in _SPECIAL}
+        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def end(self) -> str:
+        """The token that ends a text; "" if there is none."""
+        return self.tokens.get("eos_token", "")
+
+    @cached_property
+    def template(self) -> Template | None:
+        """The chat template; None if there is none. Raises ExampleError if it is broken, or jinja2 is missing."""
+        if self._source is None:
+            return None
+        try:
+            from raypar.actors.data.chat_template import ChatTemplate  # imports jinja2
+        except ImportError as error:
+            raise ExampleError("a chat template needs the jinja2 package: pip install jinja2") from error
+        return ChatTemplate(self._source, self.tokens)
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of all that the ids of an example depend on."""
+        file = b"" if self._file is None else read_named(self._file, _MOST_BYTES)
+        return hashlib.sha256(repr((hashlib.sha256(file).digest(), self._source, self.tokens)).encode()).hexdigest()
+
+    def tokenized(self, examples: Sequence[Written]) -> Iterator[Tokenized]:
+        """Yield examples as tokens; several are encoded in parallel.
+
+        A token is a target if any of its characters is learned.
+        """
+        if self._model is None:
+            yield from map(_as_bytes, examples)
+            return
+        chats = self._encoded([one.text for one in examples if one.is_chat], special=False)
+        texts = self._encoded([one.text for one in examples if not one.is_chat], special=True)
+        for one in examples:
+            found = next(chats if one.is_chat else texts)
+            offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+            learned = np.zeros(len(offsets), np.uint8)
+            for start, stop in one.learned:
+                learned |= ((offsets[:, 1] > start) & (offsets[:, 0] < stop)).astype(np.uint8)
+            yield Tokenized(np.array(found.ids, np.uint32), learned)
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens too."""
+        if self._model is None:
+            return bytes(ids).decode(errors="replace")
+        text: str = self._model.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _encoded(self, texts: Sequence[str], *, special: bool) -> Iterator[Any]:
+        assert self._model is not None
+        return iter(self._model.encode_batch(list(texts), add_special_tokens=special) if texts else [])
+
+    def _read_settings(self) -> Mapping[str, Any]:
+        if self._folder is None or not (self._folder / _SETTINGS).is_file():
+            return {}
+        try:
+            found = json.loads(read_named(self._folder / _SETTINGS, _MOST_BYTES))
+        except (OSError, ValueError) as error:
+            raise ExampleError(f"tokenizer: {_SETTINGS} can't be read ({error}): copy it again") from error
+        return found if isinstance(found, dict) else {}
+
+    def _read_template(self, template: str | None) -> str | None:
+        """Return the source of the chat template: the file's that is given, the folder's, or that of its settings."""
+        path = expanded(template) if template is not None else None
+        if path is None and self._folder is not None and (self._folder / _TEMPLATE).is_file():
+            path = self._folder / _TEMPLATE
+        if path is not None:
+            try:
+                return read_named(path, _MOST_BYTES).decode()
+            except (OSError, ValueError) as error:
+                raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the path") from error
+        found = self._settings.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            found = named.get("default")
+        return found if isinstance(found, str) else None
+
+
+def _model(path: Path) -> Any:
+    """Read a tokenizers JSON file. Raises ExampleError."""
+    try:
+        from tokenizers import Tokenizer as Model
+
+        model = Model.from_file(str(path))
+    except ImportError as error:
+        raise ExampleError("tokenizer: it needs the tokenizers package: pip install tokenizers") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ExampleError(
+            f"tokenizer: {str(path)!r} is not a tokenizers JSON file ({error}): give a folder"
+        ) from error
+    model.no_truncation()
+    model.no_padding()
+    return model
+
+
+def _as_bytes(example: Written) -> Tokenized:
+    """Return the UTF-8 bytes of an example as tokens."""
+    ids = np.frombuffer(example.text.encode(), np.uint8).astype(np.uint32)
+    learned = np.zeros(len(ids), np.uint8)
+    for start, stop in example.learned:
+        first = len(example.text[:start].encode())
+        learned[first : first + len(example.text[start:stop].encode())] = 1
+    return Tokenized(ids, learned)

@@ -1,0 +1,190 @@
+"""Examples for fine-tuning: their shapes, what of them is learned, and how they share sequences."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import raypar as rp
+from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
+from raypar.actors.data.example_files import open_examples
+from raypar.actors.data.packing import packed
+from raypar.actors.data.tokenizer import Tokenizer
+from tests.support.examples import CHATML, MARKED, TALK, made_jsonl, made_tokenizer
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def opened(tmp_path, folder, records, **changes):
+    path = made_jsonl(tmp_path / "data.jsonl", records)
+    fields = {"tokenizer": str(folder), "cache": str(tmp_path / "cache")}
+    return open_examples("path", str(path), rp.Examples(str(path), **fields | changes))
+
+
+def parts_of(converted, folder, learned):
+    """The texts of the learned, or the other, tokens of each example."""
+    tokenizer, found, start = Tokenizer(str(folder)), [], 0
+    for end in converted.ends.tolist():
+        ids, mask = converted.ids[start:end], converted.learned[start:end]
+        found.append(tokenizer.decoded(ids[mask == learned].tolist()))
+        start = end
+    return found
+
+
+SHAPES = [
+    ({"text": "abc"}, "abc<|im_end|>", ""),
+    ({"prompt": "2+2=", "completion": " 4"}, " 4<|im_end|>", "2+2="),
+    (
+        {"messages": TALK},
+        "fine, and you<|im_end|>good<|im_end|>",
+        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n\n<|im_start|>user\nfine<|im_end|>\n"
+        "<|im_start|>assistant\n\n",
+    ),
+    (
+        {"prompt": TALK[:3], "completion": TALK[3:]},
+        "good<|im_end|>",
+        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\nfine, and you<|im_end|>\n<|im_start|>user\nfine"
+        "<|im_end|>\n<|im_start|>assistant\n\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "learned", "other"), SHAPES, ids=["text", "completion", "messages", "both"])
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+def test_of_every_shape_the_answers_are_learned(record, learned, other, template, tmp_path):
+    folder = made_tokenizer(tmp_path / "tokenizer", template)
+    converted = opened(tmp_path, folder, [record, record])
+    assert parts_of(converted, folder, 1) == [learned] * 2
+    assert parts_of(converted, folder, 0) == [other] * 2
+    converted = opened(tmp_path, folder, [record], learn="all")
+    assert parts_of(converted, folder, 0) == [""]
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[:2], [{"role": "system", "content": "Grüße 🙂"}, *TALK]])
+def test_the_mask_is_that_of_transformers(talk, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = made_tokenizer(tmp_path / "tokenizer", MARKED)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        talk, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    converted = opened(tmp_path, folder, [{"messages": talk}])
+    assert converted.ids.tolist() == theirs["input_ids"]
+    assert converted.learned.tolist() == theirs["assistant_masks"]
+    plain = opened(tmp_path, made_tokenizer(tmp_path / "plain"), [{"messages": talk}])
+    assert (plain.ids.tolist(), plain.learned.tolist()) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_a_template_that_changes_earlier_messages_is_told(tmp_path):
+    forgets = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.role + m.content }}{% endif %}{% endfor %}"
+    )
+    folder = made_tokenizer(tmp_path / "tokenizer", forgets)
+    path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK}]))
+    (fault,) = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 300)
+    assert "path: example 1 of data.jsonl is written by a chat template that changes earlier messages" in fault
+
+
+def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
+    lines = [
+        "{",
+        '{"texts": 1}',
+        "5",
+        '{"messages": []}',
+        '{"messages": [{"role": "user"}]}',
+        '{"prompt": 1, "completion": 2}',
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    faults = example_faults(rp.Examples(str(path), str(folder), cache=str(tmp_path / "cache")), 64, 300)
+    assert [fault.partition(":")[2][:60].strip() for fault in faults] == [
+        "data.jsonl, line 1, is not JSON (Expecting property name en",
+        "example 2 of data.jsonl has texts: an example has text, mes",
+        "example 3 of data.jsonl is 5: an example is an object with",
+        "example 4 of data.jsonl has messages []: they are a list wi",
+        "example 5 of data.jsonl has message 0 {'role': 'user'}: a m",
+    ]
+    assert not list((tmp_path / "cache").rglob("*.json"))
+    told = {
+        rp.Examples(str(tmp_path / "gone.jsonl")): "has no file of .jsonl",
+        rp.Examples(str(path), str(tmp_path)): "is not a tokenizers JSON file",
+        rp.Examples(str(path), template=str(tmp_path / "gone")): "template: ",
+        rp.Examples(str(folder / "tokenizer.json")): "example 1 of tokenizer.json has ",
+        rp.Examples(str(made_jsonl(tmp_path / "chat.jsonl", [{"messages": TALK}]))): "there is no chat template",
+        rp.Examples(str(made_jsonl(tmp_path / "one.jsonl", [{"text": "a"}]))): "needs two, one for validation",
+    }
+    for spec, says in told.items():
+        (fault,) = example_faults(spec, 64, 300)
+        assert says in fault
+
+
+def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(folder, tmp_path):
+    path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK[:1]}] * 3))
+    faults = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 100)
+    assert "the largest token id is 257, but the model's vocab is 100: set vocab to 258" in faults[0]
+    assert "no token of its examples is a target" in faults[1] and "how are you<|im_end|>" in faults[1]
+
+
+def test_packing_leaves_little_room_and_every_piece_is_in_one_sequence():
+    lengths = np.random.default_rng(0).integers(1, 65, 3000)
+    found = packed(lengths, 64)
+    assert sorted(found.pieces.tolist()) == list(range(3000))
+    sums = [int(lengths[found.of(row)].sum()) for row in range(len(found.ends))]
+    assert max(sums) <= 64
+    assert len(sums) <= 1.02 * -(-int(lengths.sum()) // 64)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_epoch_has_every_target_once_and_goes_on_in_the_middle(packing, folder, tmp_path):
+    texts = [chr(97 + i) * (3 + 5 * i) for i in range(20)]  # the longest has 98 letters, more than a sequence
+    path = str(made_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in texts]))
+    spec = rp.Examples(path, str(folder), packing=packing, val_path=path, cache=str(tmp_path))
+    train, _ = open_sequences(spec, 32)
+    batches = ExampleBatches(spec, 32, 1, 1, 1, seed=3)
+    for epoch in range(2):
+        steps = range(epoch * len(train), (epoch + 1) * len(train))
+        rows = [batches.batch("train", step, 0, 0) for step in steps]
+        found = torch.cat([targets[targets != IGNORED] for _, targets, _ in rows]).tolist()
+        letters = Tokenizer(str(folder)).decoded(found).replace("<|im_end|>", "")
+        assert {letter: letters.count(letter) for letter in letters} == {text[0]: len(text) - 1 for text in texts}
+        assert found.count(257) == 20
+        for inputs, _, starts in rows:
+            for at, start in enumerate(starts[0].tolist()):
+                assert start == at or inputs[0, start] == inputs[0, at], "a token sees only its own example"
+    again = ExampleBatches(spec, 32, 1, 1, 1, seed=3).batch("train", len(train) + 1, 0, 0)
+    assert all(torch.equal(one, other) for one, other in zip(again, rows[1], strict=True))
+    shared = ExampleBatches(spec, 32, 1, 2, 2, seed=3)
+    together = torch.cat([shared.batch("train", 0, m, dp)[0] for m in range(2) for dp in range(2)])
+    assert torch.equal(together, torch.cat([batches.batch("train", step, 0, 0)[0] for step in range(4)]))
+
+
+def test_a_conversation_that_is_too_long_is_cut_and_one_without_answers_left_out(folder, tmp_path):
+    silent = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
+    path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK}, {"messages": silent}, {"text": "ab"}]))
+    train, _ = open_sequences(rp.Examples(path, str(folder), val_path=path, cache=str(tmp_path)), 40)
+    assert (train.pieces.cut, train.pieces.dropped, len(train.pieces.firsts)) == (2, 1, 2)
+    assert sorted(train.pieces.lengths.tolist()) == [2, 40]
+
+
+def test_other_files_have_the_same_examples(folder, tmp_path):
+    records = [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    (tmp_path / "b.txt").write_text("one")
+    spec = rp.Examples("", str(folder), cache=str(tmp_path / "cache"))
+    wanted = opened(tmp_path, folder, records).ids.tolist()
+    assert open_examples("path", str(tmp_path / "a.json"), spec).ids.tolist() == wanted
+    assert open_examples("path", str(tmp_path / "b.txt"), spec).ids.tolist() == wanted[:4]
+    assert open_examples("path", str(tmp_path / "*.[jt]*"), spec).facts.examples == 2 + 1 + 2
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "c.parquet")
+    assert open_examples("path", str(tmp_path / "c.parquet"), spec).ids.tolist() == wanted
