@@ -105,8 +105,8 @@ class ChatTemplate:
             head = self._rendered(messages[:number], more) if number else ""
         if not text.startswith(upto) or not upto.startswith(head):
             raise ExampleError(
-                "is written by a chat template that changes earlier messages when later ones come, so that answers can't "
-                "be told from it: mark them there with {% generation %} ... {% endgeneration %}, as data.template"
+                "is written by a chat template that changes earlier messages when later ones come, so that answers "
+                "can't be told from it: mark them there with {% generation %} ... {% endgeneration %}, as data.template"
             )
         stop = len(upto)
         bare = upto.rstrip()

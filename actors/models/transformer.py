@@ -132,6 +132,7 @@ class TransformerModel(Model):
     )
 
     bias: bool  # whether the attention's output projection has a bias
+    documents: Documents
 
     def __init__(self, spec: Transformer) -> None:
         self.spec = spec

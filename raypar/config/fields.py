@@ -199,4 +199,4 @@ def _word_of(error: ErrorDetails) -> str:
     if of_class is None:
         told = error["msg"].replace("'", "")  # some versions of pydantic quote the name of a predicate
         return (_WORDS.get(error["type"]) or _WORDS.get(told, error["msg"])).format(**error.get("ctx", {}))
-    return _CLASSES.get(of_class) or f"{'an' if of_class.startswith(('A', 'SGD')) else 'a'} {of_class}"
+    return _CLASSES.get(of_class) or f"{'an' if of_class.startswith(('A', 'E', 'SGD')) else 'a'} {of_class}"

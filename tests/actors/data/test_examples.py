@@ -52,8 +52,8 @@ SHAPES = [
     (
         {"prompt": TALK[:3], "completion": TALK[3:]},
         "good<|im_end|>",
-        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\nfine, and you<|im_end|>\n<|im_start|>user\nfine"
-        "<|im_end|>\n<|im_start|>assistant\n\n",
+        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\nfine, and you<|im_end|>\n"
+        "<|im_start|>user\nfine<|im_end|>\n<|im_start|>assistant\n\n",
     ),
 ]
 

@@ -88,7 +88,7 @@ def test_without_their_boundaries_examples_see_each_other(path, monkeypatch):
 
 def test_the_plain_process_of_a_parity_check_knows_them(path):
     run = epoch(MODELS["learned"], path, mesh=rp.Mesh(pp=2))
-    loss, gradients = taken(run)
+    _, gradients = taken(run)
     plain = watch_plainly(run, 0)
     theirs = {name: gradient for name, gradient in plain.gradients.items() if gradient is not None}
     for name, gradient in theirs.items():
@@ -97,7 +97,7 @@ def test_the_plain_process_of_a_parity_check_knows_them(path):
 
 def test_layouts_that_can_not_keep_examples_apart_are_told(path):
     run = epoch(rp.GPT(**SIZES), path, mesh=rp.Mesh(cp=2))
-    with pytest.raises(rp.ConfigError, match="with mesh.cp positions 'learned' count from the sequence's beginning"):
+    with pytest.raises(rp.ConfigError, match=r"with mesh.cp positions 'learned' count from the sequence's beginning"):
         check_run(run)
-    with pytest.raises(rp.ConfigError, match="on grids .* attention does not know where examples begin"):
+    with pytest.raises(rp.ConfigError, match=r"on grids .* attention does not know where examples begin"):
         check_run(epoch(rp.Llama(**SIZES), path, mesh=rp.Mesh(tp="2d:2x2")))

@@ -324,13 +324,14 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
     assert faults_of(replace(tiny, model="gpt-small", data="my.txt", optim="adam")) == [
         "model is 'gpt-small': it must be a GPT or a Llama or a Layers; "
         "rp.recipe('gpt-small') is a run with such a model",
-        "data is 'my.txt': it must be a Text or a Batches; for text files give rp.Text('my.txt')",
+        "data is 'my.txt': it must be a Text or an Examples or a Batches; for text files give rp.Text('my.txt')",
         "optim is 'adam': it must be an AdamW or an SGD or a Muon; such as rp.AdamW(lr=1e-3)",
     ]
     assert faults_of(replace(tiny, model=nn.Linear(2, 2), data=faults_of, precision="bf16")) == [
         "model is Linear(in_features=2, out_features=2, bias=True): it must be a GPT or a Llama or a Layers; "
         "modules of yours are rp.Layers(lambda: [...], loss=...)",
-        f"data is {faults_of!r}: it must be a Text or a Batches; a function of yours is rp.Batches(function)",
+        f"data is {faults_of!r}: it must be a Text or an Examples or a Batches; "
+        "a function of yours is rp.Batches(function)",
         "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')",
     ]
     assert "rp.HF('gpt2') is the model in a folder of Hugging Face" in faults_of(replace(tiny, model="gpt2"))[0]
@@ -507,8 +508,11 @@ def test_all_wrong_types_come_at_once():
     ("change", "says"),
     [
         ({"model": GPT}, "model is <class 'raypar.actors.specs.model.GPT'>: it must be a GPT or a Llama or a Layers"),
-        ({"data": SGD}, f"data is {SGD}: it must be a Text or a Batches"),
-        ({"data": [1]}, "data is [1]: it must be a Text or a Batches; rp.Batches(batch) are yours, where def batch("),
+        ({"data": SGD}, f"data is {SGD}: it must be a Text or an Examples or a Batches"),
+        (
+            {"data": [1]},
+            "data is [1]: it must be a Text or an Examples or a Batches; rp.Batches(batch) are yours, where def batch(",
+        ),
         ({"save_every": None}, "save_every is None: it must be a whole number; 0 saves only at the end"),
         ({"precision": "bf16"}, "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')"),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
