@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raypar.actors.layers.time_mixing import TimeMixing
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Examples, Text
+    from raypar.actors.specs.lora import Lora
     from raypar.actors.specs.model import GPT, Layers, Llama
     from raypar.actors.specs.moe import MoE
     from raypar.actors.specs.optim import SGD, AdamW, Muon
@@ -57,6 +58,7 @@ _HOMES = {
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Examples", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
+    "raypar.actors.specs.lora": ("Lora",),
     "raypar.actors.specs.moe": ("MoE",),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
@@ -101,6 +103,7 @@ __all__ = [
     "Layers",
     "LinearAttention",
     "Llama",
+    "Lora",
     "LossScale",
     "Mesh",
     "MoE",

@@ -315,7 +315,7 @@ MAY_IMPORT = {
         "actors/layers actors/models actors/specs schedules"
     ),
     "actors/specs": "actors actors/mesh schedules schedules/passes",
-    "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
+    "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "

@@ -145,7 +145,7 @@ class Sharder:
         for inner, parameter in self._modules[index].named_parameters():
             name = f"{self._model.names[index]}.{inner}"
             home = self._same.get(name, name)
-            if home in self._shared:
+            if home in self._shared and parameter.requires_grad:
                 if home not in self._tied:
                     self._tied[home] = self._unit({home: parameter}, initial)
                 tied.append(self._tied[home])

@@ -51,17 +51,31 @@ class FolderWeights:
         Raises:
             CheckpointError: The folder has no such tensor, one of another shape, or can't be read.
         """
+        spans = [shard.sharding[dim].spans(length) for dim, length in enumerate(shard.whole)]
+        self.read(name, parameter, shard.whole, spans)
+
+    def read(self, name: str, parameter: Tensor, whole: Sequence[int], spans: Sequence[Sequence[Span]]) -> None:
+        """Set a tensor to some indices of a weight.
+
+        Args:
+            name: Logical name of the weight.
+            parameter: The tensor, in any dtype, contiguous.
+            whole: Shape of the weight.
+            spans: For each dim, ranges of indices: the first one, and the one behind the last.
+
+        Raises:
+            CheckpointError: As in ``fill``.
+        """
         conversion = converted(self._type, [name]).get(name)
         kept = None if conversion is None else self._kept.get(conversion.theirs)
-        if conversion is None or kept is None or not fits(conversion, kept, shard.whole):
-            raise CheckpointError([f"{str(self._folder)!r} has no weight {name!r} of shape {list(shard.whole)}"])
-        spans = [shard.sharding[dim].spans(length) for dim, length in enumerate(shard.whole)]
+        if conversion is None or kept is None or not fits(conversion, kept, whole):
+            raise CheckpointError([f"{str(self._folder)!r} has no weight {name!r} of shape {list(whole)}"])
         with told(f"{kept.file!r} can't be read"), (self._folder / kept.file).open("rb", buffering=0) as file:
             for region, piece in _regions(spans):
                 target = parameter[region] if region else parameter
                 if conversion.transposed:
                     target, piece = target.t(), piece[::-1]
-                start = conversion.part * shard.whole[0]
+                start = conversion.part * whole[0]
                 along = 1 if conversion.transposed else 0
                 box = [
                     (low + start * (dim == along), high + start * (dim == along))

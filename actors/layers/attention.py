@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, rerun
 from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers import attention_blocks
+from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
@@ -192,12 +193,15 @@ class Attention(nn.Module, Incremental):
         alibi = between if isinstance(between, Alibi) else None
         self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents)
         self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
+        self.q_lora, self.k_lora = adapter_of(spec, self.q, "attn"), adapter_of(spec, self.k, "attn")
+        self.v_lora, self.out_lora = adapter_of(spec, self.v, "attn"), adapter_of(spec, self.out, "attn")
         self.fan = Fan(together=spec.attention == "blocks")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Attend to the tokens of the sequence."""
+        layers = (self.q, self.q_lora), (self.k, self.k_lora), (self.v, self.v_lora)
         q_BNSd, k_BKSd, v_BKSd = (
-            y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in self.fan(x_BSD, self.q, self.k, self.v)
+            y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in fanned(self.fan, x_BSD, layers)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSd, k_BKSd = self.q_norm(q_BNSd), self.k_norm(k_BKSd)
@@ -209,8 +213,7 @@ class Attention(nn.Module, Incremental):
             if self.sequences is not None:
                 self.sequences.fill(self, k_BKSd, v_BKSd)
             y_BNSd = self.core(q_BNSd, k_BKSd, v_BKSd)
-        out: Tensor = self.out(y_BNSd.transpose(1, 2).flatten(2))
-        return out
+        return applied(self.out, self.out_lora, y_BNSd.transpose(1, 2).flatten(2))
 
     def _further(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: Sequences, at_B: Tensor) -> Tensor:
         """Compute the core for each sequence's next token, whose keys and values join those that are kept."""

@@ -33,6 +33,8 @@ Kind = Literal[  # of a module, as parallel styles distinguish them
     "column",  # a linear layer whose outputs are sharded
     "row",  # a linear layer whose inputs are sharded
     "moe",  # a layer of experts
+    "adapter_column",  # an adapter of a linear layer whose outputs are sharded
+    "adapter_row",  # an adapter of a linear layer whose inputs are sharded
     "logits",  # the projection to the vocabulary, with which the layer ends
     "copy",  # a linear layer that takes the same input as others
     "gather",  # a module whose sharded output is gathered

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.model import GPT, Transformer
@@ -25,13 +26,13 @@ class MLP(nn.Module):
         super().__init__()
         linear = linear_of(spec.linear)
         self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
+        self.up_lora, self.down_lora = adapter_of(spec, self.up, "mlp"), adapter_of(spec, self.down, "mlp")
         self.fan = Fan()
         self.approximate = "tanh" if isinstance(spec, GPT) and spec.gelu == "tanh" else "none"
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        (y_BSF,) = self.fan(x_BSD, self.up)
-        out: Tensor = self.down(F.gelu(y_BSF, approximate=self.approximate))
-        return out
+        (y_BSF,) = fanned(self.fan, x_BSD, ((self.up, self.up_lora),))
+        return applied(self.down, self.down_lora, F.gelu(y_BSF, approximate=self.approximate))
 
 
 class GPTModel(TransformerModel):

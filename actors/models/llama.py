@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.model import Llama, Transformer
@@ -26,12 +27,13 @@ class SwiGLU(nn.Module):
         linear, hidden = linear_of(spec.linear), spec.hidden
         self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
         self.down = linear(width, hidden, bias=False)
+        self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "mlp"), adapter_of(spec, self.up, "mlp")
+        self.down_lora = adapter_of(spec, self.down, "mlp")
         self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gate_BSF, up_BSF = self.fan(x_BSD, self.gate, self.up)
-        out: Tensor = self.down(F.silu(gate_BSF) * up_BSF)
-        return out
+        gate_BSF, up_BSF = fanned(self.fan, x_BSD, ((self.gate, self.gate_lora), (self.up, self.up_lora)))
+        return applied(self.down, self.down_lora, F.silu(gate_BSF) * up_BSF)
 
 
 class LlamaModel(TransformerModel):

@@ -27,6 +27,7 @@ from raypar.actors.models.moe import MoE
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
+from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.actors.specs.model import Transformer
 from raypar.actors.tensors import Values
 
@@ -120,11 +121,15 @@ class TransformerModel(Model):
         ("blocks.*.attn", "heads"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.out", "row"),
+        ("blocks.*.attn.out_lora", "adapter_row"),
         ("blocks.*.mlp.experts", "expert"),
         ("blocks.*.mlp", "enter"),
         ("blocks.*.mlp.gate", "column"),
         ("blocks.*.mlp.up", "column"),
         ("blocks.*.mlp.down", "row"),
+        ("blocks.*.mlp.gate_lora", "adapter_column"),
+        ("blocks.*.mlp.up_lora", "adapter_column"),
+        ("blocks.*.mlp.down_lora", "adapter_row"),
         ("blocks.*.drop", "drop"),
         ("head.norm", "norm"),
         ("head.out", "logits"),
@@ -167,6 +172,7 @@ class TransformerModel(Model):
         made = unfilled(lambda: map(layer, layers))
         for index, module in zip(layers, made, strict=True):
             shards = parallelize(self.names[index], module)
+            self._freeze(module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
                 self._init(homes.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
@@ -196,6 +202,16 @@ class TransformerModel(Model):
 
     def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
+        return self._freeze(self._whole_layer(apart, desk, index))
+
+    def _freeze(self, layer: nn.Module) -> nn.Module:
+        """Let only the adapters of a layer learn, if the model has some."""
+        if self.spec.lora is not None:
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
+        return layer
+
+    def _whole_layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         spec = self.spec
         if index == 0:
             return Embedding(spec, self.documents)
@@ -214,17 +230,18 @@ class TransformerModel(Model):
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
         """Set the initial values of this actor's part of a parameter, in place."""
-        if self._folder is not None:
+        if self._folder is not None and not is_adapter(name):
             self._folder.fill(name, parameter, shard)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", f"{LORA}.b.weight")):
             parameter.zero_()
         elif "norm" in name:
             parameter.fill_(1.0)
         else:
             # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
             branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", ".down.weight")) else 1
+            spread = shard.whole[-1] ** -0.5 if is_adapter(name) else 0.02 / math.sqrt(branches)
             generator = torch.Generator().manual_seed(derive(seed, name))
             whole = parameter if shard.is_whole else parameter.new_empty(shard.whole)
-            whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            whole.normal_(0.0, spread, generator=generator)
             if not shard.is_whole:
                 parameter.copy_(shard.take(whole))

@@ -14,6 +14,7 @@ from annotated_types import Ge, Le
 
 from raypar.actors.bounds import Count, Positive, Share, Steps
 from raypar.actors.known_fields import known_fields
+from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling
 
@@ -67,6 +68,8 @@ class Transformer:
     """with window, the first block that has it, counted from 0; the blocks before it attend to all tokens"""
     norm_eps: Positive = 1e-5
     """added to the variance in LayerNorm, or to the mean square in RMSNorm, against division by zero"""
+    lora: Lora | None = None
+    """low-rank adapters, which learn in the place of all weights; None: all weights learn"""
     hf: str | None = None
     """folder of a Hugging Face model whose weights the run begins with, as rp.HF("folder") gives it; None: random
     weights"""
@@ -80,6 +83,9 @@ class Transformer:
         """
         if self.moe is not None and right("model.moe", "model.layers", "model.seq"):
             yield from self.moe.faults(self.layers, self.seq)
+            if self.lora is not None and self.lora.targets != "attn":
+                told = f"model.lora.targets is {self.lora.targets!r}, and experts have no adapters"
+                yield f"{told}: use 'attn', or leave out model.moe"
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
             told = f"model.window_first is {self.window_first}, but there is no window"
             yield f"{told}: give model.window, or leave it out"

@@ -16,6 +16,7 @@ from raypar.actors.autograd.recompute import SelectiveRecompute
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
+from raypar.actors.layers.adapter import SummedLinear
 from raypar.actors.layers.linear import TORCH, Fan, Pair, Postponable, Postponer, Use
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
@@ -65,7 +66,7 @@ class SharedLinear(nn.Linear):
         return F.linear(x, *own_outputs(self))
 
 
-class RowParallelLinear(PostponableLinear):
+class RowParallelLinear(PostponableLinear, SummedLinear):
     """A linear layer sharded by inputs, whose products are summed over the members: (..., own inputs) -> (..., out).
 
     Args:
@@ -82,12 +83,17 @@ class RowParallelLinear(PostponableLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer. Raises ValueError if the input is not sharded as the weight is."""
+        return self.with_added(input, None)
+
+    def with_added(self, input: Tensor, added: Tensor | None) -> Tensor:
+        """Apply the layer; what an adapter adds to the products is summed with them, in the same message."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
-        out = self.leave(own_product(self, input, None))
+        products = own_product(self, input, None)
+        out = self.leave(products if added is None else products + added)
         return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # in place: nothing else uses it
 
 

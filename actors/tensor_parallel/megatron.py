@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import Move, copy_to, gather_from, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
+from raypar.actors.layers.adapter import Adapter
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.linear import Fan
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
 from raypar.actors.sharding import Pieces, Sharding
+from raypar.actors.specs.lora import LORA
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.tensor_parallel.experts import ShardedExperts
 from raypar.actors.tensor_parallel.linear import (
@@ -63,6 +65,8 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         "column": column,
         "heads": HeadParallel(group, column),
         "row": RowParallel(group, leave, flow),
+        "adapter_column": AdapterOfColumns(group, column),
+        "adapter_row": AdapterOfRows(group),
         "moe": ShardedExperts(group, enter, leave, flow),
         "logits": LogitsParallel(group, column),
         "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
@@ -140,7 +144,10 @@ class HeadParallel(ParallelStyle):
         kv: ParallelStyle = self.column
         if kv_heads % self.group.size:
             kv = SharedOutputs(self.group, Pieces.at(self.group.rank * kv_heads // self.group.size, kv_heads))
-        applied = apply_to_children(name, module, {"q": self.column, "k": kv, "v": kv})
+        styles = {"q": self.column, "k": kv, "v": kv}
+        adapted = {f"{child}{LORA}": AdapterOfColumns(self.group, style) for child, style in styles.items()}
+        styles |= {child: style for child, style in adapted.items() if getattr(module, child) is not None}
+        applied = apply_to_children(name, module, styles)
         normed = [inner for inner in _parameters_of(module) if inner.startswith(("q_norm.", "k_norm."))]
         return applied._replace(partial={**applied.partial, **dict.fromkeys(normed, (self.group,))})
 
@@ -161,6 +168,43 @@ class SharedOutputs(ParallelStyle):
         assert isinstance(module, nn.Linear)
         made = SharedLinear(module, self.outputs.span(module.out_features))
         return Applied(made, partial=dict.fromkeys(_parameters_of(made), (self.group,)))
+
+
+@dataclass(frozen=True)
+class AdapterOfColumns(ParallelStyle):
+    """Shard the adapter of a linear layer that is sharded by outputs.
+
+    Its first half is whole on every member, and gets the same input; gradients of that are partial, as each member
+    has other outputs.
+
+    Attributes:
+        group: The members.
+        columns: What becomes of the layer, and of the adapter's second half.
+    """
+
+    group: Group
+    columns: ParallelStyle
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        applied = apply_to_children(name, module, {"b": self.columns})
+        return applied._replace(partial={**applied.partial, "a.weight": (self.group,)})
+
+
+@dataclass(frozen=True)
+class AdapterOfRows(ParallelStyle):
+    """Shard the adapter of a linear layer that is sharded by inputs.
+
+    Each member's first half makes an addend from its own inputs. The second half is whole on every member, and what it
+    makes is summed with the layer's products.
+    """
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, Adapter)
+        shard = shard_of(module.a.weight.shape, 1, self.group)
+        module.a = type(module.a)(shard.shape[1], shard.shape[0], bias=False, dtype=module.a.weight.dtype)
+        return Applied(module, {"a.weight": shard}, {"b.weight": (self.group,)})
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         if name not in same
     }
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties]
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers, first
     return Part(model, stages, parameters, masters, owners, ends, *resting, *others)

@@ -18,12 +18,14 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.files import sync_folder, told, write_whole
 from raypar.actors.hugging_face.conversions import Conversion, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
+from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
+from raypar.config.skeleton import Skeleton
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raypar.actors.checkpoint.assembler import Assembler
+    from raypar.actors.hugging_face.weights import FolderWeights
 
 COPIED = (  # files of a folder that the weights came from, which stay as they are
     "generation_config.json",
@@ -71,12 +74,17 @@ class _Part:
     Attributes:
         conversion: How it is a part.
         shape: Its shape.
-        logical: Where it is in the checkpoint; None for zeros.
+        logical: Where it is in the checkpoint; None if it is not there.
+        base: What reads it instead; None for zeros.
+        adapter: Where the first and the second half of its adapter are in the checkpoint, and the factor of these; None
+            if it has none.
     """
 
     conversion: Conversion
     shape: tuple[int, ...]
     logical: Logical | None
+    base: FolderWeights | None = None
+    adapter: tuple[Logical, Logical, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,8 @@ def export(
     with told(f"{str(path)!r} can't be written"):
         aside.mkdir()
         try:
-            _write_weights(found, _tensors(found.manifest.tensors, kind), aside, DTYPES[_NAMES[chosen]], shard)
+            tensors = _merged(run, model, found, kind) if model.lora else _tensors(found.manifest.tensors, kind)
+            _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
             texts = {CONFIG: _json(config_of(model, kind, begun, _NAMES[chosen]))}
             texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss).encode()
             for name, text in texts.items():
@@ -172,6 +181,8 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
         raise ConfigError([f"export: {fault}" for fault in faults])
     run = run_of({name: plain[name] for name in _TOLD if name in plain and name not in own})
     assert isinstance(run.model, GPT | Llama)
+    if run.model.lora is not None and run.model.hf is None:
+        faults.append("the adapters are of random weights, which no checkpoint has: train them on rp.HF(folder)")
     kind, unfit = type_of(run.model, _begun(run.model).get("model_type"))
     if kind is None or faults:
         raise ConfigError([f"export: {fault}" for fault in (*faults, *unfit)])
@@ -204,6 +215,26 @@ def _tensors(tensors: Mapping[str, Logical], kind: str) -> list[_Theirs]:
         raise CheckpointError([f"a {kind} has no tensor for weight {name!r}" for name in unnamed[:5]])
     for name, one in conversions.items():
         parts[one.theirs].append(_Part(one, shapes[name], weights.get(name)))
+    return [_Theirs(name, sorted(of, key=lambda part: part.conversion.part)) for name, of in parts.items()]
+
+
+def _merged(run: Run, model: GPT | Llama, found: Found, kind: str) -> list[_Theirs]:
+    """Return the tensors of theirs that adapters and the weights of the folder that they adapt are.
+
+    Raises:
+        CheckpointError: The folder with these weights can't be read.
+    """
+    from raypar.actors.hugging_face.weights import FolderWeights
+
+    assert model.hf is not None and model.lora is not None
+    base, kept, parts = FolderWeights(Path(model.hf)), found.manifest.tensors, defaultdict[str, list[_Part]](list)
+    weights = Skeleton(model, run.seed).whole
+    for name, one in converted(kind, weights).items():
+        halves = [f"{name.removesuffix('.weight')}{LORA}.{half}.weight" for half in "ab"]
+        adapter = None
+        if all(half in kept for half in halves):
+            adapter = (kept[halves[0]], kept[halves[1]], model.lora.scale)
+        parts[one.theirs].append(_Part(one, tuple(weights[name].shape), None, base, adapter))
     return [_Theirs(name, sorted(of, key=lambda part: part.conversion.part)) for name, of in parts.items()]
 
 
@@ -282,9 +313,16 @@ def _read(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[int, in
     """Read some indices of a part, by dim."""
     import torch
 
-    if part.logical is None:
-        return torch.zeros([sum(stop - start for start, stop in dim) for dim in spans])
-    return source.read_spans(part.logical, spans)
+    if part.logical is not None:
+        return source.read_spans(part.logical, spans)
+    found = torch.zeros([sum(stop - start for start, stop in dim) for dim in spans])
+    if part.base is not None:
+        part.base.read(part.conversion.ours, found, part.shape, spans)
+    if part.adapter is not None:
+        first, second, scale = part.adapter
+        rows = source.read_spans(second, [spans[0], [(0, second.shape[1])]]).float()
+        found.addmm_(rows, source.read_spans(first, [[(0, first.shape[0])], spans[1]]).float(), alpha=scale)
+    return found
 
 
 def _copy_files(run: Run, model: GPT | Llama, folder: Path) -> None:

@@ -34,6 +34,7 @@ from raypar.config.validate.asynchronous import asynchronous_faults, version_fau
 from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.hugging_face import folder_faults as weight_faults
+from raypar.config.validate.lora import lora_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
@@ -82,7 +83,7 @@ def check_run(
         faults += run.mesh.faults(right)
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
-    faults += [*precision_faults(run, right), *uneven_faults(run, right)]
+    faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
@@ -97,8 +98,9 @@ def check_run(
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
     faults += _module_faults(run, skeleton, right)
-    if resumed is None and right("model") and isinstance(run.model, Transformer) and not any(run.model.faults(right)):
-        faults += weight_faults(run.model, skeleton)
+    begins = isinstance(run.model, Transformer) and (resumed is None or run.model.lora is not None)
+    if begins and right("model") and isinstance(run.model, Transformer) and not any(run.model.faults(right)):
+        faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
     if right("data"):
         faults += _data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from raypar.actors.specs.lora import is_adapter
 from raypar.actors.specs.model import GPT, Layers, Llama
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ class Skeleton:
             f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
         }
         return {name: every[name] for name in self.model.parameter_names()}
+
+    @cached_property
+    def whole(self) -> Mapping[str, Tensor]:
+        """As ``weights``, with those that are frozen; without adapters."""
+        every = (
+            (f"{layer}.{inner}", p) for layer, module in self.layers.items() for inner, p in module.named_parameters()
+        )
+        return {name: p for name, p in every if name not in self.homes and not is_adapter(name)}
 
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:

@@ -243,7 +243,8 @@ def begins_in_folder(model: Mapping[str, Any]) -> bool:
 
     A run that was written has all fields, so that it can be read where the folder is no more.
     """
-    folder, every = model.get("hf"), {field.name for field in fields(Transformer)} - {"hf", "moe", "rope_scaling"}
+    optional = {"hf", "moe", "rope_scaling", "lora"}
+    folder, every = model.get("hf"), {field.name for field in fields(Transformer)} - optional
     return isinstance(folder, str) and folder != "none" and not every <= model.keys()
 
 

@@ -61,8 +61,11 @@ def plans_of(
 
 
 def begun(run: Run) -> Run:
-    """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with."""
-    if not isinstance(run.model, Transformer) or run.model.hf is None:
+    """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with.
+
+    With adapters it does, because a checkpoint has only what learns.
+    """
+    if not isinstance(run.model, Transformer) or run.model.hf is None or run.model.lora is not None:
         return run
     return replace(run, model=replace(run.model, hf=None))
 

@@ -39,13 +39,14 @@ def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) ->
     """Return the tensors that differ between a folder and a model, by what is wrong with them."""
     from raypar.actors.hugging_face.weights import fits, shape_in  # imports torch
 
-    conversions = converted(model_type, skeleton.weights)
+    weights = skeleton.whole
+    conversions = converted(model_type, weights)
     missing, wrong = list[str](), list[str]()
-    unnamed = [name for name in skeleton.weights if name not in conversions]
+    unnamed = [name for name in weights if name not in conversions]
     used = set[str]()
     for name, conversion in conversions.items():
         used.add(conversion.theirs)
-        shape = tuple(skeleton.weights[name].shape)
+        shape = tuple(weights[name].shape)
         there = kept.get(conversion.theirs)
         if there is None:
             missing.append(conversion.theirs)

@@ -168,3 +168,21 @@ def test_a_checkpoint_that_can_not_be_read_leaves_nothing_behind(tmp_path):
     with pytest.raises(rp.CheckpointError):
         export(found, tmp_path / "to")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("like", [OWN[1], OWN[2]], ids=["gpt", "llama"])
+@pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2, tp=2)], ids=["alone", "pp2 tp2"])
+def test_adapters_are_merged_into_the_weights_that_they_adapt(like, mesh, tmp_path):
+    base = export(checkpoint_of(trained(like), tmp_path / "one"), tmp_path / "base")
+    model = rp.HF(base, seq=12, lora=rp.Lora(rank=2))
+    team = trained(model, mesh)
+    found = checkpoint_of(team, tmp_path / "checkpoints")
+    weights = [name for name in found.manifest.tensors if not name.startswith(("optim.", "buffers."))]
+    assert weights and all("_lora." in name for name in weights), "checkpoints have only what learns"
+    merged = export(found, tmp_path / "merged", shard=3000)
+    again = trained(rp.HF(merged, seq=12), optim=rp.SGD(lr=1e-30))
+    torch.testing.assert_close(logits_of(team, some_ids()), logits_of(again, some_ids()), atol=1e-5, rtol=1e-5)
+    plain = trained(rp.HF(base, seq=12), optim=rp.SGD(lr=1e-30))
+    assert (logits_of(plain, some_ids()) - logits_of(again, some_ids())).abs().max() > 1e-3
+    with pytest.raises(rp.ConfigError, match="the adapters are of random weights"):
+        export(checkpoint_of(trained(replace(like, lora=rp.Lora())), tmp_path / "random"), tmp_path / "other")

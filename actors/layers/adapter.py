@@ -1,0 +1,93 @@
+"""Low-rank adapters of linear layers, and layers that are called with them.
+
+Shapes: E inputs of a layer, F its outputs, r rank of an adapter.
+
+Source: Hu et al. 2022, "LoRA: Low-Rank Adaptation of Large Language Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.specs.model import Transformer
+
+Adapted: TypeAlias = tuple[nn.Linear, "Adapter | None"]
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter: (..., E) -> (..., F).
+
+    Args:
+        spec: The model, which has adapters.
+        layer: The layer that it adapts.
+
+    Attributes:
+        a, b: Its two linear layers, without biases: E to r, r to F.
+    """
+
+    def __init__(self, spec: Transformer, layer: nn.Linear) -> None:
+        super().__init__()
+        assert spec.lora is not None
+        linear, rank = linear_of(spec.linear), spec.lora.rank
+        self.a = linear(layer.in_features, rank, bias=False)
+        self.b = linear(rank, layer.out_features, bias=False)
+        self.scale = spec.lora.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.widened(self.a(x))
+
+    def widened(self, h: Tensor) -> Tensor:
+        """Return the outputs for what ``a`` has made, (..., r) -> (..., F)."""
+        out: Tensor = self.b(h) * self.scale
+        return out
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer of which an actor has a part, whose outputs are sums over actors."""
+
+    def with_added(self, input: Tensor, added: Tensor | None) -> Tensor:
+        """Apply the layer, with this actor's part of something that is added to its outputs (..., F)."""
+        raise NotImplementedError
+
+
+def adapter_of(spec: Transformer, layer: nn.Linear, part: Literal["attn", "mlp"]) -> Adapter | None:
+    """Return the adapter of a linear layer; None if the model has none there.
+
+    Args:
+        spec: The model.
+        layer: The layer.
+        part: The part of a block that the layer belongs to.
+    """
+    return Adapter(spec, layer) if spec.lora is not None and spec.lora.adapts(part) else None
+
+
+def fanned(fan: Fan, x: Tensor, layers: Sequence[Adapted]) -> list[Tensor]:
+    """Call layers, and the first halves of their adapters, on one input, and return the outputs of each.
+
+    Args:
+        fan: What calls them.
+        x: The input (..., E).
+        layers: The layers, each with its adapter or None.
+    """
+    adapters = [adapter for _, adapter in layers if adapter is not None]
+    outs = fan(x, *(layer for layer, _ in layers), *(adapter.a for adapter in adapters))
+    narrow = iter(outs[len(layers) :])
+    return [
+        out if adapter is None else out + adapter.widened(next(narrow))
+        for out, (_, adapter) in zip(outs, layers, strict=False)
+    ]
+
+
+def applied(layer: nn.Linear, adapter: Adapter | None, x: Tensor) -> Tensor:
+    """Call a layer with its adapter, if it has one: (..., E) -> (..., F)."""
+    if adapter is None:
+        out: Tensor = layer(x)
+    elif isinstance(layer, SummedLinear):
+        out = layer.with_added(x, adapter(x))
+    else:
+        out = layer(x) + adapter(x)
+    return out
