@@ -17,7 +17,7 @@ from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.types import Split
-from raypar.actors.tensors import Values
+from raypar.actors.tensors import Values, cast_floating
 
 IGNORED = -100  # the ignore_index of torch's losses over classes
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -136,6 +136,10 @@ class Model(ABC):
     @abstractmethod
     def loss(self, output: Values, target: Values) -> Tensor:
         """Return the mean loss of a microbatch, a scalar, from the last layer's output and the target."""
+
+    def loss_in_fp32(self, output: Values, target: Values) -> Tensor:
+        """Return the loss of an output in half precision, computed in fp32."""
+        return self.loss(cast_floating(output, torch.float32), target).float()
 
     def count(self, target: Values) -> int:
         """Return the number of target elements that the loss is the mean of.

@@ -22,7 +22,7 @@ from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.tensors import Values, as_values, cast_floating
+from raypar.actors.tensors import Values, as_values
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
 
@@ -335,19 +335,14 @@ class Stage:
             values = self._run(step, microbatch, values, self.modules)
             if not self.is_last:
                 return values
-            return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+            return ((self.model.loss_in_fp32 if self._is_half else self.model.loss)(values, target),)
 
     def _run(
         self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module], *, of_batch: bool = True
     ) -> Values:
         """Run the first layers of the stage, these modules, each with its own seed, and return the outputs.
 
-        Args:
-            step: The step.
-            microbatch: Number of the microbatch in the whole step.
-            values: The inputs.
-            modules: The layers.
-            of_batch: Whether the inputs are of the data's batches, whose documents the layers then know.
+        They know the documents of the microbatch if the values are ``of_batch``.
         """
         for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
             prepare = partial(self._prepare, step, microbatch, index, of_batch=of_batch)
@@ -384,17 +379,6 @@ class Stage:
             self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
         ):
             yield
-
-
-def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:
-    """Return the loss of outputs in half precision, computed in fp32.
-
-    Args:
-        model: The model.
-        outputs: The last layer's outputs.
-        target: The targets of the microbatch.
-    """
-    return model.loss(cast_floating(outputs, torch.float32), target).float()
 
 
 def _tail(outputs: Values) -> Tail:
