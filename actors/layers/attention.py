@@ -221,7 +221,7 @@ class Attention(nn.Module, Incremental):
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)
         k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)
         slopes = None if self.core.alibi is None else self.core.alibi.slopes
-        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, at_B, slopes, self.core.window)
+        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, sequences.distance, slopes, self.core.window)
 
 
 def seen_in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:

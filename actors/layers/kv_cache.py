@@ -26,6 +26,7 @@ class Sequences:
     Attributes:
         at: Position (B,) int64 of each sequence's next token; None while the prompts are read, from position 0 on.
         reach: One more than the largest of these positions.
+        distance: How far behind these positions is each slot that they reach, (B, reach) int64; below 0: ahead of them.
     """
 
     def __init__(self, slots: int) -> None:
@@ -34,9 +35,16 @@ class Sequences:
         self._slots = slots
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def go_to(self, at: Tensor) -> None:
-        """Let the next tokens be at these positions, (B,) int64."""
-        self.at, self.reach = at, int(at.max()) + 1
+    def go_to(self, at: Tensor, device: torch.device) -> None:
+        """Let the next tokens be at these positions.
+
+        Args:
+            at: The positions (B,) int64, on the host.
+            device: Where the layers compute.
+        """
+        self.reach = int(at.max()) + 1
+        self.at, self._rows = at.to(device), torch.arange(len(at), device=device)
+        self.distance = self.at[:, None] - torch.arange(self.reach, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -62,9 +70,8 @@ class Sequences:
             v_BKSd: The values.
         """
         assert self.at is not None
-        rows_B = torch.arange(len(self.at), device=self.at.device)
         for cache_BKTd, part_BKSd in zip(self._kept[layer], (k_BKSd, v_BKSd), strict=True):
-            cache_BKTd[rows_B, :, self.at] = part_BKSd[:, :, 0]
+            cache_BKTd[self._rows, :, self.at] = part_BKSd[:, :, 0]
         k_BKTd, v_BKTd = self._kept[layer]
         return k_BKTd[:, :, : self.reach], v_BKTd[:, :, : self.reach]
 
@@ -101,7 +108,7 @@ def attend_to_cache(
     q_BNSd: Tensor,
     k_BKTd: Tensor,
     v_BKTd: Tensor,
-    at_B: Tensor,
+    distance_BT: Tensor,
     slopes: list[float] | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -111,7 +118,7 @@ def attend_to_cache(
         q_BNSd: Queries. All S of a sequence are at the same position.
         k_BKTd: Keys by position.
         v_BKTd: Values by position.
-        at_B: Position of the queries of each sequence.
+        distance_BT: How far each slot is behind the position of the sequence's queries.
         slopes: ALiBi's slope of each query head; None for no ALiBi.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
 
@@ -121,9 +128,8 @@ def attend_to_cache(
     (B, N, S, d), (K, T) = q_BNSd.shape, k_BKTd.shape[1:3]
     q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
     scores_BNST = in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T)
-    distance_BT = at_B[:, None] - torch.arange(T, device=at_B.device)
     if slopes is not None:
-        slopes_N1 = torch.tensor(slopes, dtype=scores_BNST.dtype, device=at_B.device)[:, None]
+        slopes_N1 = torch.tensor(slopes, dtype=scores_BNST.dtype, device=q_BNSd.device)[:, None]
         scores_BNST = scores_BNST - (slopes_N1 * distance_BT[:, None])[:, :, None]
     unseen_BT = distance_BT < 0 if window is None else (distance_BT < 0) | (distance_BT >= window)
     scores_BNST = scores_BNST.masked_fill(unseen_BT[:, None, None], -math.inf)

@@ -181,7 +181,7 @@ class Generation:
         number, group = numbers_of(action)
         stage, sequences = self._stages[number], self._sequences[group]
         if not self._is_prompt:
-            sequences.go_to(*self._seat.place.to((self._lengths[group] - 1 + self.steps,)))
+            sequences.go_to(self._lengths[group] - 1 + self.steps, self._seat.place.device)
         inputs = self._inputs(group) if number == 0 else self._take(action)
         with going_on(stage.modules, sequences):
             outputs = stage.infer(inputs, head=not self._is_prompt)

@@ -19,7 +19,13 @@ import raypar as rp
 from tests.bench.foreign import Foreign
 from tests.bench.local_ray import local_ray, quiet
 
-PROMPT = "The history of the steam engine begins with"
+PROMPTS = (
+    "The history of the steam engine begins with",
+    "def fibonacci(n):",
+    "Once upon a time",
+    "Water boils at 100 degrees, and",
+    "A",
+)
 
 
 def main() -> None:
@@ -35,12 +41,18 @@ def main() -> None:
     torch.set_num_threads(1)
     theirs = peer(asked.folder) if find_spec("transformers") else None
     ids = tokens_of(asked.folder)
+    wanted = [continued(theirs, one, asked.tokens) for one in ids] if theirs else []
     with local_ray():
         for mesh in asked.meshes:
             axis, _, count = mesh.partition("=")
             with rp.launch(run_of(asked.folder, rp.Mesh(**{axis: int(count)}))) as job:
+                made = [list(one.tokens) for one in job.generate(ids, asked.tokens, stop=[])]
+                print(
+                    f"{mesh}, {len(ids)} prompts of unequal lengths: as transformers has it {made == wanted}",
+                    flush=True,
+                )
                 for prompts in asked.prompts:
-                    report(mesh, prompts, asked, job, theirs, ids)
+                    report(mesh, prompts, asked, job, theirs, ids[0])
 
 
 def report(mesh: str, prompts: int, asked: argparse.Namespace, job: rp.Job, theirs: Any, ids: list[int]) -> None:
@@ -54,11 +66,9 @@ def report(mesh: str, prompts: int, asked: argparse.Namespace, job: rp.Job, thei
         ours.append(prompts * asked.tokens / (time.perf_counter() - begin))
         if theirs is not None:
             begin = time.perf_counter()
-            found = theirs.generate(
-                torch.tensor(rows), max_new_tokens=asked.tokens, min_new_tokens=asked.tokens, do_sample=False
-            )
+            found = continued(theirs, rows, asked.tokens)
             others.append(prompts * asked.tokens / (time.perf_counter() - begin))
-            same = same and found[:, len(ids) :].tolist() == made
+            same = same and found == made
     median = statistics.median
     told = (
         f"transformers {median(others):6.1f}, ratio {median(ours) / median(others):.2f}, same {same}" if others else ""
@@ -83,12 +93,20 @@ def peer(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def tokens_of(folder: str) -> list[int]:
-    """The prompt as ids."""
+def continued(model: Any, rows: list[Any], count: int) -> list[Any]:
+    """What transformers goes on with, greedily: for one prompt, or for several of one length."""
+    ids = torch.tensor(rows if isinstance(rows[0], list) else [rows])
+    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :].tolist()
+    return found if isinstance(rows[0], list) else found[0]
+
+
+def tokens_of(folder: str) -> list[list[int]]:
+    """The prompts as ids."""
     from tokenizers import Tokenizer
 
-    ids: list[int] = Tokenizer.from_file(f"{folder}/tokenizer.json").encode(PROMPT, add_special_tokens=False).ids
-    return ids
+    model = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    return [model.encode(one, add_special_tokens=False).ids for one in PROMPTS]
 
 
 if __name__ == "__main__":
