@@ -16,6 +16,7 @@ from raypar.actors.data.text_codec import TextCodec
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
@@ -223,7 +224,7 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
     told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
     if (path / _CONFIG).exists():
         tokenizer = args.tokenizer or (path / _TOKENIZER if (path / _TOKENIZER).exists() else None)
-        told["model"] = HF(path)
+        told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
     else:
         found = find(path)
         trained = its_run(found)

@@ -90,14 +90,17 @@ def peer(folder: str) -> Any:
     """transformers' own model in float32."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # each text gets all its tokens, as here
+    return model
 
 
 def continued(model: Any, rows: list[Any], count: int) -> list[Any]:
     """What transformers goes on with, greedily: for one prompt, or for several of one length."""
     ids = torch.tensor(rows if isinstance(rows[0], list) else [rows])
-    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :].tolist()
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)[
+        :, ids.shape[1] :
+    ].tolist()
     return found if isinstance(rows[0], list) else found[0]
 
 

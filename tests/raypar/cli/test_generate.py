@@ -75,3 +75,11 @@ def test_a_model_with_more_ids_than_bytes_needs_a_tokenizer(tmp_path, monkeypatc
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(rp.ConfigError, match="has no tokenizer, and its model 300 token ids: give --tokenizer FILE"):
         run_on(str(tmp_path), ChatArgs(), tmp_path)
+
+
+def test_training_prints_continuations_of_the_validation_text(said, kept_actors):
+    code, _, err = said("train", "gpt-tiny", "--mesh.pp", 1, "--microbatches", 1, "--steps", 2, "--sample-every", 2)
+    assert code == 0, err
+    assert [line[:21] for line in err.splitlines() if line.startswith("sample")] == ["sample after step 2: "] * 2
+    code, _, err = said("train", "gpt-tiny", "--sample-every", "-1", "--mesh.cp", 2)
+    assert (code, "--sample-every is -1: it must be at least 0" in err) == (2, True)

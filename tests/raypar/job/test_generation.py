@@ -13,7 +13,8 @@ from raypar.actors.errors import ActionError
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker import generation as worker_generation
 from raypar.config.validate.generation import prompt_faults
-from raypar.job.generation import request_of
+from raypar.errors import JobError
+from raypar.job.generation import Generation, request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
 
 SAMPLED = Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=3)
@@ -219,6 +220,10 @@ def test_an_error_names_the_actor_and_the_action(monkeypatch):
         generation.tokens(PROMPTS, 3)
 
 
+def pressed(number, token, text):
+    raise KeyboardInterrupt
+
+
 def test_a_job_generates_text(job_of):
     """On real actors: text in and out, streamed, and the tokens of the plain model; then training goes on."""
     model = rp.GPT(layers=2, hidden=32, heads=4, seq=64)
@@ -231,6 +236,37 @@ def test_a_job_generates_text(job_of):
         assert one.text == bytes(one.tokens).decode(errors="replace").rstrip("\ufffd")
         assert "".join(text for prompt, _, text in told if prompt == number) == one.text
     assert job.generate("def f(", 5)[0] == found[0]
+    with pytest.raises(KeyboardInterrupt):
+        job.generate(prompts, 20, on=pressed)
+    assert job.generate(prompts, 5) == found, "Ctrl-C leaves nothing behind"
     with pytest.raises(rp.ConfigError, match="generate: temperature"):
         job.generate(prompts, temperature=-1.0)
     assert job.step().steps_taken == 1
+
+
+def test_after_a_failure_it_goes_on_with_what_there_is():
+    with closing(TeamGeneration(run_of())) as generation:
+        wanted, failed = generation.tokens(PROMPTS, 6, SAMPLED), []
+
+        def read(call):
+            """As a job does that survives a failure: call again."""
+            try:
+                return call()
+            except JobError:
+                return call()
+
+        gather = generation.loaded.calls.gather
+
+        def fail_once(refs, what, ranks):
+            if what == "token 4" and not failed:
+                failed.append(what)
+                raise JobError("an actor died")
+            return gather(refs, what, ranks)
+
+        generation.loaded.calls.gather = fail_once
+        request = request_of(generation.loaded.run, PROMPTS, 6, SAMPLED, None)
+        told = []
+        found = Generation(request, lambda: generation.loaded, read).run(lambda *one: told.append(one))
+    assert failed
+    assert [one.tokens for one in found] == wanted
+    assert len(told) == 6 * len(PROMPTS), "every token is told once"
