@@ -17,7 +17,7 @@ from raypar.config.arguments import checked_arguments
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, JobError
 from raypar.job.growing_text import Continuation, GrowingText, Request
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.training_loop import TrainingLoop
@@ -130,13 +130,18 @@ class TextGenerator:
 
         Raises:
             ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
-            JobError: An actor failed, and the job is over.
+            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
         """
         self._loop.demand_ready()
         sampling = Sampling(temperature, top_k, top_p, seed)
         every = [prompts] if isinstance(prompts, str) else prompts
         request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
-        return Generation(request, lambda: self._loop.loaded, self._loop.read).run(on)
+        if not self._loop.generating.acquire(blocking=False):
+            raise JobError("this job is generating text: call generate again when it has returned")
+        try:
+            return Generation(request, lambda: self._loop.loaded, self._loop.read).run(on)
+        finally:
+            self._loop.generating.release()
 
 
 class Generation:

@@ -54,6 +54,7 @@ class TrainingLoop:
         loaded: The run.
         next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
+        generating: Held while text is generated.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class TrainingLoop:
         starter: Starter,
     ) -> None:
         self._lifetime, self._starter, self._hand = lifetime, starter, StepsByHand(device)
-        self._training = threading.RLock()  # held while a thread takes steps
+        self._training, self.generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
         self._ahead: Ahead | None = None
         self.last: Report | None = None
         self.exchange(loaded, record)

@@ -236,6 +236,8 @@ def test_a_job_generates_text(job_of):
         assert one.text == bytes(one.tokens).decode(errors="replace").rstrip("\ufffd")
         assert "".join(text for prompt, _, text in told if prompt == number) == one.text
     assert job.generate("def f(", 5)[0] == found[0]
+    with pytest.raises(JobError, match="this job is generating text"):
+        job.generate(prompts, 5, on=lambda *_: job.generate(prompts, 5))
     with pytest.raises(KeyboardInterrupt):
         job.generate(prompts, 20, on=pressed)
     assert job.generate(prompts, 5) == found, "Ctrl-C leaves nothing behind"
