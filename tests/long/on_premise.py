@@ -173,6 +173,9 @@ def main() -> int:
         results += submitted(desk, first, args)
         token = desk.run("cat", f"{HOME}/.ray/auth_token").strip()
         results.append(check("the head tells its token", token in on_head("ray get-auth-token")))
+        on_head("mkdir -p /tmp/runs/first && echo here > /tmp/runs/first/metrics.jsonl")
+        desk.run(RAY, "rsync-down", FILE, "/tmp/runs/first/", "/tmp/first/", env=ENV)
+        desk.run("grep", "here", "/tmp/first/metrics.jsonl")
         logs = f"{HOME}/raypar-cluster/tmp/session_latest/logs"
         first.run("ls", f"{logs}/monitor.log", f"{logs}/monitor.out")
         second.run("ls", f"{logs}/raylet.out")
