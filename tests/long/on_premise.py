@@ -195,7 +195,9 @@ def main() -> int:
 
 def is_machine_awaited(desk: Host, lost: Host, recipe: str) -> bool:
     """Kill Ray on a machine in a run, and return whether the run goes on there, where the launcher starts it again."""
-    train = f"raypar train {recipe} --mesh.pp 2 --steps 40 --max-failures 2 --wait-for-nodes 240"
+    train = (
+        f"raypar train {recipe} --mesh.pp 2 --steps 40 --max-failures 2 --wait-for-nodes 240 2>&1 | cat"  # no terminal
+    )
     run, said, lives = desk.start(RAY, "exec", FILE, train, env=ENV), list[str](), True
     assert run.stdout is not None
     for line in run.stdout:
