@@ -264,6 +264,10 @@ class Hosted:
         with nullcontext() if self._member is None else self._member.probe.idle():
             kept(self._keeper).send(step, to)
 
+    def write_snapshots(self, step: int, shares: Sequence[Share], folder: str) -> list[Written]:
+        """Write snapshots of a step as shards of a checkpoint; see ``SnapshotKeeper.write``."""
+        return kept(self._keeper).write(step, shares, Path(folder))
+
     def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
         """Load the snapshots of a step; see ``SnapshotKeeper.restore``.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
+from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient, send_copy
+from raypar.actors.checkpoint.snapshot_shard import write_snapshots
 from raypar.actors.collective.shm.links import place
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
@@ -163,6 +166,10 @@ class SnapshotKeeper:
         files = self._files()
         for share, recipient in to:
             send_copy(files.file(share, step), recipient)
+
+    def write(self, step: int, shares: Sequence[Share], folder: Path) -> list[Written]:
+        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""
+        return write_snapshots(self._files(), step, shares, folder)
 
     def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], state: WorkerState) -> None:
         """Load the snapshots of a step.

@@ -17,6 +17,7 @@ from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
 from raypar.config.toml import plain_of
+from raypar.errors import JobError
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,21 @@ class Saver:
             folder = absolute(self._run.folder) / CHECKPOINTS
             if not folder.is_dir() or all(saved != step for saved, _ in checkpoints(folder)):
                 self.after(step)
+
+    def save_last(self, save: Callable[[], Path | None]) -> None:
+        """Save a checkpoint of a run that can't go on. What fails is logged: the run ends for another reason.
+
+        Args:
+            save: Saves it and returns its path; None if there is nothing to save.
+        """
+        try:
+            saved = save()
+        except (CheckpointError, JobError) as error:
+            log.warning("what its actors have in memory was not saved: %s", error)
+            return
+        if saved is not None:
+            self.newest = saved
+            log.info("saved as %s, from memory", saved.name)
 
     def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
         """Call methods of all actors now and pass their answers on in the saving thread.

@@ -59,6 +59,8 @@ def no_room(actors: Actors, layouts: Layouts, who: str) -> NoRoomError:
 def _what_helps(run: Run, waited: float) -> str:
     """Say what lets a run survive the loss of nodes, or lose less by it, besides what it has."""
     told = f"Where nodes come back, wait_for_nodes (--wait-for-nodes), which was {waited:g} s, lets a run wait for them"
-    if run.folder is None or not run.save_every:
-        told += "; a folder and save_every (--folder, --save-every) keep checkpoints to go on from"
+    if run.folder is None:
+        told += "; in a folder (--folder) it is saved, also at its end, from what is left in memory"
+    elif not run.save_every:
+        told += "; save_every (--save-every) keeps checkpoints on the disk, whatever is lost"
     return f"{told}."

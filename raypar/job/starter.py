@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from raypar.actors.collective.shm.links import place
@@ -21,6 +22,7 @@ from raypar.cluster.notices import Notices
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
 from raypar.job.clocks import align
+from raypar.job.last_checkpoint import last_checkpoint
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
@@ -50,6 +52,10 @@ class Starter:
         device: Device that the actors compute on.
         faults: Faults that are injected on purpose.
         moved: Called when the run goes on in another layout, with the run and what its ranks hold.
+
+    Attributes:
+        failures: The failures of the run.
+        awaits_room: Whether it waits for nodes, or was interrupted while it did: then nothing else is under way.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class Starter:
         self._snapshots, self._witnesses = Snapshots(), lifetime.witnesses
         self._places = list[str]()  # by rank
         self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
-        self.failures = Failures(0)
+        self.failures, self.awaits_room = Failures(0), False
 
     def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Holds:
         """Make the actors build a run, and load a checkpoint if there is one.
@@ -261,6 +267,10 @@ class Starter:
         actors.leave(self._notices.names, f"{self._job} spare")
         actors.dismiss(self._loaded.world.size)
 
+    def save_snapshots(self, taken: int) -> Path | None:
+        """Save what the actors of a run that ends have in memory; see ``last_checkpoint``."""
+        return last_checkpoint(self.run, self._loaded.calls, self._snapshots, taken)
+
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
         self._snapshots.close()
@@ -295,7 +305,9 @@ class Starter:
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for(max(world.size, self._layouts.whole.world.size))
         who = " and ".join(world.label(rank) for rank in gone)
+        self.awaits_room = True
         layout = self._layouts.largest(actors.present) or room_awaited(actors, self._layouts, who)
+        self.awaits_room = False
         if layout is None:
             raise no_room(actors, self._layouts, who)
         self._seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])

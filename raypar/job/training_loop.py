@@ -298,6 +298,11 @@ class TrainingLoop:
                 failure = self._starter.recover(step, error, lost)
             except JobError as end:
                 self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
+                self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+                raise
+            except (KeyboardInterrupt, SystemExit):
+                if self._starter.awaits_room:
+                    self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
                 raise
             self._record.failed(failure.to_dict())
             self._times.go_back(failure.back_to)

@@ -84,10 +84,13 @@ def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undistu
     assert alike(disturbed, undisturbed) and disturbed[2][0].replaced == ("pp=1",)
 
 
-def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reason_at_last(kept_actors, monkeypatch):
-    """There is room as soon as it says that it waits for it, in step 2; in step 3 there is none."""
-    told, chaos = [], [rp.chaos.kill("pp=1", at="STEP", step=step) for step in (2, 3)]
-    with rp.launch(RUN, chaos=chaos, wait_for_nodes=60.0) as job:
+def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reason_at_last(
+    undisturbed, kept_actors, monkeypatch, tmp_path
+):
+    """There is room as soon as it says that it waits for it, in step 2; in step 4 there is none; step 3 is saved."""
+    told, chaos = [], [rp.chaos.kill("pp=1", at="STEP", step=step) for step in (2, 4)]
+    run = replace(RUN, folder=str(tmp_path / "run"))
+    with rp.launch(run, chaos=chaos, wait_for_nodes=60.0) as job:
         with without_room() as cluster:
             tell = lambda text, *values: (told.append(text % values), cluster.make_room())  # noqa: E731
             monkeypatch.setattr("raypar.job.room.log.warning", tell)
@@ -99,10 +102,11 @@ def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reaso
     assert [text.partition(": ")[2] for text in told] == ["the run waits up to 60 s in all for room for pp=1"]
     assert [failure.replaced for failure in job.failures] == [("pp=1",)]
     notes = "\n".join(caught.value.__notes__)
-    assert "It was lost so: actor pp=1 died during step 3." in notes
-    assert (
-        "wait_for_nodes (--wait-for-nodes), which was 0.5 s, lets" in notes and "save_every (--folder, --save" in notes
-    )
+    assert "It was lost so: actor pp=1 died during step 4." in notes
+    assert "wait_for_nodes (--wait-for-nodes), which was 0.5 s, lets" in notes and "(--save-every)" in notes
+    assert "(step-00000003)" in notes
+    losses, weights, _ = trained(run, resume=tmp_path / "run")
+    assert alike((undisturbed[0][:3] + losses, weights), undisturbed), "from what was in memory"
 
 
 def test_without_snapshots_it_goes_back_to_a_checkpoint(undisturbed, tmp_path, kept_actors):
