@@ -207,7 +207,7 @@ def is_machine_awaited(desk: Host, lost: Host, recipe: str) -> bool:
             lives = False
     told = "".join(said)
     waits = "the run waits up to 240 s in all for room for pp=" in told
-    goes_on = [line for line in said if "the run goes on after step" in line]
+    goes_on = [line for line in said if "the run goes on " in line]
     what = f"a machine that loses its Ray is awaited: {' '.join(goes_on).strip()}"
     return check(what, waits and len(goes_on) == 1 and "step 40/40" in told, told)
 
