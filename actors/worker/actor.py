@@ -269,14 +269,7 @@ class Hosted:
         return kept(self._keeper).write(step, shares, Path(folder))
 
     def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
-        """Load the snapshots of a step; see ``SnapshotKeeper.restore``.
-
-        Args:
-            step: Number of steps taken.
-            shares: All shares of the state.
-            arrived: Where those are that came from other nodes.
-            *sent: What ``send_snapshots`` has returned, which had to be done before.
-        """
+        """Load the snapshots of a step, once those of other nodes are ``sent``; see ``SnapshotKeeper.restore``."""
         member = _there(self._member)
         with member.probe.idle():
             kept(self._keeper).restore(step, shares, arrived, member.state)
