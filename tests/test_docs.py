@@ -22,6 +22,7 @@ import raypar as rp
 from raypar.actors.not_yet import WHERE
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.reporting.summary import plan_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -244,6 +245,18 @@ def test_pages_are_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
+def test_the_head_of_a_run_in_the_docs_is_what_a_dry_run_says():
+    page = (
+        (ROOT / "docs/runs.md").read_text().partition("`raypar train gpt-small --mesh.tp 2 --dry-run`:\n\n```text\n")[2]
+    )
+    shown = dict(re.findall(r"^([a-z,=0-9 ]+): +(.+)$", page.partition("```")[0], re.MULTILINE))
+    run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=2, tp=2), device="cpu")
+    said = dict(plan_rows(run, check_run(run)["train"], origins={"pp": "recipe gpt-small"}))
+    own = {"data", "memory in all"}  # of the machine: the Python there, and what is free
+    assert {name: said[name] for name in shown.keys() - own} == {name: shown[name] for name in shown.keys() - own}
+    assert len(shown) == 9
 
 
 def test_what_fits_and_what_is_refused_is_what_a_check_says():

@@ -226,7 +226,8 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
         counts = stage_parameters(run.model, run.split, schedule.num_stages)
         active = active_parameters(run.model)
         used = f", of which a token uses {short_count(active)}" if active < whole else ""
-        stages = f"{used}; a stage has {_range(counts)}"
+        tied = " with tied weights at their home alone" if run.model.tied and schedule.num_stages > 1 else ""
+        stages = f"{used}; a stage has {_range(counts)}{tied}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 

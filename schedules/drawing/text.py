@@ -119,7 +119,9 @@ def plain(time: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds."""
+    """Format seconds as milliseconds; ten and more as seconds."""
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f} ms" if seconds else "0 ms"
 
 

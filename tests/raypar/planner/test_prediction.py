@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import torch
@@ -86,6 +87,15 @@ def test_a_step_of_large_blocks_lasts_as_long_as_its_flops():
     assert dict(plan_rows(run, schedule))["time"].endswith(
         f"100 steps of {step} and more, predicted from FLOPs and bytes"
     )
+
+
+def test_a_plan_says_that_stages_have_tied_weights_once_and_long_steps_in_seconds():
+    run = recipe("gpt-124m", device="cpu")
+    rows = dict(plan_rows(run, check_run(run)["train"]))
+    told = "124,412,160; a stage has 7.1 M to 60.6 M with tied weights at their home alone; an actor holds 28.3 M"
+    assert rows["parameters"] == f"{told} to 60.6 M"
+    assert re.search(r"2,000 steps of \d+\.\d s and more", rows["time"])
+    assert "tied" not in dict(plan_rows(recipe("gpt-tiny"), check_run(recipe("gpt-tiny"))["train"]))["parameters"]
 
 
 def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
