@@ -5,6 +5,9 @@ stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` is an action of a w
 ``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch. An asynchronous
 schedule updates each stage by itself: ``1STEP3`` is stage 1's update by step 3 of the schedule. ``1USE2`` lets the
 forwards of stage 1 that come next compute with version 2 of its weights, the one after two of its updates.
+
+What a stage gives to a later one than the next, a skip connection, has messages of its own, which name the other stage:
+``0SEND_F3@2`` is stage 0 sending to stage 2, ``2SEND_B3@0`` is stage 2 sending the gradient back.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ class Op(StrEnum):
     B            the full backward: ``I``, then ``W``
     I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: the previous stage waits for it
     W            ``weights.grad += ...`` from ``saved.pop(mb)``: only the optimizer waits for it
-    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation
-    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``
-    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient
-    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``
+    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation; of a skip, to its stage's
+    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``, or of the stage that a skip comes from
+    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient; likewise
+    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``; likewise
     UNSHARD      ``weights = all_gather(shard)``
     RESHARD      ``weights = None``, the shard stays
     REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
@@ -52,7 +55,7 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
-_SPELLING = re.compile(r"([0-9]{0,18})([A-Z_]+?)([0-9]{0,18})")
+_SPELLING = re.compile(r"([0-9]{0,18})([A-Z_]+?)([0-9]{0,18})(?:@([0-9]{1,18}))?")
 _MOST_QUOTED = 40  # characters of a wrong text that an error message quotes
 
 
@@ -64,16 +67,19 @@ class Action(NamedTuple):
         op: The op.
         microbatch: The microbatch, or None for a STEP of all stages and for the ops of a whole stage. For the STEP of
             one stage it is the step, and for USE the version.
+        peer: Of a SEND or RECV of a skip connection, the stage at its other end; else None.
     """
 
     stage: int | None
     op: Op
     microbatch: int | None
+    peer: int | None = None
 
     def __str__(self) -> str:
         stage = "" if self.stage is None else self.stage
         microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{stage}{self.op.value}{microbatch}"
+        peer = "" if self.peer is None else f"@{self.peer}"
+        return f"{stage}{self.op.value}{microbatch}{peer}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -98,6 +104,7 @@ class Action(NamedTuple):
         op = Op[match[2]]
         stage = int(match[1]) if match[1] else None
         microbatch = int(match[3]) if match[3] else None
+        peer = int(match[4]) if match[4] else None
         wants_stage = op is not Op.STEP or microbatch is not None
         wants_microbatch = op not in WHOLE_STAGE and (op is not Op.STEP or stage is not None)
         if (stage is not None) != wants_stage:
@@ -107,7 +114,9 @@ class Action(NamedTuple):
             wants = "needs a" if wants_microbatch else "takes no"
             what = {Op.STEP: "step", Op.USE: "version"}.get(op, "microbatch")
             raise ValueError(f"{text!r}: {op.value} {wants} {what} number behind")
-        return cls(stage, op, microbatch)
+        if peer is not None and op not in SENDS and op not in RECVS:
+            raise ValueError(f"{text!r}: {op.value} takes no stage behind @, which SENDs and RECVs of skips have")
+        return cls(stage, op, microbatch, peer)
 
 
 STEP = Action(None, Op.STEP, None)

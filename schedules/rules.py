@@ -62,7 +62,7 @@ def most_whole(schedule: Schedule) -> tuple[int, ...]:
 def _whole(row: Sequence[Action]) -> Iterator[frozenset[int | None]]:
     """Yield the stages that are whole after each UNSHARD and RESHARD of a row."""
     whole: frozenset[int | None] = frozenset()
-    for stage, op, _ in row:
+    for stage, op, _, _ in row:
         if op is _UNSHARD or op is _RESHARD:
             whole = whole | {stage} if op is _UNSHARD else whole - {stage}
             yield whole
@@ -74,7 +74,7 @@ def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     opened = set[int | None]()
     last: dict[int | None, Action] = {}
     for action in row:
-        stage, op, _ = action
+        stage, op, _, _ = action
         if op is _UNSHARD and stage not in last:
             opened.add(stage)
         elif op is _RESHARD and stage in last:
@@ -123,7 +123,7 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
     used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # since then, what it waits for
     made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)
     for one in occurrences(row):
-        stage, op, number = one[0]
+        stage, op, number, _ = one[0]
         before: list[Occurrence | None] = []
         if op is _UNSHARD or op is _RESHARD or op is _USE:
             before += used.pop(stage, [gathered.get(stage)])  # what used the weights needs the UNSHARD itself
@@ -149,7 +149,7 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
 
 def provides(action: Action) -> tuple[Action, ...]:
     """What is there once the action is done: the action itself, and for ``B`` both of its halves."""
-    stage, op, microbatch = action
+    stage, op, microbatch, _ = action
     if op is _B:
         return (Action(stage, _I, microbatch), Action(stage, _W, microbatch))
     return (action,)
@@ -161,16 +161,13 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     In a lowered schedule a value from another rank is needed as its RECV, and the RECV needs the SEND; before
     lowering the compute actions need one another directly.
     """
-    stage, op, microbatch = action
+    stage, op, microbatch, _ = action
     if stage is None or op in WHOLE_STAGE or op is _STEP or op is _USE:
         return ()
     if op is _F:
-        return (_value(_F, _RECV_F, stage, stage - 1, microbatch, schedule),) if stage > 0 else ()
+        return _makers(taken(action, schedule), schedule)
     if op is _B or op is _I:
-        forward = Action(stage, _F, microbatch)
-        if stage == schedule.num_stages - 1:
-            return (forward,)
-        return (forward, _value(_I, _RECV_B, stage, stage + 1, microbatch, schedule))
+        return (Action(stage, _F, microbatch), *_makers(taken(action, schedule), schedule))
     if op is _W or op is _SEND_B:
         return (Action(stage, _I, microbatch),)
     if op is _SEND_F:
@@ -178,47 +175,79 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return (partner(action),)
 
 
-def awaited(action: Action, schedule: Schedule) -> Action | None:
-    """The one of its ``needs`` that another rank provides, if there is one. There is never more than one, and
-    in a lowered schedule only a RECV has one.
+def taken(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The values of other stages that an F, B or I takes, the neighbour's first, then those of skips by their stage.
+
+    A value has the name of what brings it about: of its RECV if the schedule is lowered and it comes from another rank,
+    else of the F or I that makes it. That of a skip names both ends: ``0F3@2`` is what stage 2 takes of ``0F3``.
+    """
+    stage, op, microbatch, _ = action
+    if stage is None or op not in USES_WEIGHTS:
+        return ()
+    found: tuple[Action, ...] = ()
+    value, recv, other = (_F, _RECV_F, stage - 1) if op is _F else (_I, _RECV_B, stage + 1)
+    if 0 <= other < schedule.num_stages:
+        found = (_value(value, recv, stage, other, microbatch, schedule),)
+    for source, target in schedule.skips:
+        here, there = (target, source) if op is _F else (source, target)
+        if here == stage:
+            found += (_skipped(value, recv, stage, there, microbatch, schedule),)
+    return found
+
+
+def awaited(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """What another rank provides of what an action takes, in terms of ``leaving``.
+
+    In a lowered schedule only a RECV has one, its SEND. Before, it is what the action has ``taken`` from other ranks.
     """
     if schedule.lowered:
-        return partner(action) if action.op in RECVS else None
-    for need in needs(action, schedule):
-        if need.stage != action.stage and rank_of(need, schedule) != rank_of(action, schedule):
-            return need
-    return None
+        return (partner(action),) if action.op in RECVS else ()
+    if action.op not in USES_WEIGHTS:
+        return ()
+    own = rank_of(action, schedule)
+    return tuple([value for value in taken(action, schedule) if rank_of(value, schedule) != own])
 
 
-def travels(value: Action, schedule: Schedule) -> bool:
-    """Whether another rank needs the value: the other end of ``awaited``. Never more than one rank does."""
-    stage, op, _ = value
+def leaving(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """What an action provides that another rank needs, the other end of ``awaited``: each value for one action there.
+
+    In a lowered schedule that is a SEND itself; before, the values of an F, or of a B or I, one for each stage.
+    """
+    stage, op, microbatch, _ = action
     if op in SENDS:
-        return True
-    if schedule.lowered or stage is None:
-        return False
-    if op is _F:
-        return stage + 1 < schedule.num_stages and crosses(stage, stage + 1, schedule)
-    return op is _I and stage > 0 and crosses(stage, stage - 1, schedule)
+        return (action,)
+    if schedule.lowered or stage is None or op not in USES_WEIGHTS:
+        return ()
+    value, other = (_F, stage + 1) if op is _F else (_I, stage - 1)
+    found: tuple[Action, ...] = ()
+    if 0 <= other < schedule.num_stages and crosses(stage, other, schedule):
+        found = (Action(stage, value, microbatch),)
+    for source, target in schedule.skips:
+        here, there = (source, target) if op is _F else (target, source)
+        if here == stage and crosses(source, target, schedule):
+            found += (Action(stage, value, microbatch, there),)
+    return found
 
 
 def send_of(value: Action) -> Action:
     """The SEND that carries a value to the rank that needs it: ``0SEND_F3`` for ``0F3``, ``1SEND_B3`` for ``1I3``."""
-    stage, op, microbatch = value
-    return Action(stage, _SEND_F if op is _F else _SEND_B, microbatch)
+    stage, op, microbatch, peer = value
+    return Action(stage, _SEND_F if op is _F else _SEND_B, microbatch, peer)
 
 
 def partner(action: Action) -> Action:
     """The other end of a communication: ``1RECV_F0`` for ``0SEND_F0``, ``0RECV_B0`` for ``1SEND_B0``, and back."""
-    stage, op, microbatch = action
+    stage, op, microbatch, peer = action
     assert stage is not None
     other, step = _PARTNER[op]
+    if peer is not None:
+        return Action(peer, other, microbatch, stage)
     return Action(stage + step, other, microbatch)
 
 
 def rank_of(action: Action, schedule: Schedule) -> int:
     """The row that holds the action's stage, and of several replicas has the action's microbatch."""
-    stage, _, microbatch = action
+    stage, _, microbatch, _ = action
     assert stage is not None
     if schedule.replicas and microbatch is not None:
         return schedule.row_of(stage, microbatch)
@@ -234,6 +263,19 @@ def _value(op: Op, recv: Op, stage: int, source: int, microbatch: int | None, sc
     if schedule.lowered and crosses(stage, source, schedule):
         return Action(stage, recv, microbatch)
     return Action(source, op, microbatch)
+
+
+def _skipped(op: Op, recv: Op, stage: int, other: int, microbatch: int | None, schedule: Schedule) -> Action:
+    if schedule.lowered and crosses(stage, other, schedule):
+        return Action(stage, recv, microbatch, other)
+    return Action(other, op, microbatch, stage)
+
+
+def _makers(values: tuple[Action, ...], schedule: Schedule) -> tuple[Action, ...]:
+    """Return what brings values about, each once: an F or I for all that is taken of it, and RECVs themselves."""
+    if not schedule.skips:
+        return values
+    return tuple(dict.fromkeys(one if one.op in RECVS else one._replace(peer=None) for one in values))
 
 
 _PARTNER = {

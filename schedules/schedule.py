@@ -70,9 +70,9 @@ def _read(cell: Any) -> Action:
     if isinstance(cell, str):
         return Action.parse(cell)
     try:
-        stage, op, microbatch = cell
-        numbers = [number if number is None else index(number) for number in (stage, microbatch)]
-        action = Action(numbers[0], Op(op), numbers[1])
+        stage, op, microbatch, *peers = cell
+        numbers = [number if number is None else index(number) for number in (stage, microbatch, *peers)]
+        action = Action(numbers[0], Op(op), *numbers[1:])
     except (TypeError, ValueError):
         raise ValueError(f"{_brief(cell)} is not an action: write Action(1, Op.F, 0), or '1F0'") from None
     return Action.parse(str(action))
@@ -144,6 +144,8 @@ class Schedule:
             steps overlap. 0 for a synchronous one, which is one step.
         replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row
             of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
+        skips: The skip connections, as pairs of stages: the first one gives something to the second one, besides what
+            each stage gives to the next. ``with_skips`` adds them.
     """
 
     name: str
@@ -154,10 +156,11 @@ class Schedule:
     forward_only: bool
     stream: int = 0
     replicas: tuple[int, ...] = ()
+    skips: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
-        """Make a schedule from rows; its placement, replicas, microbatches and kind follow from them.
+        """Make a schedule from rows; all that it is follows from them, but skips between stages of one rank.
 
         Args:
             name: The name of the schedule.
@@ -176,9 +179,10 @@ class Schedule:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         holders: dict[int, list[int]] = {}  # by stage, the rows that have it
         last_microbatch, forwards, communicates, forward_only, stream = -1, 0, False, True, 0
+        skips = set[tuple[int, int]]()
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
-            for stage, op, microbatch in row:
+            for stage, op, microbatch, peer in row:
                 if op in COMPUTE:
                     assert stage is not None and microbatch is not None
                     if (rows_of := holders.setdefault(stage, [rank]))[-1] != rank:
@@ -191,6 +195,8 @@ class Schedule:
                         forward_only = False
                 elif op in SENDS or op in RECVS:
                     communicates = True
+                    if peer is not None and stage is not None:
+                        skips.add((min(stage, peer), max(stage, peer)))
                 elif op is Op.STEP and microbatch is not None:
                     stream = max(stream, microbatch + 1)
         replicas = replicas_of(len(frozen), holders)
@@ -215,7 +221,8 @@ class Schedule:
         placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
         if lowered is None:
             lowered = communicates
-        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only, stream, replicas)
+        sizes = last_microbatch + 1, lowered, forward_only, stream, replicas
+        return cls(name, frozen, placement, *sizes, tuple(sorted(skips)))
 
     @property
     def num_ranks(self) -> int:

@@ -227,6 +227,8 @@ class Board:
         ]
         if not faults and schedule.placement != old.placement:
             faults.append(f"its stages are on the ranks {schedule.placement}, those of the step on {old.placement}")
+        if not faults and schedule.skips != old.skips:
+            faults.append(f"its skips between stages are {schedule.skips}, those of the step {old.skips}")
         if faults:
             raise ScheduleError(f"schedule {schedule.name!r} can't take over: {'; '.join(faults)}")
         rows = []
@@ -363,10 +365,10 @@ def _stage_and_op(name: Action) -> str:
 def maker_of(action: Action, actions: Collection[Action]) -> Action:
     """The one of these actions that has made what is to be seen of another: of a SEND what it sends."""
     if action.op is Op.SEND_F:
-        return action._replace(op=Op.F)
+        return action._replace(op=Op.F, peer=None)
     if action.op is Op.SEND_B:
-        first = action._replace(op=Op.I)
-        return first if first in actions else action._replace(op=Op.B)
+        first = action._replace(op=Op.I, peer=None)
+        return first if first in actions else first._replace(op=Op.B)
     return action
 
 

@@ -20,7 +20,7 @@ def versions_used(row: Sequence[Action], stage: int) -> dict[int, int]:
     """Return, by microbatch, the version of a stage's weights that its forward and its backward compute with."""
     found: dict[int, int] = {}
     version = 0
-    for where, op, number in row:
+    for where, op, number, _ in row:
         if where == stage and number is not None:
             if op is Op.USE:
                 version = number
@@ -66,7 +66,7 @@ class Versions:
 
     def perform(self, action: Action) -> None:
         """Count an action of the row; actions of other stages change nothing."""
-        stage, op, number = action
+        stage, op, number, _ = action
         if stage != self._stage or number is None:
             return
         if op is Op.STEP:

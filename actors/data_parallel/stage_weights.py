@@ -228,7 +228,7 @@ def _kinds_of(stage: int, row: Sequence[Action], recompute: Recompute) -> list[P
     passes: dict[Op, Pass] = dict.fromkeys((Op.B, Op.I), "both" if recompute == "full" else "backward")
     passes[Op.F] = "forward"
     windows: list[list[Pass]] = []
-    for at, op, _ in row:
+    for at, op, _, _ in row:
         if at == stage and op is Op.UNSHARD:
             windows.append([])
         elif at == stage and op in passes and windows:

@@ -96,6 +96,8 @@ class Model(ABC):
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
         documents: Where documents begin in the microbatch that is computed; None if the layers know of none.
+        skips: Pairs of layers: what the first one returns, one tensor, the second one takes too, behind what the layer
+            before it returned.
         is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
             may be left there.
     """
@@ -109,6 +111,7 @@ class Model(ABC):
     others_halve: bool = False
     is_deferred: bool = False
     documents: Documents | None = None
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton

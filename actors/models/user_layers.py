@@ -55,6 +55,7 @@ class LayersModel(Model):
         self.ties = _shared(self.names, modules)
         self.tensor_plan, self.halves = tensor_plan_of(layers.plan), layers.halves
         self.others_halve = layers.halves
+        self.skips = tuple((source, target) for source, target in layers.skips)
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:

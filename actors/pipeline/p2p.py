@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ _HEADER = 128  # int64s in a header: number of tensors, then dtype, number of di
 _DIMS = 16  # base in which an order of dims is written as one number, with one digit for each dim
 
 
-Crossing = tuple[int, int]
+Crossing = tuple[int, int, int]
 
 
 class Spec(NamedTuple):
@@ -61,8 +61,8 @@ class Route(NamedTuple):
         peers: The members of the group at the other end: of a RECV one, of a SEND perhaps none or several.
         tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and every message
             of a step has another one.
-        crossing: The stage before the boundary, that is, the one that sends the forward values over it; and the
-            microbatch, if its shapes are its own, else 0.
+        crossing: The stage before the boundary, that is, the one that sends the forward values over it; of a skip, the
+            stage at its end, else 0; and the microbatch, if its shapes are its own, else 0.
         specs: The known shapes of the values, by crossing.
     """
 
@@ -85,6 +85,8 @@ class Courier:
         num_microbatches: Number of microbatches, for the tags.
         varies: Whether shapes may change between microbatches and steps.
         first_learning: The first stage whose backwards make gradients; none are sent to those before it.
+        num_stages: Number of stages, for the tags of skips.
+        skips: Pairs of stages between which there are skips.
     """
 
     def __init__(
@@ -95,9 +97,12 @@ class Courier:
         *,
         varies: bool = False,
         first_learning: int = 0,
+        num_stages: int = 0,
+        skips: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._group, self._peers, self._num_microbatches = group, peers, num_microbatches
         self._varies, self._first_learning = varies, first_learning
+        self._skips = {pair: num_stages + number for number, pair in enumerate(skips)}  # as if sent by further stages
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
         self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of those that get gradients
         self._told = set[tuple[Crossing, int]]()  # with the peer: whose shapes have crossed
@@ -232,14 +237,18 @@ class Courier:
         return route
 
     def _find_route(self, action: Action) -> Route:
-        """Compute the route of a SEND or RECV. Its tag encodes the sending stage, the direction and the microbatch."""
-        stage, op, microbatch = action
+        """Compute the route of a SEND or RECV.
+
+        Its tag encodes the sending stage, or the number of the skip, the direction and the microbatch.
+        """
+        stage, op, microbatch, peer = action
         assert stage is not None and microbatch is not None
         backward = op in (Op.SEND_B, Op.RECV_B)
-        other = stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
-        source, boundary = (stage if op in SENDS else other), min(stage, other)
+        other = peer if peer is not None else stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
+        pair = min(stage, other), max(stage, other)
+        source = self._skips[pair] if peer is not None else stage if op in SENDS else other
         tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
-        crossing = boundary, microbatch if self._varies else 0
+        crossing = pair[0], pair[1] if peer is not None else 0, microbatch if self._varies else 0
         return Route(self._peers(action), tag, crossing, self._floating if backward else self._specs)
 
 

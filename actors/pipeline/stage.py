@@ -18,6 +18,8 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
+from raypar.actors.models.skips import NO_SKIPS, Skipped, StageSkips
+from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -57,8 +59,11 @@ class Stage:
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
         record: What modules of the layers tell of a training step; None to drop it.
+        skips: The skips that begin or end in it.
+        first_learning: The first stage whose outputs need gradients; skips from those before it get none.
 
     Attributes:
+        ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
         modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
     """
@@ -82,9 +87,12 @@ class Stage:
         record: RouterRecord | None = None,
         takes_data: bool | None = None,
         learns: bool = True,
+        skips: StageSkips = NO_SKIPS,
+        first_learning: int = 0,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
-        self._takes_data = self.layers[0] == 0 if takes_data is None else takes_data
+        takes_data = self.layers[0] == 0 if takes_data is None else takes_data
+        self.ends = StageEnds(skips, takes_data=takes_data, first_learning=first_learning)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
         words = {index: word_of(recompute, model.body, index) for index in self.layers}
         self._again = {
@@ -274,7 +282,7 @@ class Stage:
             self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[step, microbatch] = (inputs, _tail(outputs), {}, ())
+        self._saved[step, microbatch] = (inputs, _tail(self.ends.in_order(outputs)), {}, ())
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -292,11 +300,12 @@ class Stage:
         if self.recompute:
             with self._buffers.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
-            tail = _tail(outputs)
+            tail = _tail(self.ends.in_order(outputs))
             del outputs
         if tail is not None:
             with self._linears.postponed() as owed, self._guarded("backward"):
                 self._owed[step, microbatch] = owed
+                gradients = self.ends.in_order(gradients)
                 if self._later and microbatch in self._halved and self.listener is None:
                     owed.others = tail.backward_input(gradients, self._later)
                 else:
@@ -310,9 +319,8 @@ class Stage:
             The inputs as leaves of the graph, and the outputs.
         """
         self._linears.halve(microbatch in self._halved)
-        leaves = tuple(
-            [value.detach().requires_grad_(not self._takes_data and value.is_floating_point()) for value in inputs]
-        )
+        wanted = self.ends.wanted(inputs)
+        leaves = tuple([value.detach().requires_grad_(is_so) for value, is_so in zip(inputs, wanted, strict=True)])
         outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and not self._looked:
             self._demand_gradient(leaves, outputs[0])
@@ -344,9 +352,12 @@ class Stage:
 
         They know the documents of the microbatch if the values are ``of_batch``.
         """
+        values, taken = self.ends.inputs(values)
+        skipped = Skipped(self.ends.pairs, self.model.names, self.ends.kept, taken)
         for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
             prepare = partial(self._prepare, step, microbatch, index, of_batch=of_batch)
             prepare()
+            values = skipped.inputs(index, values)
             if self._weights is not None:
                 self._weights.forward(number, values)
             again = self._again.get(index) if torch.is_grad_enabled() else None
@@ -358,9 +369,10 @@ class Stage:
                 error.add_note(self.model.note(index, error))
                 raise
             values = outputs if self._weights is None else self._weights.watch(number, outputs)
+            skipped.keep(index, values)
             if self._overflow is not None:
                 self._overflow.watch(index, microbatch, values)
-        return values
+        return (*values, *map(skipped.value, self.ends.kept))
 
     def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
         """Seed a layer for a microbatch, and turn to its documents."""

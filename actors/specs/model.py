@@ -246,6 +246,9 @@ class Layers:
     outputs; column_gather_output divides one by outputs and gathers them again; embedding divides an nn.Embedding by
     ids; dropout is for an nn.Dropout between a column and a row, and shared for any other module with weights there.
     Every actor computes all other modules in full"""
+    skips: Sequence[tuple[int, int]] = field(default=(), hash=False)
+    """pairs of layers, (0, 3): what layer 0 returns, one tensor, layer 3 takes too, as a further argument: behind what
+    the layer before it returned, and in the order of the pairs. It goes straight from one's actor to the other's"""
     halves: bool = False
     """whether weight gradients may be computed separately: later, as the W of a schedule, and those of nn.Linear layers
     also directly in the buffer in which they are reduced. This is faster and gives the same bits. It requires that

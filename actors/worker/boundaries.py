@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from raypar.actors.mesh.world import World
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.rules import partner, rank_of
@@ -40,7 +42,10 @@ def neighbours(world: World, schedule: Schedule) -> set[tuple[int, int]]:
         world: The ranks of the run.
         schedule: Its schedule of training steps.
     """
-    pairs = {pair for pair in zip(schedule.placement, schedule.placement[1:], strict=False) if pair[0] != pair[1]}
+    placement = schedule.placement
+    every = {*pairwise(placement)}
+    every |= {(placement[source], placement[target]) for source, target in schedule.skips}
+    pairs = {pair for pair in every if pair[0] != pair[1]}
     if world.mesh.is_uneven:
         ranks = world.mesh.ranks_of
         pairs = {(one, other) for here, there in pairs for one in ranks(here) for other in ranks(there)}

@@ -21,6 +21,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.frozen import first_learning
+from raypar.actors.models.skips import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.models.tiled import TiledModel
@@ -72,6 +73,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     shared = _shared(modules.values())
     first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
+    skips = stage_skips(model.skips, parts)
     stages = {
         number: Stage(
             model,
@@ -90,6 +92,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             record=record,
             takes_data=number <= first and not is_expert,
             learns=number >= first,
+            skips=skips[number],
+            first_learning=first,
         )
         for number in own
     }
@@ -134,7 +138,7 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
     Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
     """
     dp, found = plan.run.mesh.dp, defaultdict[int, set[int]](set)
-    for stage, op, microbatch in plan.programs["train"].rows[plan.world.row(plan.rank)]:
+    for stage, op, microbatch, _ in plan.programs["train"].rows[plan.world.row(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].update(range(microbatch * dp, (microbatch + 1) * dp))
     return found

@@ -17,8 +17,8 @@ from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.program import Program
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.step import Step
-from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import needs, provides
+from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.rules import provides, taken
 
 
 class Flow(Protocol):
@@ -100,8 +100,10 @@ class TokenFlow:
         stage, microbatch = numbers_of(action)
         if self._stages[stage].is_last:
             self._step.computed[microbatch] = outputs[0]
-        else:
-            self._step.values[action] = outputs
+            return
+        self._step.values[action], skipped = self._stages[stage].ends.given(outputs)
+        for target, values in skipped.items():
+            self._step.values[action._replace(peer=target)] = values
 
     def gradients(self, action: Action) -> Values:
         """Return them; those of the last stage are the loss's weight, which is proportional to its tokens."""
@@ -112,7 +114,10 @@ class TokenFlow:
 
     def passed(self, action: Action, gradients: Values) -> None:
         if (stage := numbers_of(action)[0]) > 0:
-            self._step.values[Action(stage, Op.I, action.microbatch)] = gradients
+            made = Action(stage, Op.I, action.microbatch)
+            self._step.values[made], skipped = self._stages[stage].ends.parted(gradients)
+            for source, values in skipped.items():
+                self._step.values[made._replace(peer=source)] = values
 
     def send(self, action: Action) -> None:
         values = self._take(action)
@@ -150,10 +155,10 @@ class TokenFlow:
         """
         sources = self._sources.get(action)
         if sources is None:
-            own = Action(action.stage, Op.F, action.microbatch)
-            sources = tuple(
-                need for need in needs(action, self._program.schedule) if need != own or action.op is Op.SEND_F
-            )
+            if action.op in SENDS:
+                sources = (action._replace(op=Op.F if action.op is Op.SEND_F else Op.I),)
+            else:
+                sources = taken(action, self._program.schedule)
             self._sources[action] = sources
         values: Values = ()
         for source in sources:

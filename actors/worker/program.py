@@ -49,5 +49,7 @@ def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: 
         schedule.num_microbatches,
         varies=isinstance(data, Batches) and data.varying,
         first_learning=first_learning,
+        num_stages=schedule.num_stages,
+        skips=schedule.skips,
     )
     return Program(schedule, row, courier, Windows(weights, row, seat.plan.run.recompute))

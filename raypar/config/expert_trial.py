@@ -6,6 +6,7 @@ import torch
 
 from raypar.actors.models.build import build_model
 from raypar.actors.models.expert_calls import note_calls
+from raypar.actors.models.skips import Skipped
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 
@@ -22,12 +23,14 @@ def call_faults(run: Run, values: Values) -> list[str]:
     """
     model, found = build_model(run.model, run.seed), list[str]()
     every = model.materialize([*range(len(model.names))], run.seed)
-    for layer, module in zip(model.names, every, strict=True):
+    skipped = Skipped(model.skips, model.names)
+    for index, (layer, module) in enumerate(zip(model.names, every, strict=True)):
         names, calls = [name for name in model.expert_lists if name.startswith(f"{layer}.")], list[str]()
         note_calls(module, {name: name.removeprefix(f"{layer}.") for name in names}, calls)
         try:
             with torch.no_grad():
-                values = as_values(module(*values))
+                values = as_values(module(*skipped.inputs(index, values)))
+                skipped.keep(index, values)
         except Exception:
             break
         if calls != names:

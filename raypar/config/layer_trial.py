@@ -18,6 +18,7 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line, is_ours
 from raypar.actors.models.build import build_model
 from raypar.actors.models.made_at import made_at
+from raypar.actors.models.skips import Skipped
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -72,7 +73,8 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
         wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
         few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
         if not wrong and takes_shapes and run.model.plan and run.mesh.tensor_ranks > 1:
-            wrong = plan_misfits(run.model.plan, skeleton.layers, run.mesh.tensor_ranks, _on_meta(inputs))
+            ways, skips = run.mesh.tensor_ranks, skeleton.model.skips
+            wrong = plan_misfits(run.model.plan, skeleton.layers, ways, _on_meta(inputs), skips)
         return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, inputs)
 
 
@@ -83,12 +85,13 @@ def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int 
         The layer that raised an error, as many as there are layers for the loss, None if nothing did; and the elements
         of all weights and values until then.
     """
-    layers = skeleton.model.skeleton
+    layers, skipped = skeleton.model.skeleton, Skipped(skeleton.model.skips, skeleton.model.names)
     size = _elements((*values, *target))
     for index, layer in enumerate(layers):
         size += _elements(layer.parameters())
         try:
-            values = as_values(layer(*values))
+            values = as_values(layer(*skipped.inputs(index, values)))
+            skipped.keep(index, values)
         except Exception:
             return index, size
         if not all(value.is_meta for value in values):
@@ -105,14 +108,16 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
     giver = "data.fn gives" if isinstance(run.data, Batches) else "the text gives"
     model = build_model(run.model, run.seed)
-    what, taken, met = "model.fn", "", Values()
+    what, taken, met, skipped = "model.fn", "", Values(), Skipped(model.skips, model.names)
     try:
         made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
-        for name, layer in zip(model.names, made, strict=False):
+        for index, (name, layer) in enumerate(zip(model.names, made, strict=False)):
+            values = skipped.inputs(index, values)
             what, taken, met = f"model: {name}", f"what {giver}, {_shapes(values)}", (*layer.parameters(),)
             output, giver = layer(*values), f"{name} makes"
             try:
                 values = as_values(output, name)
+                skipped.keep(index, values)
             except TypeError as error:
                 return [f"model: {error}"]
         if last == len(model.names):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypar.actors.errors import first_line
 from raypar.actors.models.module_tree import modules_named
+from raypar.actors.models.skips import Skipped, Skips
 from raypar.actors.tensors import Values, as_values
 
 _FIX = "make the linear layer that takes them 'row' in the plan, or this one 'column_gather_output'"
@@ -49,7 +50,9 @@ class _Divided:
         return f"model.plan: {name} is 'column', so with mesh.tp {self._ways} an actor makes {held}, {why}: {_FIX}"
 
 
-def plan_misfits(plan: Mapping[str, str], layers: Mapping[str, nn.Module], ways: int, values: Values) -> list[str]:
+def plan_misfits(
+    plan: Mapping[str, str], layers: Mapping[str, nn.Module], ways: int, values: Values, skips: Skips = ()
+) -> list[str]:
     """Return why the layers, which take the values whole, can't take what a plan leaves an actor; at most one fault.
 
     Args:
@@ -57,6 +60,7 @@ def plan_misfits(plan: Mapping[str, str], layers: Mapping[str, nn.Module], ways:
         layers: The model's layers by logical name, without memory, which nothing else uses.
         ways: Number of tensor-parallel ranks.
         values: The first batch's inputs, without memory.
+        skips: Pairs of layers, of which the second one takes what the first one returns, too.
     """
     divided = _Divided(ways)
     for layer, module in layers.items():
@@ -67,10 +71,12 @@ def plan_misfits(plan: Mapping[str, str], layers: Mapping[str, nn.Module], ways:
                     linear.register_forward_hook(partial(divided.part, name))
                 elif isinstance(linear, nn.Linear) and kind == "row":
                     linear.register_forward_pre_hook(divided.whole)
+    skipped = Skipped(skips, tuple(layers))
     with torch.no_grad():
-        for layer, module in layers.items():
+        for index, (layer, module) in enumerate(layers.items()):
             try:
-                values = as_values(module(*values))
+                values = as_values(module(*skipped.inputs(index, values)))
+                skipped.keep(index, values)
             except Exception as error:
                 return (
                     [] if divided.column is None else [divided.told(f"which {layer} can't take ({first_line(error)})")]

@@ -30,6 +30,7 @@ from raypar.config.schedule import (
     with_zero,
 )
 from raypar.config.skeleton import Skeleton
+from raypar.config.skips import skips_of
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
 from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
@@ -48,6 +49,7 @@ from raypar.config.validate.tiles import tile_faults
 from raypar.config.validate.uneven import uneven_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
+from raypar.schedules.passes.skips import no_skips
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
@@ -119,8 +121,8 @@ def _searched(run: Run, programs: Programs) -> Programs:
 def _lowered(run: Run, schedule: str | Schedule, costs: Costs | None = None) -> Programs:
     """Return the programs of a schedule in the sizes of a run, without splitting backwards. Raises ScheduleError."""
     once, sizes = zero_actions_of(run).reduce == "step", (run.mesh.pp, run.microbatches, run.chunks)
-    steps, replicas = run.flush_every, run.mesh.rank_dp
-    return programs_of(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs, replicas=replicas)
+    steps, replicas, skips = run.flush_every, run.mesh.rank_dp, skips_of(run, Skeleton(run.model, run.seed))
+    return programs_of(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs, replicas=replicas, skips=skips)
 
 
 def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:
@@ -133,7 +135,8 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         steps = run.flush_every if right("flush_every") else None
         sizes = run.mesh.pp, run.microbatches, run.chunks
         counts = run.mesh.rank_dp if right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp else ()
-        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts)
+        skips = skips_of(run, skeleton) if right("model", "split") else no_skips
+        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts, skips=skips)
         misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
         misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
@@ -315,6 +318,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     else:
         from torch.nn import Module
 
+        from raypar.actors.models.skips import skip_faults
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.validate.batches import failure, loss_faults
@@ -332,6 +336,9 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         copied = right("mesh") and max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
+        faults += skip_faults(run.model.skips, count)
+        if right("mesh") and run.model.skips and run.mesh.expert_actors:
+            faults.append("model.skips has skips, which expert actors have no part in: set mesh.expert_actors to 0")
     faults += split_faults(run.split, count, num_stages) if right("split") else []
     if right("recompute"):
         faults += recompute_faults(run.recompute, count, has_core=transformer)

@@ -19,6 +19,7 @@ from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForwa
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.replicate import replicate
+from raypar.schedules.passes.skips import Skips, no_skips, with_skips
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -41,6 +42,7 @@ def programs_of(
     reduce_grad: bool = False,
     costs: Costs | None = None,
     replicas: Sequence[int] = (),
+    skips: Callable[[int], Skips] = no_skips,
 ) -> Programs:
     """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
@@ -56,11 +58,12 @@ def programs_of(
             servers.
         costs: How long actions last, for a schedule that depends on it; None for its default.
         replicas: The number of replicas of each rank, among which microbatches go in turn; empty: one each.
+        skips: Returns the pairs of stages between which there are skips, for a number of stages.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas)
+    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas).skipping(skips)
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
@@ -69,7 +72,7 @@ def programs_of(
     _demand_sizes(train, ranks, microbatches, replicas)
     one = first_steps(train, 1) if train.stream else train
     forwards = ([action for action in row if action.op is Op.F] for row in one.rows)
-    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()
+    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).skipping(skips).lowered()
     return {"train": lowered, "evaluate": evaluate}
 
 
@@ -165,6 +168,24 @@ class Loaded:
 
     schedule: Schedule
     generate: Generate | None = None
+
+    def skipping(self, skips: Callable[[int], Skips]) -> Loaded:
+        """Return the schedule with skips between its stages.
+
+        Args:
+            skips: Returns the pairs of stages for a number of stages; of a smaller schedule, those that it has.
+        """
+        if not (pairs := skips(self.schedule.num_stages)):
+            return self
+        schedule, smaller = with_skips(self.schedule, pairs), self.generate
+        if smaller is None:
+            return Loaded(schedule)
+
+        def generate(ranks: int, microbatches: int, chunks: int) -> Schedule:
+            small = smaller(ranks, microbatches, chunks)
+            return with_skips(small, [pair for pair in pairs if pair[1] < small.num_stages])
+
+        return Loaded(schedule, generate)
 
     def lowered(
         self,

@@ -92,7 +92,7 @@ class Tasks(Executor):
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
-                if (need := awaited(action, schedule)) is not None:
+                for need in awaited(action, schedule):  # of a RECV its SEND
                     self._needs[rank, action] = _sender(world, rank, action, schedule), need
         self._awaited = frozenset(self._needs.values())
 

@@ -19,6 +19,7 @@ from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
+from raypar.actors.models.skips import Skipped
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of
@@ -201,9 +202,11 @@ class _Plain:
         if self.model.documents is not None:
             starts = self._source.starts("train", step, microbatch, dp)
             self.model.documents.starts = None if starts is None else self._place.to((starts,))[0]
+        skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
-            values = as_values(layer(*values))
+            values = as_values(layer(*skipped.inputs(index, values)))
+            skipped.keep(index, values)
         if self._run.precision.is_half:
             values = cast_floating(values, torch.float32)
         loss, count = self.model.loss(values, target), self.model.count(target)

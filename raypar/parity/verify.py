@@ -316,7 +316,7 @@ def _in_order(schedule: Schedule) -> bool:
     """Return whether every stage adds the gradients of its weights in the order of the microbatches."""
     orders: defaultdict[int | None, list[int]] = defaultdict(list)
     for row in schedule.rows:
-        for stage, op, microbatch in row:
+        for stage, op, microbatch, _ in row:
             if op in (Op.B, Op.W) and microbatch is not None:
                 orders[stage].append(microbatch)
     return all(order == sorted(order) for order in orders.values())

@@ -344,7 +344,7 @@ class _Lent:
         rounds = self._rounds()
         now = most = 0
         at, opened = dict.fromkeys(rounds, 0), set[int]()
-        for stage, op, _ in self._row:
+        for stage, op, _, _ in self._row:
             if stage is None or stage not in rounds:
                 continue
             several = at[stage] < len(rounds[stage]) and rounds[stage][at[stage]] > 1
@@ -372,7 +372,7 @@ class _Lent:
     def _rounds(self) -> dict[int, list[int]]:
         """Return by stage how many backwards each of its rounds of reductions has."""
         found, left = dict[int, list[int]](), dict[int, int]()
-        for stage, op, _ in self._row:
+        for stage, op, _, _ in self._row:
             if stage is not None and op in MAKES_GRADIENTS:
                 left[stage] = left.get(stage, 0) + 1
             elif stage is not None and op is Op.REDUCE_GRAD:

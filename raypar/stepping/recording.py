@@ -208,6 +208,10 @@ class Recorder:
             faults.append(
                 f"mesh.cp={cp} divides the tokens over actors, and a part can't be replayed alone: set it to 1"
             )
+        if schedule.skips:
+            faults.append(
+                "model.skips has skips between stages, which a recording of one does not have: look with peek"
+            )
         if faults:
             raise ConfigError(faults)
         self._wanted[self._world.replica(dp)[schedule.placement[stage]], stage] = path

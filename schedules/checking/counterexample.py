@@ -208,7 +208,7 @@ def part_of(
 
     def renumbered(action: Action) -> Action | None:
         """Return the action with its new numbers, or None if it is left out."""
-        stage, op, microbatch = action
+        stage, op, microbatch, peer = action
         if microbatch is not None:
             microbatch = number.get(microbatch) if microbatch < schedule.num_microbatches else microbatch + beyond
             if microbatch is None:
@@ -217,12 +217,15 @@ def part_of(
             return action
         across = partner(action).stage if op in SENDS or op in RECVS else stage
         assert across is not None
-        return Action(stage - low, op, microbatch) if is_left(stage) and is_left(across) else None
+        if not is_left(stage) or not is_left(across):
+            return None
+        return Action(stage - low, op, microbatch, None if peer is None else peer - low)
 
     parts = ([new for action in row if (new := renumbered(action))] for row in schedule.rows[first:last])
     rows = (without_idle(row) if tidy else tuple(row) for row in parts)
     placement = tuple(schedule.placement[stage] - first for stage in stages)
-    return replace(schedule, rows=tuple(rows), placement=placement, num_microbatches=len(number))
+    skips = tuple((one - low, other - low) for one, other in schedule.skips if is_left(one) and is_left(other))
+    return replace(schedule, rows=tuple(rows), placement=placement, num_microbatches=len(number), skips=skips)
 
 
 def _smaller(schedule: Schedule) -> Iterator[tuple[int, int, int]]:

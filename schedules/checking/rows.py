@@ -15,6 +15,7 @@ from raypar.schedules.schedule import MOST_LISTED, Schedule
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
+_BITS_OF_ONE = len(_BIT)
 
 
 class RowCheck:
@@ -75,12 +76,12 @@ class RowCheck:
 
     def _perform(self, index: int, action: Action) -> None:
         """Check an action of one microbatch: placement, completeness, pairing and order."""
-        stage, op, microbatch = action
+        stage, op, microbatch, _ = action
         done = self._done.get(stage) if stage is not None else None
         if done is None or stage is None or microbatch is None:
             self._misplaced(index, action)
             return
-        bits = _BITS[op]
+        bits = self._bits(action)
         if not 0 <= microbatch < self._schedule.num_microbatches:
             sentence = f"{action}: the step has {self._schedule.num_microbatches} microbatches only"
             self._fault(index, "complete", sentence)
@@ -96,7 +97,7 @@ class RowCheck:
         for need in needs(action, self._schedule):
             assert need.stage is not None
             provider = self._done.get(need.stage)
-            if provider is not None and not provider[microbatch] & _BIT[need.op]:
+            if provider is not None and not provider[microbatch] & self._bits(need):
                 self._fault(index, "order", f"{action} needs {need}, which is not done before it")
         if self._sharded and op in USES_WEIGHTS and stage not in self._whole:
             sentence = f"{action} needs the weights of stage {stage}, which are sharded here"
@@ -107,6 +108,10 @@ class RowCheck:
             self._unreduced[stage] += 1
         if op in HOLDS:
             self._hold(index, action)
+
+    def _bits(self, action: Action) -> int:
+        """Return the bits of an action of a stage; those of a skip's messages are its own, behind all others."""
+        return _BITS[action.op] if action.peer is None else _BITS[action.op] << _BITS_OF_ONE * (action.peer + 1)
 
     def _hold(self, index: int, action: Action) -> None:
         """Count the activations held, and report the first excess."""
@@ -140,7 +145,7 @@ class RowCheck:
 
     def _whole_stage(self, index: int, action: Action) -> None:
         """Check an action of a whole stage."""
-        stage, op, _ = action
+        stage, op, _, _ = action
         if stage is None or stage not in self._expected:
             self._misplaced(index, action)
         elif op is Op.UNSHARD:
@@ -208,12 +213,23 @@ def _expected(stage: int, schedule: Schedule) -> int:
             bits |= _BIT[Op.RECV_F] | (backward & _BIT[Op.SEND_B])
         if stage + 1 < schedule.num_stages and crosses(stage, stage + 1, schedule):
             bits |= _BIT[Op.SEND_F] | (backward & _BIT[Op.RECV_B])
+        for source, target in schedule.skips:
+            if stage in (source, target) and crosses(source, target, schedule):
+                ops = (Op.SEND_F, Op.RECV_B) if stage == source else (Op.RECV_F, Op.SEND_B)
+                other = target if stage == source else source
+                bits |= (_BIT[ops[0]] | (backward & _BIT[ops[1]])) << _BITS_OF_ONE * (other + 1)
     return bits
 
 
 def _spell(kind: int) -> str:
-    """Name the ops of some bits; both halves of a backward are named B."""
+    """Name the ops of some bits; both halves of a backward are named B, and of a skip's message its other end."""
     ops = [op for op, bit in _BIT.items() if kind & bit]
     if Op.I in ops and Op.W in ops:
         ops = [Op.B if op is Op.I else op for op in ops if op is not Op.W]
-    return " and ".join(op.value for op in ops)
+    names, peer = [op.value for op in ops], 0
+    while kind := kind >> _BITS_OF_ONE:
+        names += [
+            f"{op.value} to {peer}" if op in SENDS else f"{op.value} from {peer}" for op in _BIT if kind & _BIT[op]
+        ]
+        peer += 1
+    return " and ".join(names)

@@ -50,7 +50,7 @@ class _StageCheck:
         """Yield what is wrong, in the order of the row, and then what is missing."""
         steps, a_step = self._schedule.stream, self._schedule.microbatches_a_step
         for index, action in enumerate(self._schedule.rows[self._rank]):
-            stage, op, number = action
+            stage, op, number, _ = action
             if stage != self._stage:
                 continue
             if op is Op.REDUCE_GRAD:
@@ -114,7 +114,7 @@ class _StageCheck:
 
     def _uses(self, action: Action, version: int) -> bool:
         """Return whether an action is a backward after which its microbatch needs a version of this stage no more."""
-        stage, op, number = action
+        stage, op, number, _ = action
         return (
             stage == self._stage
             and op in MAKES_GRADIENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
-from raypar.schedules.rules import awaited, provides, travels
+from raypar.schedules.rules import awaited, leaving
 from raypar.schedules.timeline import Event, Timeline
 
 _ACTIONS = 0  # the track of a rank's actions; the tracks after it are for buckets and units, whose times overlap
@@ -57,7 +57,7 @@ class _Trace:
         return event.rank * self._count + self._place
 
     def _slice(self, event: Event, track: int) -> dict[str, Any]:
-        stage, op, microbatch = event.action
+        stage, op, microbatch, _ = event.action
         name, kind = str(event.action), "step"
         if event.bucket is not None:
             name, kind = f"{name} {event.part}", "communication"
@@ -79,14 +79,12 @@ class _Trace:
     def _arrows(self) -> list[dict[str, Any]]:
         """Return two flow events for each value, at its maker and its user, if the timeline has both of them."""
         timeline, schedule = self._timeline, self._timeline.schedule
-        makers = {
-            value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)
-        }
+        makers = {value: event for event in timeline.events for value in leaving(event.action, schedule)}
         arrows: list[dict[str, Any]] = []
         for event in timeline.events:
-            need = awaited(event.action, schedule)
-            maker = makers.get(need) if need is not None else None
-            if need is not None and maker is not None:
+            for need in awaited(event.action, schedule):
+                if (maker := makers.get(need)) is None:
+                    continue
                 # The middle of a slice is inside it despite rounding; an arrow must not point back in time.
                 leaves = self._middle(maker)
                 arrives = max(leaves, self._middle(event))

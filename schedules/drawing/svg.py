@@ -218,7 +218,7 @@ class _Picture:
         for place, timeline in enumerate(self._timelines if self._strip else []):
             since: dict[int, Event] = {}
             for event in timeline.events:
-                stage, op, _ = event.action
+                stage, op, _, _ = event.action
                 if stage is None or (timeline.measured and event.bucket is not None):
                     continue
                 if op is Op.UNSHARD:
@@ -270,7 +270,7 @@ class _Picture:
         return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
 
     def _fill(self, event: Event) -> str:
-        stage, op, _ = event.action
+        stage, op, _, _ = event.action
         if stage is None or op not in _HUES:
             return _GREY
         return self._shade(stage, op)

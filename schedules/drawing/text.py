@@ -37,8 +37,8 @@ def text(
     forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. In an asynchronous schedule
     ``F4.1`` is the forward of microbatch 4 with version 1 of its stage's weights. If the schedule gathers
     weights, ``(F0`` is the first action for which a stage is whole, and ``B3)`` the last one. The last line gives
-    makespan, bubble and the most activations that each rank holds at once. Of a schedule they are "in slots", which no
-    run takes; the times of a measured timeline are in milliseconds.
+    makespan, bubble, the most activations that each rank holds at once, and skips. Of a schedule they are "in slots",
+    which no run takes; the times of a measured timeline are in milliseconds.
 
     Args:
         drawn: The schedule or timeline.
@@ -156,6 +156,9 @@ def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], st
     held = found.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
     kept = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
+    kept += (
+        f", skips {' '.join(f'{one}-{other}' for one, other in found.schedule.skips)}" if found.schedule.skips else ""
+    )
     return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{kept}"
 
 

@@ -79,7 +79,7 @@ def timed(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -> Time
 
 def _need(action: Action, last: int, ends: dict[Action, float]) -> Action | None:
     """Return what an action waits for; None for the forwards of the first stage."""
-    stage, op, microbatch = action
+    stage, op, microbatch, _ = action
     assert stage is not None
     if op is Op.F:
         return Action(stage - 1, Op.F, microbatch) if stage else None

@@ -179,7 +179,7 @@ class ListScheduling:
         return None, later
 
     def _perform(self, rank: _Rank, action: Action, time: float) -> None:
-        number, op, microbatch = action
+        number, op, microbatch, _ = action
         assert number is not None and microbatch is not None
         rank.row.append(action)
         rank.now = time + self._cost(action)

@@ -118,7 +118,7 @@ def _updating(row: tuple[Action, ...], num_microbatches: int, version: Version) 
     """Yield a row with each step's update behind its last backward, and USE before a forward of another version."""
     newest = current = 0
     for action in row:
-        stage, op, microbatch = action
+        stage, op, microbatch, _ = action
         assert microbatch is not None
         if op is Op.F and (wanted := version(microbatch, newest)) != current:
             current = wanted

@@ -6,9 +6,9 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Literal
 
-from raypar.schedules.action import STEP, Action
+from raypar.schedules.action import STEP, Action, Op
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
-from raypar.schedules.rules import awaited, partner, provides, rank_of, send_of, travels
+from raypar.schedules.rules import USES_WEIGHTS, awaited, crosses, leaving, partner, rank_of, send_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 
@@ -43,16 +43,17 @@ def lower(
 def just_in_time(schedule: Schedule) -> Rows:
     """SEND right after the compute that makes the value, RECV right before the compute that needs it.
 
-    Nothing is received earlier than needed, with one exception: NCCL has no tags, so between two ranks values must
-    be received in the order in which they are sent. Where they are used in another order, the RECVs of what was
-    sent before are pulled forward.
+    Nothing is received earlier than needed, with two exceptions. NCCL has no tags, so between two ranks values must
+    be received in the order in which they are sent; where they are used in another order, the RECVs of what was
+    sent before are pulled forward. And a skip is received when its rank first computes a stage behind the skip's
+    source, not the one that takes it: else the source would wait for room with many microbatches under way.
 
     Safe if sends do not block. Proof: take any order of all compute actions that the dependencies allow, put each
     SEND behind its compute and let each rank receive before the compute that needs it. The value of a RECV was
     computed before, since its consumer is allowed now, and so was its SEND; a RECV that was pulled forward belongs
-    to an earlier SEND of the same row. So no RECV waits for a SEND that comes later in that order, and no rank waits
-    for itself around a cycle. With sends that block the SEND waits for its RECV too, and the proof breaks: 1F1B
-    then has neighbours that both send. Take ``one_sweep`` there.
+    to an earlier SEND of the same row, and a stage behind a skip's source needs that one too. So no RECV waits for a
+    SEND that comes later in that order, and no rank waits for itself around a cycle. With sends that block the SEND
+    waits for its RECV too, and the proof breaks: 1F1B then has neighbours that both send. Take ``one_sweep`` there.
     """
     rows: Rows = []
     sent: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
@@ -60,12 +61,11 @@ def just_in_time(schedule: Schedule) -> Rows:
         row: list[Action] = []
         for action in computes:
             row.append(action)
-            for value in provides(action):
-                if travels(value, schedule):
-                    send = send_of(value)
-                    row.append(send)
-                    recv = partner(send)
-                    sent[rank, rank_of(recv, schedule)].append(recv)
+            for value in leaving(action, schedule):
+                send = send_of(value)
+                row.append(send)
+                recv = partner(send)
+                sent[rank, rank_of(recv, schedule)].append(recv)
         rows.append(row)
     return [_with_recvs(rank, row, sent, schedule) for rank, row in enumerate(rows)]
 
@@ -83,17 +83,31 @@ def one_sweep(schedule: Schedule) -> Rows:
     sweep = Sweep(schedule)
     for rank, _, action in sweep:
         rows[rank].append(action)
-        for value in provides(action):
-            if travels(value, schedule):
-                send = send_of(value)
-                recv = partner(send)
-                rows[rank].append(send)
-                rows[rank_of(recv, schedule)].append(recv)
+        for value in leaving(action, schedule):
+            send = send_of(value)
+            recv = partner(send)
+            rows[rank].append(send)
+            rows[rank_of(recv, schedule)].append(recv)
     for wait in sweep.waits():
         raise ScheduleError(
             f"schedule {schedule.name!r}: {schedule.label(wait.rank)} at {wait.action} waits for {wait.reason}"
         )
     return rows
+
+
+def _received_at(action: Action, schedule: Schedule) -> list[Action]:
+    """Return the values of other ranks that are received right before an action of compute."""
+    stage, op, microbatch, _ = action
+    values = [value for value in awaited(action, schedule) if value.peer is None]
+    if stage is None or op not in USES_WEIGHTS:
+        return values
+    for source, target in schedule.skips:
+        begin, end, step = (source, target, 1) if op is Op.F else (target, source, -1)
+        if crosses(source, target, schedule):
+            first = next(one for one in range(begin + step, end + step, step) if not crosses(one, end, schedule))
+            if first == stage:
+                values.append(Action(begin, Op.F if op is Op.F else Op.I, microbatch, end))
+    return values
 
 
 def _with_recvs(
@@ -102,8 +116,7 @@ def _with_recvs(
     full: list[Action] = []
     pulled_forward: set[Action] = set()
     for action in row:
-        need = awaited(action, schedule)
-        if need is not None:
+        for need in _received_at(action, schedule):
             wanted = partner(send_of(need))
             if wanted in pulled_forward:
                 pulled_forward.remove(wanted)

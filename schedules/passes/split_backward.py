@@ -148,7 +148,7 @@ class _Paper:
         costs, freed = self._costs, []
         while rank.at < len(rank.row):
             action = rank.row[rank.at]
-            stage, op, _ = action
+            stage, op, _, _ = action
             if op in RECVS:
                 if action not in arrived:
                     break
@@ -181,7 +181,7 @@ class _Paper:
                 rank.now += self._lasts(action)
             rank.done.append(action)
             rank.at += 1
-            if op in SENDS or (action.op is Op.I and not _leaves(rank.row, rank.at)):  # a SEND comes before any W
+            if (op in SENDS or action.op is Op.I) and not _leaves(rank.row, rank.at):  # SENDs come before any W
                 while len(rank.later) > (left if op in SENDS else 0):
                     self._pay(rank)
         else:
@@ -219,8 +219,11 @@ _LASTING = frozenset({Op.F, Op.B, Op.REDUCE_GRAD, Op.STEP})
 
 
 def _leaves(row: Sequence[Action], at: int) -> bool:
-    """Whether a gradient leaves there that was made right before."""
-    return at < len(row) and row[at].op is Op.SEND_B and row[at - 1] == row[at]._replace(op=Op.B)
+    """Whether a gradient leaves there that was made right before, by an action in front of its SENDs."""
+    if at >= len(row) or row[at].op is not Op.SEND_B:
+        return False
+    send = row[at]._replace(peer=None)
+    return row[at - 1]._replace(peer=None) in (send, send._replace(op=Op.B))
 
 
 def _most_held(row: Sequence[Action]) -> int:

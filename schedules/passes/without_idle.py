@@ -26,7 +26,7 @@ def without_idle(row: Sequence[Action], first: int = 0) -> tuple[Action, ...]:
     whole: dict[int | None, int] = {}  # by stage that is whole: the position of its UNSHARD
     used, made = set[int | None](), set[int | None]()  # stages, since their last UNSHARD or REDUCE_GRAD
     for index, action in enumerate(row):
-        stage, op, _ = action
+        stage, op, _, _ = action
         idle = (
             (op is Op.UNSHARD and stage in whole)
             or (op is Op.RESHARD and stage not in whole)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from raypar.schedules.action import RECVS, Action, Op
-from raypar.schedules.rules import awaited, provides, travels
+from raypar.schedules.rules import awaited, leaving
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.timeline import Event, Timeline
 
@@ -41,7 +41,7 @@ def costs_of(*timelines: Timeline) -> Costs:
     awaited_links, spare_links, steps = list[float](), list[float](), list[float]()
     for timeline in timelines:
         for event in timeline.events:
-            stage, op, _ = event.action
+            stage, op, _, _ = event.action
             if stage is not None and op not in RECVS and op is not Op.UNSHARD and event.bucket is None:
                 lengths[event.action].append(event.end - event.start)
         for action, seconds in _gathers(timeline):
@@ -53,7 +53,7 @@ def costs_of(*timelines: Timeline) -> Costs:
             steps.append(max(event.end for event in ends) - max(event.start for event in ends))
     link = median(awaited_links) if awaited_links else min(spare_links, default=0.0)
     alike: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
-    for (stage, op, _), found in lengths.items():
+    for (stage, op, *_), found in lengths.items():
         assert stage is not None
         alike[stage, op] += found
     of_stage = {key: median(found) for key, found in alike.items()}
@@ -80,14 +80,12 @@ def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:
     If the user did not, the value may have arrived before it was needed.
     """
     schedule = timeline.schedule
-    makers = {value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)}
+    makers = {value: event for event in timeline.events for value in leaving(event.action, schedule)}
     free = [timeline.start] * timeline.num_ranks  # when each rank's previous action ended
     for event in timeline.events:
         if event.bucket is not None:
             continue
-        need = awaited(event.action, schedule)
-        maker = makers.get(need) if need is not None else None
-        if maker is not None:
+        for maker in (makers[need] for need in awaited(event.action, schedule) if need in makers):
             yield _had(event) - maker.end, free[event.rank] <= maker.end
         free[event.rank] = event.end
 

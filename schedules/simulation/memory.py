@@ -51,7 +51,7 @@ def peaks(
     windows = {stage: iter(found) for stage, found in _window_bytes(schedule, weights, units).items()}
     whole: dict[int, int] = {}  # by stage that is whole: its bytes
     for event in timeline.events:
-        stage, op, _ = event.action
+        stage, op, _, _ = event.action
         if stage is None or (timeline.measured and event.bucket is not None):
             continue  # a unit of weights that is gathered in the window of its stage
         found = changes[event.rank]
@@ -78,7 +78,7 @@ def _window_bytes(schedule: Schedule, weights: Sequence[int], units: int) -> dic
     for row in schedule.rows:
         used: dict[int, Action | None] = {}  # by stage that is whole: the last action that used it
         for action in row:
-            stage, op, _ = action
+            stage, op, _, _ = action
             if stage is None:
                 continue
             if op is Op.UNSHARD and stage not in used:
@@ -136,7 +136,7 @@ def traffic(schedule: Schedule, weights: Sequence[int], gradients: Sequence[int]
     gathered, reduced = Counter[int | None](), Counter[int | None]()
     whole: set[int | None] = set()
     for rank in range(schedule.num_pipeline_ranks):
-        for stage, op, _ in schedule.rows[schedule.rows_of(rank)[0]]:  # its replicas do the same
+        for stage, op, _, _ in schedule.rows[schedule.rows_of(rank)[0]]:  # its replicas do the same
             if op is Op.UNSHARD and stage not in whole:
                 whole.add(stage)
                 gathered[stage] += 1

@@ -12,12 +12,11 @@ from raypar.schedules.rules import (
     MAKES_GRADIENTS,
     USES_WEIGHTS,
     awaited,
+    leaving,
     most_in_flight,
     partner,
-    provides,
     rank_of,
     streamed,
-    travels,
 )
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
@@ -62,7 +61,7 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """Return how long the action occupies its rank, or for what runs beside, its rank's link to the replicas."""
-        stage, op, _ = action
+        stage, op, _, _ = action
         if self.of_action and action in self.of_action:
             return self.of_action[action]
         if stage is not None and (stage, op) in self.of_stage:
@@ -193,7 +192,7 @@ class _Clock:
     def perform(self, rank: int, action: Action) -> tuple[float, float]:
         """Advance a rank's time by its next action, and return the action's start and end."""
         start, cost, last = self._now[rank], self._costs.of(action), 0.0
-        stage, op, _ = action
+        stage, op, _, _ = action
         if op is Op.UNSHARD or op is Op.REDUCE_GRAD:
             return self._travel(rank, action, cost)
         if op is Op.RESHARD:
@@ -211,21 +210,19 @@ class _Clock:
             else:
                 start = max(start, self._room[rank, receiver].popleft())
         end = start + cost
-        need = awaited(action, self._schedule)
-        if need is not None:
+        for need in awaited(action, self._schedule):
             start, end = self._receive(rank, action, need, start, cost)
         end = max(end, last)  # its last unit may arrive late
         if op in MAKES_GRADIENTS:
             self._made[stage] = start, end
-        for value in provides(action):
-            if travels(value, self._schedule):
-                self._left[value] = start if self._capacity == 0 else end
+        for value in leaving(action, self._schedule):
+            self._left[value] = start if self._capacity == 0 else end
         self._now[rank] = end
         return start, end
 
     def _travel(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
         """Return start and end of a gather or a reduction, behind those before it."""
-        stage, op, _ = action
+        stage, op, _, _ = action
         if op is Op.UNSHARD and stage in self._whole:
             return self._now[rank], self._now[rank]
         ready = last = self._now[rank]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import awaited, partner, provides, rank_of, travels
+from raypar.schedules.rules import awaited, leaving, partner, rank_of
 from raypar.schedules.schedule import Schedule
 
 
@@ -49,7 +49,7 @@ class Sweep:
         self._schedule = schedule
         self._capacity = send_capacity
         self._places = [0] * schedule.num_ranks
-        self._awaited: list[Action | None] = [None] * schedule.num_ranks
+        self._awaited: list[tuple[Action, ...]] = [()] * schedule.num_ranks
         self._there: set[Action] = set()
         self._under_way: dict[tuple[int, int], int] = {}
         # The rank that waits, by what it waits for: a value, a RECV to be reached, or room between two ranks.
@@ -83,8 +83,9 @@ class Sweep:
                 peer, reason = key[1], f"{self._schedule.label(key[1])} to receive an earlier value"
             else:
                 peer = rank_of(key, self._schedule)
-                whole = key._replace(op=Op.B)
-                written = whole if key.op is Op.I and whole in self._schedule.rows[peer] else key
+                whole = key._replace(op=Op.B, peer=None)
+                made = key if key.op in SENDS or key.op in RECVS else key._replace(peer=None)
+                written = whole if key.op is Op.I and whole in self._schedule.rows[peer] else made
                 there = self._schedule.label(peer)
                 reason = f"{there} to reach {key}" if key.op in RECVS else f"{written} of {there}"
             found.append(Wait(rank, index, action, peer, reason))
@@ -104,7 +105,7 @@ class Sweep:
 
     def _missing(self, rank: int, action: Action) -> Action | tuple[int, int] | None:
         """Return what an action still waits for, or None if it is ready."""
-        self._awaited[rank] = need = awaited(action, self._schedule)
+        self._awaited[rank] = wanted = awaited(action, self._schedule)
         if action.op in SENDS:
             if self._capacity is None:
                 return None
@@ -112,19 +113,17 @@ class Sweep:
                 return None if action in self._waiting else partner(action)
             edge = self._edge(action)
             return edge if self._under_way.get(edge, 0) >= self._capacity else None
-        return None if need in self._there else need
+        return next((need for need in wanted if need not in self._there), None)
 
     def _perform(self, rank: int, action: Action, awake: list[int]) -> None:
         """Record the values that an action provides and takes, and wake the ranks that waited for them."""
         schedule, there, waiting = self._schedule, self._there, self._waiting
-        need = self._awaited[rank]
-        if need is not None:
-            there.discard(need)
-        for value in provides(action):
-            if travels(value, schedule):
-                there.add(value)
-                if value in waiting:
-                    awake.append(waiting.pop(value))
+        there.difference_update(self._awaited[rank])
+        for value in leaving(action, schedule):
+            there.add(value)
+            if value in waiting:
+                other = waiting.pop(value)
+                self._reach(other, schedule.rows[other][self._places[other]], awake)
         if self._capacity:
             if action.op in SENDS:
                 edge = self._edge(action)

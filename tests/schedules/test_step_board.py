@@ -13,6 +13,7 @@ from raypar.schedules.catalog import build
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.passes.skips import with_skips
 from raypar.schedules.rules import needs, provides, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.step_board import Board, MoveError, maker_of, moves
@@ -70,7 +71,7 @@ def test_a_repeated_action_is_told_apart_by_its_place():
 def test_what_a_step_has_gathered_and_reduced_is_known_to_a_schedule_that_takes_over(data, schedule, at):
     whole = [[action for action in row if action.op in COMPUTE] for row in schedule.rows]
     ops = {action.op for row in schedule.rows for action in row}
-    other = lower(Schedule.of("other", whole), reduce_grad=Op.REDUCE_GRAD in ops)
+    other = lower(with_skips(Schedule.of("other", whole), schedule.skips), reduce_grad=Op.REDUCE_GRAD in ops)
     if Op.UNSHARD in ops:
         other = gathered(data.draw, other)
     played = Board(schedule)

@@ -11,6 +11,8 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
 from tests.support.version_check import wrong_updates
 
+Message = tuple[str, int, int, int | None]  # what, the stage that makes it, microbatch; of a skip, the other stage
+
 
 class UnsoundError(Exception):
     """What a rank can't do, or what is not as it should be in the end."""
@@ -38,9 +40,9 @@ class _World:
         self.schedule, self.capacity = schedule, capacity
         self.at = [0] * len(schedule.rows)
         self.computed: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # ("F" | "I" | "W", stage, mb)
-        self.received: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]
-        self.posted: set[tuple[str, int, int]] = set()
-        self.wires: defaultdict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
+        self.received: list[set[Message]] = [set() for _ in schedule.rows]
+        self.posted: set[Message] = set()
+        self.wires: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.reduced: set[int] = set()
         self.unreduced: dict[int, int] = defaultdict(int)  # by stage: weight gradients since its last reduction
         self.sharded = any(action.op is Op.UNSHARD for row in schedule.rows for action in row)
@@ -105,11 +107,13 @@ class _World:
         return self.compute(rank, action)
 
     def compute(self, rank: int, action: Action) -> bool:
-        stage, op, mb = action
+        stage, op, mb, _ = action
         if self.sharded and op is not Op.W and stage not in self.whole:
             raise UnsoundError(f"{action} has only a shard of its weights")
         if op is Op.F:
-            if stage > 0 and not self.has(rank, ("F", stage - 1, mb)):
+            if stage > 0 and not self.has(rank, ("F", stage - 1, mb, None)):
+                return False
+            if not all(self.has(rank, ("F", one, mb, stage)) for one, two in self.schedule.skips if two == stage):
                 return False
             return self.keep(rank, ("F", stage, mb))
         if self.schedule.forward_only:
@@ -120,7 +124,9 @@ class _World:
             return self.keep(rank, ("W", stage, mb))
         if ("F", stage, mb) not in self.computed[rank]:
             raise UnsoundError(f"{action} before its F")
-        if stage + 1 < len(self.schedule.placement) and not self.has(rank, ("I", stage + 1, mb)):
+        if stage + 1 < len(self.schedule.placement) and not self.has(rank, ("I", stage + 1, mb, None)):
+            return False
+        if not all(self.has(rank, ("I", two, mb, stage)) for one, two in self.schedule.skips if one == stage):
             return False
         return self.keep(rank, *[(what, stage, mb) for what in ("IW" if op is Op.B else "I")])
 
@@ -133,15 +139,15 @@ class _World:
         self.at[rank] += 1
         return True
 
-    def has(self, rank: int, value: tuple[str, int, int]) -> bool:
+    def has(self, rank: int, value: Message) -> bool:
         """Whether the value is there. Where nobody can bring it any more, nobody will wait for it either."""
         home = self.schedule.placement[value[1]]
         if home == rank:
-            there = value in self.computed[rank]
+            there = value[:3] in self.computed[rank]
         elif self.schedule.lowered:
             there = value in self.received[rank]
         else:
-            return home < len(self.computed) and value in self.computed[home]  # it may still come
+            return home < len(self.computed) and value[:3] in self.computed[home]  # it may still come
         if not there:
             raise UnsoundError(f"rank {rank} at {self.action(rank)} has no {value}")
         return True
@@ -154,19 +160,19 @@ class _World:
         self.post(rank, value, wire)
         return True
 
-    def post(self, rank: int, value: tuple[str, int, int], wire: tuple[int, int]) -> None:
+    def post(self, rank: int, value: Message, wire: tuple[int, int]) -> None:
         if value in self.posted:
             raise UnsoundError(f"{value} is sent twice")
-        if value not in self.computed[rank]:
+        if value[:3] not in self.computed[rank]:
             raise UnsoundError(f"rank {rank} sends {value}, which it does not have")
         self.posted.add(value)
         self.wires[wire].append(value)
         self.at[rank] += 1
 
     def receive(self, rank: int, action: Action) -> bool:
-        stage, op, mb = action
-        source = stage - 1 if op is Op.RECV_F else stage + 1
-        value = ("F" if op is Op.RECV_F else "I", source, mb)
+        stage, op, mb, peer = action
+        source = peer if peer is not None else stage - 1 if op is Op.RECV_F else stage + 1
+        value = ("F" if op is Op.RECV_F else "I", source, mb, None if peer is None else stage)
         wire = (self.peer(rank, source, action), rank)
         if self.capacity == 0:
             other = self.action(wire[0])
@@ -184,15 +190,18 @@ class _World:
         self.at[rank] += 1
         return True
 
-    def message(self, rank: int, send: Action) -> tuple[tuple[str, int, int], tuple[int, int]]:
-        stage, op, mb = send
-        target = stage + 1 if op is Op.SEND_F else stage - 1
-        return ("F" if op is Op.SEND_F else "I", stage, mb), (rank, self.peer(rank, target, send))
+    def message(self, rank: int, send: Action) -> tuple[Message, tuple[int, int]]:
+        stage, op, mb, peer = send
+        target = peer if peer is not None else stage + 1 if op is Op.SEND_F else stage - 1
+        return ("F" if op is Op.SEND_F else "I", stage, mb, peer), (rank, self.peer(rank, target, send))
 
     def peer(self, rank: int, stage: int, action: Action) -> int:
         """The rank at the other end of a wire."""
         if not self.schedule.lowered or stage not in range(len(self.schedule.placement)):
             raise UnsoundError(f"{action} has no other end")
+        ends = (action.stage, stage) if action.op in (Op.SEND_F, Op.RECV_B) else (stage, action.stage)
+        if action.peer is not None and ends not in self.schedule.skips:
+            raise UnsoundError(f"{action} is of no skip")
         other = self.schedule.placement[stage]
         if other == rank or other >= len(self.at):
             raise UnsoundError(f"{action} has no other end")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from random import Random
 
 from raypar.schedules import Costs, Schedule, ScheduleError, build, lower
-from raypar.schedules.action import STEP, Action, Op
+from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.passes.skips import with_skips
 
 Rows = list[list[Action]]
 SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"
@@ -70,7 +71,7 @@ def listed(draw: Random) -> Schedule:
     ]
 
     def is_ready(action: Action) -> bool:
-        stage, op, mb = action
+        stage, op, mb, _ = action
         if op is Op.F:
             return stage == 0 or Action(stage - 1, Op.F, mb) in done
         if op is Op.W:
@@ -84,7 +85,9 @@ def listed(draw: Random) -> Schedule:
         left.remove(action)
         done.add(action)
         rows[placement[action.stage]].append(action)
-    return Schedule.of("at random", rows)
+    schedule = Schedule.of("at random", rows)
+    pairs = [(one, two) for two in range(stages) for one in range(two)]
+    return with_skips(schedule, draw.sample(pairs, draw.randint(0, len(pairs)) // 2) if draw.random() < 0.4 else [])
 
 
 def mutated(schedule: Schedule, draw: Random) -> tuple[str, Schedule]:
@@ -146,7 +149,8 @@ def _insert(schedule: Schedule, draw: Random) -> Schedule:
 def _change_op(row: list[Action], draw: Random) -> None:
     i = draw.randrange(len(row))
     if row[i] != STEP:
-        row[i] = row[i]._replace(op=draw.choice(WHOLE_STAGE if row[i].microbatch is None else ONE_MICROBATCH))
+        op = draw.choice(WHOLE_STAGE if row[i].microbatch is None else ONE_MICROBATCH)
+        row[i] = row[i]._replace(op=op, peer=row[i].peer if op in SENDS or op in RECVS else None)
 
 
 def _change_stage(schedule: Schedule, draw: Random) -> Schedule:
@@ -154,6 +158,16 @@ def _change_stage(schedule: Schedule, draw: Random) -> Schedule:
         i = draw.randrange(len(row))
         if row[i] != STEP:
             row[i] = row[i]._replace(stage=draw.randint(0, schedule.num_stages))
+
+    return _of_row(change)(schedule, draw)
+
+
+def _change_peer(schedule: Schedule, draw: Random) -> Schedule:
+    def change(row: list[Action], draw: Random) -> None:
+        ends = [at for at, action in enumerate(row) if action.op in SENDS or action.op in RECVS]
+        if ends:
+            at, peer = draw.choice(ends), draw.choice([None, draw.randint(0, schedule.num_stages)])
+            row[at] = row[at]._replace(peer=peer)
 
     return _of_row(change)(schedule, draw)
 
@@ -241,6 +255,7 @@ KINDS: dict[str, Callable[[Schedule, Random], Schedule]] = {
     "insert": _insert,
     "change op": _of_row(_change_op),
     "change stage": _change_stage,
+    "change peer": _change_peer,
     "change microbatch": _change_microbatch,
     "other rank": _move_to_another_rank,
     "swap microbatches": _swap_microbatches,

@@ -9,6 +9,7 @@ from raypar.schedules.catalog import build
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.passes.skips import with_skips
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
 
@@ -48,6 +49,14 @@ def catalog_schedules(draw):
     return build(name, ranks, microbatches, chunks if name == "forward" else None)
 
 
+def skipping(draw, schedule):
+    """A schedule with some skips, most often with none."""
+    pairs = [(one, two) for two in range(schedule.num_stages) for one in range(two)]
+    if not pairs or draw(st.booleans()):
+        return schedule
+    return with_skips(schedule, draw(st.lists(st.sampled_from(pairs), max_size=3, unique=True)))
+
+
 def gathered(draw, schedule):
     """A schedule with its gathers, in any of the placements."""
     when = draw(st.sampled_from(["step", "microbatch"]))
@@ -59,7 +68,7 @@ def gathered(draw, schedule):
 @st.composite
 def lowered_schedules(draw):
     """A training schedule of the catalog, lowered, perhaps with reductions and gathers."""
-    schedule = lower(draw(catalog_schedules().filter(lambda one: not one.forward_only)))
+    schedule = lower(skipping(draw, draw(catalog_schedules().filter(lambda one: not one.forward_only))))
     if draw(st.booleans()):
         schedule = reduce_gradients(schedule, draw(st.sampled_from(["step", "microbatch"])))
     return gathered(draw, schedule) if draw(st.booleans()) else schedule
@@ -87,4 +96,4 @@ def legal_schedules(draw):
         open_actions.remove(action)
         done.update(provides(action))
         rows[placement[action.stage]].append(action)
-    return Schedule.of("random", rows)
+    return skipping(draw, Schedule.of("random", rows))

@@ -52,7 +52,7 @@ def most_kept(schedule: Schedule, stage: int) -> int:
     """
     row = _of_stage(schedule, stage)
     made, needed, used, version = {0: -1}, {}, {}, 0
-    for place, (_, op, number) in enumerate(row):
+    for place, (_, op, number, _) in enumerate(row):
         if op is Op.USE:
             version = number
         elif op is Op.F:

@@ -351,7 +351,7 @@ def _as_measured(schedule: Schedule, events: Sequence[Event]) -> Schedule:
 
 def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
     """Yield the reasons why a schedule can't have produced an event."""
-    stage, _, microbatch = event.action
+    stage, _, microbatch, _ = event.action
     if event.rank >= schedule.num_ranks or (stage or 0) >= schedule.num_stages:
         yield f"the schedule has {schedule.num_ranks} ranks and {schedule.num_stages} stages"
     if (microbatch or 0) >= schedule.num_microbatches:

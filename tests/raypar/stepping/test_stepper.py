@@ -85,7 +85,7 @@ BACKWARDS = (Op.B, Op.I, Op.W)
 def in_order(done):
     """Whether both halves of each stage's backwards came in the order of their microbatches; B is both at once."""
     halves = {}
-    for stage, op, microbatch in (half for action in done if action.op in BACKWARDS for half in provides(action)):
+    for stage, op, microbatch, _ in (half for action in done if action.op in BACKWARDS for half in provides(action)):
         halves.setdefault((stage, op), []).append(microbatch)
     return all(order == sorted(order) for order in halves.values())
 

@@ -32,7 +32,7 @@ def test_every_schedule_has_replicas(name, replicas):
         assert from_csv(to_csv(lowered), name) == replace(lowered, name=name), "rows say it all"
     for rank, row in enumerate(plain.rows):
         for number, here in enumerate(several.rows_of(rank)):
-            mine = {mb for _, op, mb in several.rows[here] if op not in WHOLE}
+            mine = {mb for _, op, mb, _ in several.rows[here] if op not in WHOLE}
             assert (
                 mine == set(several.microbatches_of(here)) == set(range(number, plain.num_microbatches, replicas[rank]))
             )

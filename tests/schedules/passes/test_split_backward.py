@@ -141,7 +141,7 @@ def test_a_large_schedule_is_searched_in_bounded_time():
 def order_of(row):
     """The microbatches of each stage in the order in which gradients of weights are made."""
     found = defaultdict(list)
-    for stage, op, microbatch in row:
+    for stage, op, microbatch, _ in row:
         if op in (Op.B, Op.W):
             found[stage].append(microbatch)
     return found

@@ -1,0 +1,36 @@
+"""The skips of a run's layers as skips between the stages of its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raypar.actors.models.partition import split_faults
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.config.skeleton import Skeleton
+from raypar.schedules.passes.skips import Skips, no_skips
+
+
+def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
+    """Return what tells the skips between stages, for a number of stages; none where model or split have faults.
+
+    Args:
+        run: The run.
+        skeleton: Its model without weights.
+    """
+    if not isinstance(run.model, Layers) or not run.model.skips:
+        return no_skips
+
+    def between(num_stages: int) -> Skips:
+        from raypar.actors.models.skips import skip_faults, skips_between  # imports torch
+
+        try:
+            model = skeleton.model
+        except Exception:  # the check of the layers tells it
+            return ()
+        count = len(model.names)
+        if any(skip_faults(model.skips, count)) or split_faults(run.split, count, num_stages):
+            return ()
+        return skips_between(model.skips, model.stages(run.split, num_stages))
+
+    return between
