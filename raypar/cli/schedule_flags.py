@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypar.config.schedule import MOST_CELLS, Loaded, load
+from raypar.schedules.passes.skips import Skips
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
@@ -28,6 +30,8 @@ class SizeArgs:
     """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
     replicas: tuple[int, ...] = ()
     """replicas of each rank, as 2 3 1, which take microbatches in turn; one each if it is left out"""
+    skips: tuple[str, ...] = ()
+    """skip connections, pairs of stages as 0-3 1-2: the first one gives something to the second one, too"""
 
 
 def cost_faults(costs: Mapping[str, float]) -> list[str]:
@@ -68,4 +72,13 @@ def load_sized(word: str, sizes: SizeArgs, costs: Costs | None = None, most_cell
     ]
     if faults:
         raise ScheduleError("\n".join(faults))
-    return loaded
+    pairs = _pairs(sizes.skips)
+    return loaded.skipping(lambda num_stages: pairs)
+
+
+def _pairs(words: Sequence[str]) -> Skips:
+    """Read pairs of stages, such as 0-3. Raises ScheduleError."""
+    read = [re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", word) for word in words]
+    if wrong := [word for word, found in zip(words, read, strict=True) if found is None]:
+        raise ScheduleError(f"--skips has {', '.join(map(repr, wrong))}: give pairs of stages, such as 0-3")
+    return tuple((int(found[1]), int(found[2])) for found in read if found is not None)

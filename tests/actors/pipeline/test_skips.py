@@ -90,6 +90,7 @@ def test_a_v_holds_both_ends_of_its_skips_and_sends_nothing_for_them():
         {"recompute": ("full", "none") * 4},
         {"dp": 2},
         {"dp": 2, "zero": 3},
+        {"tp": 2},
         {"mesh": rp.Mesh(pp=3, rank_dp=(2, 3, 1)), "microbatches": 6},
     ],
     ids=str,
