@@ -63,6 +63,12 @@ def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
     return tuple(rows)
 
 
+def _skips(rows: Iterable[Sequence[Action]]) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of stages that the SENDs of skips in some rows name, in order."""
+    ends = ((one.stage or 0, one.peer) for row in rows for one in row if one.peer is not None)
+    return tuple(sorted({(min(pair), max(pair)) for pair in ends}))
+
+
 def _read(cell: Any) -> Action:
     """Read one action; its op may be a text, and its numbers may be numpy's. Raises ValueError."""
     if isinstance(cell, Action) and cell.op.__class__ is Op:
@@ -179,10 +185,9 @@ class Schedule:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         holders: dict[int, list[int]] = {}  # by stage, the rows that have it
         last_microbatch, forwards, communicates, forward_only, stream = -1, 0, False, True, 0
-        skips = set[tuple[int, int]]()
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
-            for stage, op, microbatch, peer in row:
+            for stage, op, microbatch, _ in row:
                 if op in COMPUTE:
                     assert stage is not None and microbatch is not None
                     if (rows_of := holders.setdefault(stage, [rank]))[-1] != rank:
@@ -195,8 +200,6 @@ class Schedule:
                         forward_only = False
                 elif op in SENDS or op in RECVS:
                     communicates = True
-                    if peer is not None and stage is not None:
-                        skips.add((min(stage, peer), max(stage, peer)))
                 elif op is Op.STEP and microbatch is not None:
                     stream = max(stream, microbatch + 1)
         replicas = replicas_of(len(frozen), holders)
@@ -219,10 +222,9 @@ class Schedule:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
         home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
         placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
-        if lowered is None:
-            lowered = communicates
-        sizes = last_microbatch + 1, lowered, forward_only, stream, replicas
-        return cls(name, frozen, placement, *sizes, tuple(sorted(skips)))
+        lowered = communicates if lowered is None else lowered
+        kind = lowered, forward_only, stream, replicas, _skips(frozen)
+        return cls(name, frozen, placement, last_microbatch + 1, *kind)
 
     @property
     def num_ranks(self) -> int:

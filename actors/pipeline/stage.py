@@ -18,7 +18,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
-from raypar.actors.models.skips import NO_SKIPS, Skipped, StageSkips
+from raypar.actors.models.skips import NO_SKIPS, Skipped
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
@@ -41,8 +41,8 @@ class Stage:
         modules: The layers themselves, in the same order.
         place: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        takes_data: Whether its inputs need no gradient: data, and what frozen stages have made; None: those of the
-            model's first layer do not.
+        ends: Where what it takes and makes belongs; None: to the neighbouring stages, and the model's first layer takes
+            data.
         learns: Whether its backwards have something to do; else all is frozen in it and in the stages before it.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
@@ -59,8 +59,6 @@ class Stage:
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
         record: What modules of the layers tell of a training step; None to drop it.
-        skips: The skips that begin or end in it.
-        first_learning: The first stage whose outputs need gradients; skips from those before it get none.
 
     Attributes:
         ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
@@ -85,14 +83,11 @@ class Stage:
         overflow: OverflowWatch | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
         record: RouterRecord | None = None,
-        takes_data: bool | None = None,
+        ends: StageEnds | None = None,
         learns: bool = True,
-        skips: StageSkips = NO_SKIPS,
-        first_learning: int = 0,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
-        takes_data = self.layers[0] == 0 if takes_data is None else takes_data
-        self.ends = StageEnds(skips, takes_data=takes_data, first_learning=first_learning)
+        self.ends = ends or StageEnds(NO_SKIPS, takes_data=self.layers[0] == 0)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
         words = {index: word_of(recompute, model.body, index) for index in self.layers}
         self._again = {

@@ -20,7 +20,7 @@ class StageEnds:
         first_learning: The first stage whose outputs need gradients; skips from those before it get none.
     """
 
-    def __init__(self, skips: StageSkips, *, takes_data: bool, first_learning: int) -> None:
+    def __init__(self, skips: StageSkips, *, takes_data: bool, first_learning: int = 0) -> None:
         self._skips, self._takes_data, self._first_learning = skips, takes_data, first_learning
         self.pairs, self.kept = skips.pairs, layers_of(skips.given)
         self._taken = layers_of(skips.taken)

@@ -29,6 +29,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.data import Examples
+from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
@@ -72,8 +73,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     shared = _shared(modules.values())
-    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
-    skips = stage_skips(model.skips, parts)
+    first, borders = _borders(run, model, parts, is_expert=is_expert)
     stages = {
         number: Stage(
             model,
@@ -90,10 +90,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             weights=weights.get(number),
             overflow=None if is_expert else overflow,
             record=record,
-            takes_data=number <= first and not is_expert,
+            ends=borders[number],
             learns=number >= first,
-            skips=skips[number],
-            first_learning=first,
         )
         for number in own
     }
@@ -108,6 +106,15 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers, first
     return Part(model, stages, parameters, masters, owners, ends, *resting, *others)
+
+
+def _borders(run: Run, model: Model, parts: Sequence[range], *, is_expert: bool) -> tuple[int, list[StageEnds]]:
+    """Return the first stage that learns, and where what each stage takes and makes belongs."""
+    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
+    return first, [
+        StageEnds(skips, takes_data=number <= first and not is_expert, first_learning=first)
+        for number, skips in enumerate(stage_skips(model.skips, parts))
+    ]
 
 
 def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from raypar.actors.device import place_of
 from raypar.actors.models.build import build_model
+from raypar.actors.models.skips import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.tensors import Values
 from raypar.config.arguments import checked_arguments
@@ -149,7 +151,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         is_last=recorded.is_last,
         recompute=recorded.recompute,
         seed=recorded.seed,
-        takes_data=not made,
+        ends=StageEnds(NO_SKIPS, takes_data=not made),
         learns=given,
     )
     with torch.no_grad():
