@@ -43,8 +43,8 @@ def batch(step, microbatch, dp):
     return x, x.sin()
 
 
-def team_of(skips, *sizes, count=8, halves=True, **changes):
-    model = Layers(net(tuple(skips), count), mse, skips=tuple(skips), halves=halves)
+def team_of(skips, *sizes, count=8, plan=(), **changes):
+    model = Layers(net(tuple(skips), count), mse, skips=tuple(skips), halves=True, plan=dict(plan))
     return Team(None, *sizes, model=model, data=batch, **changes)
 
 
@@ -90,7 +90,7 @@ def test_a_v_holds_both_ends_of_its_skips_and_sends_nothing_for_them():
         {"recompute": ("full", "none") * 4},
         {"dp": 2},
         {"dp": 2, "zero": 3},
-        {"tp": 2},
+        {"tp": 2, "plan": {"layers.*.parts.0": "column_gather_output"}},
         {"mesh": rp.Mesh(pp=3, rank_dp=(2, 3, 1)), "microbatches": 6},
     ],
     ids=str,
