@@ -277,7 +277,7 @@ class Stage:
             self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[step, microbatch] = (inputs, _tail(self.ends.in_order(outputs)), {}, ())
+        self._saved[step, microbatch] = (inputs, self.ends.tail(outputs), {}, ())
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -295,7 +295,7 @@ class Stage:
         if self.recompute:
             with self._buffers.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
-            tail = _tail(self.ends.in_order(outputs))
+            tail = self.ends.tail(outputs)
             del outputs
         if tail is not None:
             with self._linears.postponed() as owed, self._guarded("backward"):
@@ -386,11 +386,6 @@ class Stage:
             self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
         ):
             yield
-
-
-def _tail(outputs: Values) -> Tail:
-    """Return the end of the graph: the outputs that can have gradients, which are floating-point."""
-    return Tail(tuple([value for value in outputs if value.is_floating_point()]))
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

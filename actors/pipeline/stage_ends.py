@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from raypar.actors.autograd.backward import Tail
 from raypar.actors.models.skips import Ends, StageSkips, layers_of
 from raypar.actors.tensors import Values
 
@@ -54,6 +55,10 @@ class StageEnds:
         starts = accumulate((count for count, _ in givers[:-1]), initial=0)
         self._shares = tuple(sum(wanted[at : at + count]) for at, (count, _) in zip(starts, givers, strict=True))
         return wanted
+
+    def tail(self, outputs: Values) -> Tail:
+        """Return the end of the graph: the outputs that can have gradients, which are floating-point."""
+        return Tail(tuple([value for value in self.in_order(outputs) if value.is_floating_point()]))
 
     def in_order(self, values: Values) -> Values:
         """Return outputs, or their gradients, in the order in which one process adds up gradients: the latest first."""

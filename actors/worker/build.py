@@ -28,8 +28,8 @@ from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.specs.data import Examples
 from raypar.actors.pipeline.stage_ends import StageEnds
+from raypar.actors.specs.data import Examples
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
