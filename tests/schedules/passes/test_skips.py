@@ -57,7 +57,7 @@ def test_a_skip_is_received_when_its_rank_first_computes_behind_its_source():
 
 def test_where_more_skips_are_under_way_than_a_peer_takes_the_check_tells():
     with pytest.raises(CheckError, match="rank 0 at 0SEND_F13@7 waits for rank 3 to receive an earlier value"):
-        check(lower(skipping("looped-bfs", 4, 16, (0, 7), (1, 6))), send_capacity=8)
+        check(lower(skipping("looped-bfs", 4, 16, (0, 7), (1, 6), (2, 5), (3, 4))), send_capacity=8)
 
 
 def test_they_take_part_in_replicas():
