@@ -305,7 +305,8 @@ class Stage:
                     owed.others = tail.backward_input(gradients, self._later)
                 else:
                     tail.backward(gradients)
-        return tuple(_gradient(value) for value in inputs if value.requires_grad)
+        wanted = (value for value in inputs if value.requires_grad)
+        return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """Run the forward of a microbatch and record its graph.
@@ -395,7 +396,3 @@ def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter])
     """
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     return others if any(p.dim() > 1 and id(p) not in tables for p in others) else ()
-
-
-def _gradient(value: Tensor) -> Tensor:
-    return torch.zeros_like(value) if value.grad is None else value.grad
