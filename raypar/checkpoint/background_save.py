@@ -17,7 +17,6 @@ from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
 from raypar.config.toml import plain_of
-from raypar.errors import JobError
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 
 log = logging.getLogger(__name__)
@@ -146,8 +145,8 @@ class Saver:
         """
         try:
             saved = save()
-        except (CheckpointError, JobError) as error:
-            log.warning("what its actors have in memory was not saved: %s", error)
+        except Exception as error:  # Ray raises many types
+            log.warning("what its actors have in memory was not saved: %s", first_line(error))
             return
         if saved is not None:
             self.newest = saved

@@ -269,6 +269,8 @@ class Starter:
 
     def save_snapshots(self, taken: int) -> Path | None:
         """Save what the actors of a run that ends have in memory; see ``last_checkpoint``."""
+        if self._lifetime.failure is not None or not self._lifetime.actors.reachable():
+            return None
         return last_checkpoint(self.run, self._loaded.calls, self._snapshots, taken)
 
     def close(self) -> None:

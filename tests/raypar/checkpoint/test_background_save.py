@@ -197,3 +197,20 @@ def test_checkpoints_that_became_a_link_are_not_written_through_it(actors, tmp_p
     assert "checkpoints' is a symbolic link, and raypar writes through none: remove it" in caplog.text
     assert not list((tmp_path / "other").iterdir()) and saver.lost is not None
     saver.close()
+
+
+def test_what_a_run_that_ends_has_in_memory_is_its_newest_checkpoint_and_no_error_of_it_is_the_run_s(
+    actors, tmp_path, caplog
+):
+    saver = saver_of(actors, tmp_path)
+
+    def fails():
+        raise OSError("Ray is gone\nwith a trace")
+
+    saver.save_last(fails)
+    saver.save_last(lambda: None)
+    assert saver.newest is None
+    assert "what its actors have in memory was not saved: Ray is gone" in caplog.text and "trace" not in caplog.text
+    saver.save_last(lambda: tmp_path / "step-00000003")
+    assert saver.newest == tmp_path / "step-00000003"
+    saver.close()
