@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.parity.verify import Verdict, verify
+    from raypar.planner import formulas
     from raypar.recovery import chaos
     from raypar.recovery.failures import Failure
     from raypar.reporting.expert_table import expert_table
@@ -74,6 +75,7 @@ _HOMES = {
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.parity.verify": ("Verdict", "verify"),
+    "raypar.planner": ("formulas",),
     "raypar.recovery": ("chaos",),
     "raypar.recovery.failures": ("Failure",),
     "raypar.reporting.expert_table": ("expert_table",),
@@ -126,6 +128,7 @@ __all__ = [
     "chunked_attention",
     "expert_table",
     "faults",
+    "formulas",
     "launch",
     "layout",
     "masks",

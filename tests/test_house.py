@@ -355,7 +355,10 @@ MAY_IMPORT = {
         "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
-    "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/passes schedules/simulation",
+    "raypar/planner": (
+        "actors/mesh actors/models actors/specs raypar/planner/formulas schedules schedules/passes schedules/simulation"
+    ),
+    "raypar/planner/formulas": "",
     "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
