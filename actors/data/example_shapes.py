@@ -42,6 +42,9 @@ class Template(Protocol):
             ExampleError: The template does not take it.
         """
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """Write a conversation up to where the assistant answers; see ``written``."""
+
 
 def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> Written:
     """Write an example as text.

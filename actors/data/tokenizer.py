@@ -21,6 +21,7 @@ from raypar.actors.files import expanded, read_named
 Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 _FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_ENDS = ("generation_config.json", "config.json")  # which say what ids end a text
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MOST_BYTES = 1 << 30
 
@@ -55,7 +56,7 @@ class Tokenizer:
         home = None if path is None else expanded(path)
         self._folder = home if home is None or home.is_dir() else home.parent
         self._file = home if home is None or not home.is_dir() else home / _FILE
-        self._settings = self._read_settings()
+        self._settings = self._read_json(_SETTINGS)
         self._source = self._read_template(template)
         self._model = None if self._file is None else _model(self._file)
         ids = [] if self._model is None else self._model.get_vocab().values()
@@ -72,6 +73,14 @@ class Tokenizer:
     def end(self) -> str:
         """The token that ends a text; "" if there is none."""
         return self.tokens.get("eos_token", "")
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a generated text: that of ``end``, and those that the folder's configurations say."""
+        own = None if self._model is None or not self.end else self._model.token_to_id(self.end)
+        told = (self._read_json(name).get("eos_token_id") for name in _ENDS)
+        found = [own, *(one for ids in told for one in (ids if isinstance(ids, list) else [ids]))]
+        return frozenset(one for one in found if isinstance(one, int))
 
     @cached_property
     def template(self) -> Template | None:
@@ -108,24 +117,31 @@ class Tokenizer:
                 learned |= ((offsets[:, 1] > start) & (offsets[:, 0] < stop)).astype(np.uint8)
             yield Tokenized(np.array(found.ids, np.uint32), learned)
 
-    def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens too."""
+    def encoded(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text, in which special tokens may be written; none is added."""
         if self._model is None:
-            return bytes(ids).decode(errors="replace")
-        text: str = self._model.decode(list(ids), skip_special_tokens=False)
+            return tuple(text.encode())
+        return tuple(self._model.encode(text, add_special_tokens=False).ids)
+
+    def decoded(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text of ids, special tokens too unless these are to be left out; of bytes, ids below 256."""
+        if self._model is None:
+            return bytes(one for one in ids if one < 256).decode(errors="replace")
+        text: str = self._model.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> Iterator[Any]:
         assert self._model is not None
         return iter(self._model.encode_batch(list(texts), add_special_tokens=special) if texts else [])
 
-    def _read_settings(self) -> Mapping[str, Any]:
-        if self._folder is None or not (self._folder / _SETTINGS).is_file():
+    def _read_json(self, name: str) -> Mapping[str, Any]:
+        """Read a file of the folder that holds an object; {} if there is none. Raises ExampleError."""
+        if self._folder is None or not (self._folder / name).is_file():
             return {}
         try:
-            found = json.loads(read_named(self._folder / _SETTINGS, _MOST_BYTES))
+            found = json.loads(read_named(self._folder / name, _MOST_BYTES))
         except (OSError, ValueError) as error:
-            raise ExampleError(f"tokenizer: {_SETTINGS} can't be read ({error}): copy it again") from error
+            raise ExampleError(f"tokenizer: {name} can't be read ({error}): copy it again") from error
         return found if isinstance(found, dict) else {}
 
     def _read_template(self, template: str | None) -> str | None:

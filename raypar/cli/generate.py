@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import tyro
 
-from raypar.actors.data.text_codec import TextCodec
+from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.data import Text
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.arguments import parsed
+from raypar.cli.conversation import Conversation
 from raypar.cli.resuming import its_run
 from raypar.config.hugging_face import HF
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
-from raypar.job.generation import codec_of, request_of
+from raypar.job.generation import request_of
 from raypar.paths import absolute
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a folder of Hugging Face."
 _CHAT = "Answer in a terminal, with the weights of a run, a checkpoint or a folder of Hugging Face."
 _CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_BYTES = 256  # ids of text without a tokenizer
 
 
 class Say(Protocol):
@@ -125,9 +128,9 @@ def generate(words: Sequence[str], say: Say) -> None:
     args = parsed(GenerateArgs(), words, "generate", _GENERATE)
     source, *prompts = args.words
     with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
-        run, found = run_on(source, args, Path(folder))
-        codec, seq = _codec(run), _seq(run)
-        most = args.max_new_tokens or max(1, min(64, seq - max(len(codec.encode(prompt)) for prompt in prompts)))
+        run, found, tokenizer = run_on(source, args, Path(folder))
+        seq = _seq(run)
+        most = args.max_new_tokens or max(1, min(64, seq - max(len(tokenizer.encoded(prompt)) for prompt in prompts)))
         sampling = args.sampling() | {"max_new_tokens": most}
         request_of(run, prompts, most, Sampling(), args.stop)  # before actors are launched for them
         with _launched(run, found) as job:
@@ -154,22 +157,21 @@ def chat(words: Sequence[str], say: Say, read: Callable[[], str]) -> None:
     """
     args = parsed(ChatArgs(), words, "chat", _CHAT)
     with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
-        run, found = run_on(args.words[0], args, Path(folder))
-        codec, seq = _codec(run), _seq(run)
+        run, found, tokenizer = run_on(args.words[0], args, Path(folder))
+        seq = _seq(run)
         most = min(args.max_new_tokens or min(256, seq // 2), seq - 1)
         with _launched(run, found) as job:
             say("Type, and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C here, the chat.")
-            text = ""
+            said = Conversation(tokenizer, seq - most)
             while True:
                 say("> ", end="")
                 try:
-                    text += read()
+                    line = read()
                 except (EOFError, KeyboardInterrupt):
                     say("")
                     return
-                prompt = codec.encode(text)[most - seq :]  # the latest tokens that leave room for the answer
-                answer = _answered(job, prompt, say, args.sampling() | {"max_new_tokens": most})
-                text += f"{answer}\n"
+                if line:
+                    said.answer(_answered(job, said.ask(line), say, args.sampling() | {"max_new_tokens": most}))
 
 
 def _answered(job: Job, prompt: Sequence[int], say: Say, sampling: Mapping[str, Any]) -> str:
@@ -192,20 +194,15 @@ def _launched(run: Run, found: Found | None) -> Job:
     return launch(run, resume=found)
 
 
-def _codec(run: Run) -> TextCodec:
-    codec = codec_of(run)
-    assert codec is not None  # bytes, if there is no tokenizer
-    return codec
-
-
 def _seq(run: Run) -> int:
     """Return the number of positions of a run's model."""
     assert isinstance(run.model, Transformer)
     return run.model.seq
 
 
-def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None]:
-    """Return the run of a job that generates, and the checkpoint that it begins with; None if it is a folder.
+def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None, Tokenizer]:
+    """Return the run of a job that generates, the checkpoint that it begins with (None: a folder's weights), and its
+    tokenizer.
 
     The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers, in
     the place of the text that it was trained on, which need not be here.
@@ -220,34 +217,42 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
     """
     from raypar.checkpoint.resume import find  # imports numpy
 
-    path, found = absolute(source), None
+    path, found, template = absolute(source), None, None
     told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
     if (path / _CONFIG).exists():
-        tokenizer = args.tokenizer or (path / _TOKENIZER if (path / _TOKENIZER).exists() else None)
         told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
+        file = path / _TOKENIZER if (path / _TOKENIZER).exists() else None
     else:
         found = find(path)
         trained = its_run(found)
         kept = ("model", "optim", "seed", "precision", "expert_order")
         told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
-        tokenizer = args.tokenizer or _tokenizer_of(trained)
-    model, wrong = told["model"], list[str]()
-    if tokenizer is None and model.vocab > 256:
+        file = _tokenizer_of(trained)
+        template = trained.data.template if isinstance(trained.data, Examples) else None
+    model, wrong, file = told["model"], list[str](), args.tokenizer or file
+    if file is None and model.vocab > _BYTES:
         wrong.append(f"{source!r} has no tokenizer, and its model {model.vocab} token ids: give --tokenizer FILE")
+    try:
+        tokenizer = Tokenizer(None if file is None else str(file), template)
+    except ExampleError as error:
+        raise ConfigError([*wrong, str(error)]) from error
     if isinstance(model, Transformer):
         numbers = folder / "numbers.txt"
         numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
-        told["data"] = Text(str(numbers), None if tokenizer is None else str(tokenizer), cache=str(folder))
+        told["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
     run = Run(micro_batch_size=1, **told)
     if wrong := [*wrong, *generation_faults(run)]:
         raise ConfigError(wrong)
-    return run, found
+    return run, found, tokenizer
 
 
 def _tokenizer_of(run: Run) -> Path | None:
     """Return the tokenizer file of a run's data, or of its model's folder; None for bytes."""
-    if isinstance(run.data, Text) and run.data.tokenizer is not None:
-        return Path(run.data.tokenizer)
-    folder = run.model.hf if isinstance(run.model, Transformer) else None
-    file = None if folder is None else Path(folder) / _TOKENIZER
-    return file if file is not None and file.exists() else None
+    named = run.data.tokenizer if isinstance(run.data, Text | Examples) else None
+    if named is None and isinstance(run.model, Transformer):
+        named = run.model.hf
+    path = None if named is None else Path(named)
+    if path is not None and path.is_dir():
+        path = path / _TOKENIZER
+        return path if path.exists() else None
+    return path

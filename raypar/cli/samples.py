@@ -49,15 +49,15 @@ def sampling(job: Job, every: int) -> Callable[[Report | Evaluation], None]:
     def sample(outcome: Report | Evaluation) -> None:
         if not every or isinstance(outcome, Evaluation) or outcome.steps_taken % every:
             return
-        from raypar.job.generation import codec_of  # imports what dry runs do not need
+        from raypar.job.generation import tokenizer_of  # imports what dry runs do not need
 
         pieces.extend([] if pieces else _pieces_of(job.run))
-        codec = codec_of(job.run)
+        tokenizer = tokenizer_of(job.run)
         for piece, made in zip(pieces, job.generate(pieces, min(_NEW_TOKENS, len(pieces[0]))), strict=True):
-            if codec is None:
+            if tokenizer is None:
                 log.info("sample after step %d: %s > %s", outcome.steps_taken, piece, list(made.tokens))
             else:
-                log.info("sample after step %d: %r > %r", outcome.steps_taken, codec.decode(piece), made.text)
+                log.info("sample after step %d: %r > %r", outcome.steps_taken, tokenizer.decoded(piece), made.text)
 
     return sample
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.bounds import Count, NotNegative, Probability, Seed
-from raypar.actors.data.text_codec import CodecError, TextCodec
-from raypar.actors.specs.data import Text
+from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
@@ -54,15 +55,15 @@ def request_of(
     """
     faults, tokenizer = [*generation_faults(run)], None
     try:
-        tokenizer = codec_of(run)
-    except CodecError as error:
-        faults += error.faults
+        tokenizer = tokenizer_of(run)
+    except ExampleError as error:
+        faults.append(str(error))
     words = any(isinstance(one, str) for one in (*prompts, *(stop or ())))
     if words and tokenizer is None and not faults:
         faults.append("the run has no tokenizer for texts: give token ids, or a run whose data is rp.Text")
     if faults:
         raise ConfigError(faults)
-    encode = (lambda text: ()) if tokenizer is None else tokenizer.encode
+    encode = (lambda text: ()) if tokenizer is None else tokenizer.encoded
     ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
     assert isinstance(run.model, Transformer)
     if faults := [*prompt_faults(run.model, ids, new_tokens)]:
@@ -73,20 +74,22 @@ def request_of(
     return Request(ids, new_tokens, sampling, stop_tokens, stop_texts, tokenizer)
 
 
-def codec_of(run: Run) -> TextCodec | None:
-    """Return the tokenizer of a run: that of its text, bytes if it has none, or that of its model's folder.
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """Return the tokenizer of a run: that of its text or examples, that of its model's folder, or bytes.
+
+    None if its data are token ids or batches of the user's, and the model has no folder with a tokenizer.
 
     Raises:
-        CodecError: It can't be read.
+        ExampleError: It can't be read.
     """
-    if isinstance(run.data, Text) and run.data.tokenizer is not None:
-        return TextCodec(run.data.tokenizer)
-    folder = run.model.hf if isinstance(run.model, Transformer) else None
-    if folder is not None and (file := Path(folder) / "tokenizer.json").exists():
-        return TextCodec(str(file))
-    if isinstance(run.data, Text) and not run.data.path.endswith(".bin") and run.model.vocab >= 256:
-        return TextCodec(None)
-    return None
+    data, model = run.data, run.model
+    if isinstance(data, Text | Examples) and data.tokenizer is not None:
+        return Tokenizer(data.tokenizer, data.template if isinstance(data, Examples) else None)
+    folder = model.hf if isinstance(model, Transformer) else None
+    if folder is not None and (Path(folder) / "tokenizer.json").exists():
+        return Tokenizer(folder)
+    is_text = isinstance(data, Examples) or (isinstance(data, Text) and not data.path.endswith(".bin"))
+    return Tokenizer(None) if is_text and model.vocab >= 256 else None
 
 
 class TextGenerator:

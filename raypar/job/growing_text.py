@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypar.actors.data.text_codec import TextCodec, TextStream
+from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
 
 
@@ -41,7 +41,27 @@ class Request:
     sampling: Sampling
     stop_tokens: frozenset[int]
     stop_texts: tuple[str, ...]
-    tokenizer: TextCodec | None
+    tokenizer: Tokenizer | None
+
+
+class TextStream:
+    """The text of tokens that arrive one by one: each character as soon as it is whole.
+
+    Args:
+        tokenizer: The tokenizer.
+
+    Attributes:
+        text: The text so far, of whole characters, without special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._tokens, self.text = tokenizer, list[int](), ""
+
+    def add(self, token: int) -> None:
+        """Take a token."""
+        self._tokens.append(token)
+        whole = self._tokenizer.decoded(self._tokens, special=False).rstrip("\ufffd")
+        self.text = max(self.text, whole, key=len)
 
 
 class GrowingText:
