@@ -81,6 +81,7 @@ class Generator:
             self._part.overflow.begin(number, train=False)
         if self._part.gathered is not None:
             self._part.gathered.begin()
+        self._seat.place.begin()
         return step
 
 
