@@ -86,7 +86,7 @@ class Difference:
         return f"{self.what} differs by {self.error:.3g} of its norm"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """The result of ``verify``.
 
@@ -152,6 +152,10 @@ class Verdict:
     def worst(self) -> float:
         """Return the largest relative difference, 0 if everything is bitwise equal."""
         return max((difference.error for difference in self.differences), default=0.0)
+
+    def __repr__(self) -> str:
+        """Say in REPLs and notebooks what ``str`` says."""
+        return str(self)
 
     def __str__(self) -> str:
         losses = f"{len(self.losses)} losses and gradient norms"
