@@ -19,8 +19,9 @@ from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, attend
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.layers.attention import Attention, Core, seen_before, seen_in_window
+from raypar.actors.layers.attention import Attention, Core, seen_before
 from raypar.actors.layers.dropout import sharded_dropout
+from raypar.actors.layers.masks import sliding_window
 from raypar.actors.models.base import Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout
 from raypar.actors.sharding import Pieces, Sharding
@@ -190,7 +191,7 @@ class _RowCore(_ContextCore):
         else:
             scores = scores.masked_fill((k_positions > q_positions[:, None]).to(scores.device), -math.inf)
         if self.window is not None:
-            seen = seen_in_window(q_positions, k_positions, self.window)
+            seen = sliding_window(self.window)(q_positions[:, None], k_positions)
             scores = scores.masked_fill(~seen.to(scores.device), -math.inf)
         if starts_BS is not None:
             scores = scores.masked_fill(seen_before(starts_BS, k_positions.to(starts_BS))[:, None], -math.inf)

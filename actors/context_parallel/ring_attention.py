@@ -25,6 +25,7 @@ from torch import Tensor
 from raypar.actors.autograd.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 from raypar.actors.context_parallel.kv_exchange import Carrier
 from raypar.actors.sharding import Pieces
+from raypar.actors.tensors import finite_logs
 
 
 class Block(NamedTuple):
@@ -192,7 +193,7 @@ class _Attend(torch.autograd.Function):
                 seen, logs = _forward(q[:, :, block.queries], keys, values, terms)
                 before = total[:, :, block.queries]
                 after = torch.logaddexp(before, logs)
-                part, least = out[:, :, block.queries], _finite(after)
+                part, least = out[:, :, block.queries], finite_logs(after)
                 part.mul_((before - least).exp_().unsqueeze(-1)).addcmul_(
                     seen.to(part.dtype), (logs - least).exp_().unsqueeze(-1)
                 )
@@ -268,7 +269,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
         return flash_attention_cpu(q, k, v, causal, extra)
     scores = _scores(q, k, terms)
     logs = scores.logsumexp(-1)
-    weights = (scores - _finite(logs).unsqueeze(-1)).exp_()
+    weights = (scores - finite_logs(logs).unsqueeze(-1)).exp_()
     return (weights if terms.mask is None else weights * terms.mask) @ v.to(weights.dtype), logs
 
 
@@ -310,11 +311,6 @@ def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later, -math.inf)
     return scores if terms.hidden is None else scores.masked_fill_(terms.hidden.to(q.device), -math.inf)
-
-
-def _finite(logs: Tensor) -> Tensor:
-    """Return logarithms with 0 in place of -inf, so that -inf less it is -inf and no NaN."""
-    return logs.masked_fill(logs == -math.inf, 0.0)
 
 
 def _as_torch(causal: bool, bias: Tensor | None, q: Tensor) -> tuple[bool, Tensor | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -77,11 +76,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self._packed.ends)
-
-    @cached_property
-    def num_learned(self) -> int:
-        """Number of targets in all sequences."""
-        return sum(int((self.row(number).targets != IGNORED).sum()) for number in range(len(self)))
 
     def row(self, number: int) -> Row:
         """Return a sequence. What is left of it is an example of its own, of token 0, that nothing learns."""

@@ -23,6 +23,7 @@ from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.layers.kv_cache import Incremental, Sequences, attend_to_cache
 from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Llama, Transformer
@@ -145,7 +146,7 @@ class Core(nn.Module, SelectiveRecompute):
         positions = torch.arange(length, device=q_BNSd.device)
         bias = q_BNSd.new_zeros(1, length, length) if bias is None else bias
         window = self.window if is_narrow and self.window is not None else length
-        bias = bias.masked_fill(~seen_in_window(positions, positions, window), -math.inf)
+        bias = bias.masked_fill(~sliding_window(window)(positions[:, None], positions), -math.inf)
         if starts_BS is None:
             return bias
         return bias.masked_fill(seen_before(starts_BS, positions)[:, None], -math.inf)
@@ -222,18 +223,6 @@ class Attention(nn.Module, Incremental):
         k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)
         slopes = None if self.core.alibi is None else self.core.alibi.slopes
         return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, sequences.distance, slopes, self.core.window)
-
-
-def seen_in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Return which keys each query sees, (S, T) bool: those of its own position and of the window - 1 before it.
-
-    Args:
-        queries: Positions (S,) of the queries.
-        keys: Positions (T,) of the keys.
-        window: Number of tokens that a query sees.
-    """
-    distance = queries[:, None] - keys
-    return (distance >= 0) & (distance < window)
 
 
 def seen_before(starts_BS: Tensor, keys: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raypar.actors.layers.masks import Mask, causal
-from raypar.actors.tensors import in_fp32
+from raypar.actors.tensors import finite_logs, in_fp32
 
 
 def chunked_attention(
@@ -61,7 +61,7 @@ class _Chunked(torch.autograd.Function):
             for keys, hidden in _seen(rows, k.shape[2], mask, chunk, q.device):
                 scores = _scores(q[:, :, rows], k[:, :, keys], hidden)
                 after = torch.logaddexp(logs, scores.logsumexp(-1))
-                least = _finite(after)
+                least = finite_logs(after)
                 made.mul_((logs - least).exp_().unsqueeze(-1))
                 made += _times(scores.sub_(least.unsqueeze(-1)).exp_(), in_fp32(v[:, :, keys]))
                 logs.copy_(after)
@@ -79,7 +79,7 @@ class _Chunked(torch.autograd.Function):
             given, mine = in_fp32(gradient[:, :, rows]), in_fp32(q[:, :, rows]) / math.sqrt(q.shape[3])
             sums = (given * in_fp32(out[:, :, rows])).sum(-1, keepdim=True)
             for keys, hidden in _seen(rows, k.shape[2], ctx.mask, ctx.chunk, q.device):
-                least = _finite(total[:, :, rows]).unsqueeze(-1)
+                least = finite_logs(total[:, :, rows]).unsqueeze(-1)
                 weights = _scores(q[:, :, rows], k[:, :, keys], hidden).sub_(least).exp_()
                 dv[:, :, keys] += _by_head(weights, given, v.shape[1])
                 scores = weights.mul_(_times(given, in_fp32(v[:, :, keys]).mT) - sums)
@@ -119,8 +119,3 @@ def _by_head(x_BNST: Tensor, y_BNSd: Tensor, heads: int) -> Tensor:
     rows = (part.reshape(part.shape[0], heads, -1, part.shape[-1]) for part in (x_BNST, y_BNSd))
     x_BKRT, y_BKRd = rows
     return x_BKRT.mT @ y_BKRd
-
-
-def _finite(logs: Tensor) -> Tensor:
-    """Return logarithms with 0 in place of -inf, so that -inf less it is -inf and no NaN."""
-    return logs.masked_fill(logs == -math.inf, 0.0)

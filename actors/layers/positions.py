@@ -96,7 +96,7 @@ class Rope:
 
     def __init__(self, seq: int, width: int, base: float, scaling: RopeScaling | None = None) -> None:
         self._seq, self._width, self._base, self._scaling = seq, width, base, scaling
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # by the length of a sequence, where angles go by it
+        self._made: tuple[int, tuple[Tensor, Tensor]] | None = None  # the length that angles go by, and their table
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
 
     def turn(self, x_BNSd: Tensor, tokens: Pieces) -> Tensor:
@@ -130,14 +130,13 @@ class Rope:
 
     def _table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and the sines for sequences of this length, each (seq, d/2), with ``like``'s dtype."""
-        dynamic = self._scaling is not None and self._scaling.kind == "dynamic"
-        key = length if dynamic else 0
-        if key not in self._tables:
+        by = length if self._scaling is not None and self._scaling.kind == "dynamic" else 0
+        if self._made is None or self._made[0] != by:
             at = torch.arange(self._seq, dtype=torch.float64, device="cpu")[:, None]
             angles = at * speeds(self._width, self._base, self._scaling, length)
             size = magnitude(self._scaling)
-            self._tables[key] = (angles.cos() * size).to(like), (angles.sin() * size).to(like)
-        return self._tables[key]
+            self._made = by, ((angles.cos() * size).to(like), (angles.sin() * size).to(like))
+        return self._made[1]
 
 
 class Alibi:

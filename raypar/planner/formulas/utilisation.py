@@ -26,7 +26,7 @@ def mfu(
     >>> round(mfu(1e6, 312e12, 96, 12288, 2048, 51200, 8192), 3)
     0.421
     """
-    return tokens_per_second / seq * training_flops(layers, hidden, seq, vocab) / (peak * devices)
+    return hfu(tokens_per_second, peak, layers, hidden, seq, vocab, devices, recomputed="none")
 
 
 def hfu(
