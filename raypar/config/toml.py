@@ -212,7 +212,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
     for key, value in table.items():
         path, old = f"{below}{key}", getattr(base, key, None)
         if key not in names:
-            faults.append(Fault(path, f"{path} is not a field{_guess(key, names)}", of_type=True))
+            faults.append(Fault(path, f"{path} is not a field{_hint(key, names, below[:-1])}", of_type=True))
         elif old is None and isinstance(value, dict) and (kind := _table_of(hints[key])) is not None:
             changes[key] = _changed(kind(), value, f"{path}.", faults)
         elif not is_dataclass(old) or isinstance(old, Schedule) or (value == "none" and _may_be_none(hints[key])):
@@ -299,6 +299,12 @@ def _lines(table: Mapping[str, Any], path: str = "") -> list[str]:
 def _spelled(value: Any) -> str:
     """Return a value as TOML spells it: like JSON, except that TOML escapes DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _hint(key: str, names: Iterable[str], part: str) -> str:
+    """Return what to say of a key that a part of the run lacks: which of its other kinds have it, or the nearest."""
+    having = [kind for kind, of in _KINDS.get(part, {}).items() if key in {field.name for field in fields(of)}]
+    return f" of this kind: set {part}.kind to {' or '.join(map(repr, having))}" if having else _guess(key, names)
 
 
 def _guess(key: str, names: Iterable[str]) -> str:

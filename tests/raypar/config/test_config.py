@@ -638,6 +638,14 @@ def test_another_kind_of_model_keeps_the_sizes(tmp_path):
     assert toml_faults(tmp_path, '[model]\nkind = "bert"') == ["model.kind is 'bert': use 'gpt' or 'llama'"]
 
 
+def test_a_field_of_another_kind_is_told_with_its_kinds(tmp_path):
+    faults = toml_faults(tmp_path, '[optim]\nkind = "sgd"\nbetas = [0.9, 0.95]\n[model]\nmlp = 4\nffn = 64\n')
+    assert faults == [
+        "optim.betas is not a field of this kind: set optim.kind to 'adamw'",
+        "model.ffn is not a field of this kind: set model.kind to 'llama'",
+    ]
+
+
 def test_all_mistakes_in_a_file_come_at_once(tmp_path):
     faults = toml_faults(
         tmp_path,
