@@ -5,6 +5,7 @@ stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` is an action of a w
 ``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch. An asynchronous
 schedule updates each stage by itself: ``1STEP3`` is stage 1's update by step 3 of the schedule. ``1USE2`` lets the
 forwards of stage 1 that come next compute with version 2 of its weights, the one after two of its updates.
+``1VALIDATE3`` finds out whether the update by step 3 was right, once the gradients of all stages are known.
 
 What a stage gives to a later one than the next, a skip connection, has messages of its own, which name the other stage:
 ``0SEND_F3@2`` is stage 0 sending to stage 2, ``2SEND_B3@0`` is stage 2 sending the gradient back.
@@ -33,6 +34,7 @@ class Op(StrEnum):
     REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
     STEP         ``optimizer.step()`` for everything the rank holds, or for one stage
     USE          ``weights = versions[...]`` for the forwards of the stage that come next
+    VALIDATE     ``if not vote.wait(): weights, states = copies; optimizer.step()``, and the forwards since again
     """
 
     F = "F"
@@ -48,6 +50,7 @@ class Op(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     STEP = "STEP"
     USE = "USE"
+    VALIDATE = "VALIDATE"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -66,7 +69,7 @@ class Action(NamedTuple):
         stage: The stage, or None for a STEP of all stages of a rank.
         op: The op.
         microbatch: The microbatch, or None for a STEP of all stages and for the ops of a whole stage. For the STEP of
-            one stage it is the step, and for USE the version.
+            one stage and for VALIDATE it is the step, and for USE the version.
         peer: Of a SEND or RECV of a skip connection, the stage at its other end; else None.
     """
 
@@ -112,7 +115,7 @@ class Action(NamedTuple):
             raise ValueError(f"{text!r}: {op.value} {wants} stage number in front")
         if (microbatch is not None) != wants_microbatch:
             wants = "needs a" if wants_microbatch else "takes no"
-            what = {Op.STEP: "step", Op.USE: "version"}.get(op, "microbatch")
+            what = {Op.STEP: "step", Op.VALIDATE: "step", Op.USE: "version"}.get(op, "microbatch")
             raise ValueError(f"{text!r}: {op.value} {wants} {what} number behind")
         if peer is not None and op not in SENDS and op not in RECVS:
             raise ValueError(f"{text!r}: {op.value} takes no stage behind @, which SENDs and RECVs of skips have")

@@ -31,7 +31,7 @@ Occurrence = tuple[Action, int]
 
 
 # The members by name: looking one up in its class costs as much as the rest of a rule.
-_F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP, _USE = Op
+_F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP, _USE, _VALIDATE = Op
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     lowering the compute actions need one another directly.
     """
     stage, op, microbatch, _ = action
-    if stage is None or op in WHOLE_STAGE or op is _STEP or op is _USE:
+    if stage is None or op in WHOLE_STAGE or op is _STEP or op is _USE or op is _VALIDATE:
         return ()
     if op is _F:
         return _makers(taken(action, schedule), schedule)
@@ -198,11 +198,16 @@ def taken(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 def awaited(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """What another rank provides of what an action takes, in terms of ``leaving``.
 
-    In a lowered schedule only a RECV has one, its SEND. Before, it is what the action has ``taken`` from other ranks.
+    In a lowered schedule a RECV has its SEND. Before, it is what the action has ``taken`` from other ranks. A VALIDATE
+    always awaits the STEPs of all other stages: ``1STEP3@0`` is what that of stage 0 awaits of stage 1.
     """
+    stage, op, microbatch, _ = action
+    if op is _VALIDATE:
+        others = (one for one in range(schedule.num_stages) if one != stage)
+        return tuple([Action(one, _STEP, microbatch, stage) for one in others])
     if schedule.lowered:
-        return (partner(action),) if action.op in RECVS else ()
-    if action.op not in USES_WEIGHTS:
+        return (partner(action),) if op in RECVS else ()
+    if op not in USES_WEIGHTS:
         return ()
     own = rank_of(action, schedule)
     return tuple([value for value in taken(action, schedule) if rank_of(value, schedule) != own])
@@ -216,6 +221,9 @@ def leaving(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     stage, op, microbatch, _ = action
     if op in SENDS:
         return (action,)
+    if op is _STEP and schedule.validated:
+        others = (one for one in range(schedule.num_stages) if one != stage)
+        return tuple([Action(stage, _STEP, microbatch, one) for one in others])
     if schedule.lowered or stage is None or op not in USES_WEIGHTS:
         return ()
     value, other = (_F, stage + 1) if op is _F else (_I, stage - 1)

@@ -69,6 +69,10 @@ def _skips(rows: Iterable[Sequence[Action]]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted({(min(pair), max(pair)) for pair in ends}))
 
 
+def _is_validated(rows: Iterable[Sequence[Action]]) -> bool:
+    return any(action.op is Op.VALIDATE for row in rows for action in row)
+
+
 def _read(cell: Any) -> Action:
     """Read one action; its op may be a text, and its numbers may be numpy's. Raises ValueError."""
     if isinstance(cell, Action) and cell.op.__class__ is Op:
@@ -152,6 +156,8 @@ class Schedule:
             of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
         skips: The skip connections, as pairs of stages: the first one gives something to the second one, besides what
             each stage gives to the next. ``with_skips`` adds them.
+        validated: Whether the updates of a stream are made before the gradients of all stages are known, and validated
+            when they are: there is a VALIDATE for each STEP. ``without_flush`` makes such schedules.
     """
 
     name: str
@@ -163,6 +169,7 @@ class Schedule:
     stream: int = 0
     replicas: tuple[int, ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
+    validated: bool = False
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
@@ -223,7 +230,7 @@ class Schedule:
         home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
         placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
         lowered = communicates if lowered is None else lowered
-        kind = lowered, forward_only, stream, replicas, _skips(frozen)
+        kind = lowered, forward_only, stream, replicas, _skips(frozen), _is_validated(frozen)
         return cls(name, frozen, placement, last_microbatch + 1, *kind)
 
     @property

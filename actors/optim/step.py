@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
 from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, keep, kept_by, set_lr
+from raypar.actors.optim.votes import Tally, Told, Vote
 from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.precision import FP16_MAX, Nonfinite
 from raypar.actors.specs.results import Updated
@@ -42,38 +43,6 @@ class Update(Protocol):
 
     def load(self, read: Read) -> None:
         """Load the optimizer's state from a checkpoint."""
-
-
-class _Tally(NamedTuple):
-    """What all actors say of a step's gradients.
-
-    Attributes:
-        norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
-        correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``.
-        against: Number of replicas whose loss is not finite.
-        overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
-    """
-
-    norms: Tensor
-    correction: float
-    against: float
-    overflows: float
-
-    @property
-    def is_finite(self) -> bool:
-        return self.against == 0.0 and self.overflows == 0.0
-
-
-class Told(NamedTuple):
-    """What an actor tells the group of all updaters, some of which have the same to tell.
-
-    Attributes:
-        ballot: Whether it brings the ballot.
-        names: The parameters whose gradient norms it tells; None for all that it updates.
-    """
-
-    ballot: bool = True
-    names: frozenset[str] | None = None
 
 
 class Updater:
@@ -136,10 +105,74 @@ class Updater:
             NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor has
                 changed a weight.
         """
+        self._prepare()
+        return self._decide(step, ballot, self._count(ballot))
+
+    def begin(self, ballot: Tensor | None) -> Vote:
+        """Tell the gradients' norms to the group, for a step whose outcome ``conclude`` says when all have told theirs.
+
+        Args:
+            ballot: As in ``step``.
+        """
+        self._prepare()
+        numbers = self._numbers(ballot)
+        own = Tally.of(numbers)
+        if ballot is None or not self._told.ballot:
+            own = own._replace(correction=1.0)
+        is_plain = self._is_plain(own)
+        handle = None if self._group is None else self._group.host.all_reduce(numbers)
+        return Vote(ballot, numbers, handle, is_plain)
+
+    def apply(self, step: int) -> float:
+        """Update the parameters by their gradients as they are, and return the learning rate."""
+        lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+        self._masters.publish()
+        self._masters.home.check()
+        return lr
+
+    def conclude(self, step: int, vote: Vote, undo: Callable[[], object]) -> tuple[Updated, bool]:
+        """Wait for the votes of all, and let the weights be those that ``step`` would have made.
+
+        Args:
+            step: Number of the step.
+            vote: What ``begin`` returned; the parameters were updated with ``apply`` if it ``is_plain``.
+            undo: Restores weights and states as they were before ``apply``.
+
+        Returns:
+            What ``step`` returns, and whether the weights are those of ``apply``.
+
+        Raises:
+            NonFiniteError: As ``step`` does; no weight is changed then.
+        """
+        if vote.handle is not None:
+            vote.handle.wait()
+        tally = Tally.of(vote.numbers)
+        if vote.is_plain and self._is_plain(tally):
+            scale = self._scaler.scale if self._scaler.is_on else None
+            lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
+            self._scaler.grow()
+            return Updated(float(torch.linalg.vector_norm(tally.norms)), lr, scale), True
+        if vote.is_plain:
+            undo()
+        return self._decide(step, vote.ballot, tally), False
+
+    def _prepare(self) -> None:
+        """Bring the gradients of masters together: unscaled, summed over tensor groups and ties."""
         self._masters.take_gradients(1.0 / self._scaler.scale)
         self._tensors.complete(self._parameters)
         self._reduce_ties()
-        tally = self._count(ballot)
+
+    def _is_plain(self, tally: Tally) -> bool:
+        """Return whether the update takes the gradients as they are: finite, uncorrected and within the clip."""
+        total = torch.linalg.vector_norm(tally.norms)
+        fits = self._clip is None or not bool(self._clip / (total + 1e-6) < 1.0)
+        return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
+
+    def _decide(self, step: int, ballot: Tensor | None, tally: Tally) -> Updated:
+        """Clip the gradients and update the parameters, or not, as all say; see ``step``."""
         overflow = not tally.is_finite
         if overflow and self._scaler.clamps:
             most = FP16_MAX / self._scaler.scale
@@ -155,12 +188,7 @@ class Updater:
             return Updated(float(total), None, scale, is_skipped=True)
         if self._clip is not None and (share := self._clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
             self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
-        lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
-        if self._optimizer is not None:
-            set_lr(self._optimizer, lr)
-            self._optimizer.step()
-        self._masters.publish()
-        self._masters.home.check()
+        lr = self.apply(step)
         if overflow:
             self._scaler.fall()
         else:
@@ -185,7 +213,7 @@ class Updater:
         if self._optimizer is not None:
             keep(self._optimizer, self._spec.kind, self._parameters, self._masters.home, read)
 
-    def _refuse(self, step: int, tally: _Tally) -> None:
+    def _refuse(self, step: int, tally: Tally) -> None:
         """Skip a step that is not finite: lower the scale of the loss, if it can fall.
 
         Raises:
@@ -215,7 +243,7 @@ class Updater:
         for _, _, gradient in self._masters.with_gradients(writes=True):
             change(gradient)
 
-    def _count(self, ballot: Tensor | None) -> _Tally:
+    def _count(self, ballot: Tensor | None) -> Tally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
 
         Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
@@ -224,6 +252,13 @@ class Updater:
         Args:
             ballot: As in ``step``.
         """
+        numbers = self._numbers(ballot)
+        if self._group is not None:
+            self._group.host.all_reduce(numbers).wait()
+        return Tally.of(numbers)
+
+    def _numbers(self, ballot: Tensor | None) -> Tensor:
+        """Return what this actor tells: norms in the order of the names, correction, votes against, overflows."""
         numbers = torch.zeros(len(self._names) + 3)
         if ballot is not None and self._told.ballot:
             tokens, expected, against = ballot.tolist()
@@ -238,9 +273,7 @@ class Updater:
             counted = [self._told.names is None or name in self._told.names for name in made]
             places = [self._places[name] for name, counts in zip(made, counted, strict=True) if counts]
             numbers[places] = norms[torch.tensor(counted)]
-        if self._group is not None:
-            self._group.host.all_reduce(numbers).wait()
-        return _Tally(numbers[:-3], *numbers[-3:].tolist())
+        return numbers
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.
@@ -301,17 +334,3 @@ class Updater:
             yield gradient
             if gradient is not parameter.grad:
                 parameter.grad.copy_(gradient)
-
-
-def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
-    """Return the report of a replica's last stage at the end of a step. It is summed over the replicas.
-
-    Args:
-        tokens: Number of target elements in this replica's part of the step.
-        expected: Number of target elements that its losses were weighted for, see ``TokenMean``.
-        sound: Whether all its losses are finite. If not, the replica votes no.
-
-    Returns:
-        (3,) float64 on the host: tokens, expected tokens, and 1 for a no vote.
-    """
-    return torch.tensor([tokens, expected, not sound], dtype=torch.float64)  # fp32 is not exact above 2**24 tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
-from raypar.actors.autograd.recompute import Before, Buffers, LayerAgain, SelectiveRecompute, Then, Twice
+from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -20,6 +20,7 @@ from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skips import NO_SKIPS, Skipped
 from raypar.actors.pipeline.stage_ends import StageEnds
+from raypar.actors.pipeline.step_buffers import StepBuffers
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -61,6 +62,7 @@ class Stage:
         record: What modules of the layers tell of a training step; None to drop it.
 
     Attributes:
+        step_buffers: The buffers of the modules, over a training step.
         ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
         modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
@@ -117,7 +119,7 @@ class Stage:
         self._train = True
         self._twice = Twice()  # copies the inputs of the stage if the first layer writes into them
         self._buffers = Buffers(*self.modules)
-        self._before = Before({}, {}, {})  # the buffers when the training step began
+        self.step_buffers = StepBuffers(self._buffers)
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
         # buffers and target are empty.
         self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
@@ -182,18 +184,7 @@ class Stage:
         for module in self.modules:
             module.train(train)
         if train:
-            self._before = self._buffers.before()
-
-    def settle(self, *, taken: bool) -> None:
-        """End a training step as far as buffers go: if it is not taken, they get the values that they had before it.
-
-        Args:
-            taken: Whether the weights were updated.
-        """
-        if taken:
-            self._buffers.changed(self._before)
-        else:
-            self._buffers.put_back(self._before)
+            self.step_buffers.begin()
 
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         """Compute the forward of a microbatch; in training, keep what its backward needs.

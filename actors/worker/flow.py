@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypar.actors.data.batches import BatchSource, TokenMean
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import ballot_of
+from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.program import Program

@@ -14,7 +14,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import ballot_of
+from raypar.actors.optim.votes import ballot_of
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import build_part

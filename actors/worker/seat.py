@@ -43,6 +43,18 @@ class Seat:
         """The actor's name in messages."""
         return self.world.label(self.plan.rank)
 
+    def label_of(self, member: int | None) -> str | None:
+        """Return the name in messages of a member of the actor's pipeline; None if there is none.
+
+        Args:
+            member: Its rank in the ``pp`` group.
+        """
+        if member is None:
+            return None
+        world, rank = self.world, self.plan.rank
+        members = world.mesh.group_of("pp", rank)[1] if rank < world.mesh.size else ()
+        return world.label(members[member]) if members else world.mesh.label(world.mesh.rank(pp=member))
+
     @cached_property
     def leads(self) -> bool:
         """Whether the actor reports for its tensor group, whose members would all report the same."""

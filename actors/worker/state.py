@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,28 @@ from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buf
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tile_names import tile_of
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import Update
+from raypar.actors.optim.step import Update, Updater
+from raypar.actors.optim.votes import Vote
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
+
+
+class Doubt(NamedTuple):
+    """An update that was made before all stages have told their gradients.
+
+    Attributes:
+        step: Number of the step.
+        vote: What they tell.
+        notes: The state before the update, if it was made.
+    """
+
+    step: int
+    vote: Vote
+    notes: Notes
 
 
 class WorkerState:
@@ -94,7 +110,38 @@ class WorkerState:
             return updated
         finally:
             for stage in self.stages.values():
-                stage.settle(taken=taken)
+                stage.step_buffers.settle(taken=taken)
+
+    def begin_update(self, step: int, ballot: Tensor | None) -> Doubt:
+        """Update the weights although other stages may be against it; ``conclude_update`` finds out whether they are.
+
+        Args:
+            step: Number of the step.
+            ballot: See ``Updater.step``.
+        """
+        assert isinstance(self.update, Updater)
+        vote, notes = self.update.begin(ballot), Notes()
+        if vote.is_plain:
+            self.remember(notes)
+            self.update.apply(step)
+        for stage in self.stages.values():
+            stage.step_buffers.doubt()
+        return Doubt(step, vote, notes)
+
+    def conclude_update(self, doubt: Doubt) -> tuple[Updated, bool]:
+        """Wait for what all stages say of an update, and make it again if it was wrong.
+
+        Returns:
+            What ``take`` returns, and whether the weights, and what forwards have made with them since, are right.
+
+        Raises:
+            NonFiniteError: See ``Updater.step``.
+        """
+        assert isinstance(self.update, Updater)
+        updated, is_right = self.update.conclude(doubt.step, doubt.vote, lambda: self.restore(doubt.notes))
+        for stage in self.stages.values():
+            stage.step_buffers.conclude(taken=not updated.is_skipped, is_right=is_right)
+        return updated, is_right
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are other tensors than the weights that this actor holds for its layers."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.optim.step import ballot_of
+from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
 from raypar.actors.worker.flow import Flow
 from raypar.actors.worker.seat import Seat
-from raypar.actors.worker.state import WorkerState
+from raypar.actors.worker.state import Doubt, WorkerState
 from raypar.actors.worker.step import Step
-from raypar.schedules.action import Action
+from raypar.schedules.action import Action, Op
 
 
 class Stream:
@@ -42,12 +42,15 @@ class Stream:
         reducer: Reducer | None,
         row: Sequence[Action],
     ) -> None:
+        self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
+        self._doubt: Doubt | None = None
         self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
         self.older = HighWater()
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin steps, for which this row will be performed."""
+        self._row, self._doubt = row, None
         for versions in self._versions.values():
             versions.begin(row)
         self.older.add(-self.older.now)
@@ -75,6 +78,10 @@ class Stream:
         self._seat.synchronize()  # so that a failed message cannot reach the weights
         microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
         ballot = self._flow.ballot(microbatches)
+        if self._is_validated:
+            with self._of(action).updating(action):
+                self._doubt = self._state.begin_update(number, ballot)
+            return
         if ballot is None:
             ballot = ballot_of(1, 1.0, sound=True)  # only the last stage has losses
         if ballot[0] != ballot[1]:
@@ -95,6 +102,35 @@ class Stream:
         self._state.zero_grad()
         if self._reducer is not None:
             self._reducer.begin()
+
+    def validate(self, action: Action, step: Step) -> Iterator[Action]:
+        """Find out whether an update was right, and make it again if it was not.
+
+        Args:
+            action: The VALIDATE.
+            step: The state of the steps under way; the update is added to its own.
+
+        Returns:
+            The actions since the STEP that have to be performed again.
+
+        Raises:
+            ValueError: As ``update`` does.
+        """
+        assert self._doubt is not None
+        try:
+            updated, is_right = self._state.conclude_update(self._doubt)
+        except NonFiniteError as error:
+            told = str(error).replace("no weight was changed", "other steps of the stream are not reported")
+            raise ValueError(f"{told}, and resume from the last checkpoint") from None
+        step.updates.append(updated)
+        self._doubt = None
+        self._state.zero_grad()
+        if self._reducer is not None:
+            self._reducer.begin()
+        if is_right:
+            return iter(())
+        made = self._row.index(action._replace(op=Op.STEP))
+        return iter(self._row[made + 1 : self._row.index(action)])
 
     def _of(self, action: Action) -> WeightVersions:
         assert action.stage is not None

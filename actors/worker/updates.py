@@ -17,7 +17,8 @@ from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
 from raypar.actors.flat_memory import flat_empty
 from raypar.actors.mesh.world import Replicas
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import Told, Update, Updater
+from raypar.actors.optim.step import Update, Updater
+from raypar.actors.optim.votes import Told
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.worker.model_part import Part
@@ -84,7 +85,8 @@ def updater_of(
         experts = part.owners.experts
         told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
     # In an asynchronous schedule each stage updates by itself: there is no global norm, and no vote.
-    every = None if plan.programs["train"].stream else groups.get(world.updaters)
+    train = plan.programs["train"]
+    every = groups.get(world.updaters) if train.validated or not train.stream else None
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
         told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
     policy = run.optim, run.clip, run.steps, scaler, run.nonfinite

@@ -17,7 +17,7 @@ from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
-from raypar.actors.optim.step import ballot_of
+from raypar.actors.optim.votes import ballot_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
@@ -91,7 +91,8 @@ class Worker:
             Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
-            Op.USE: self._use,
+            Op.USE: lambda action: None,  # of each forward it is known from the row which version it computes with
+            Op.VALIDATE: self._validate,
         }
         self._first, self._last = ends_of_rounds(row)
         self._performed = partial(program_of, seat, part.weights, part.first_learning)
@@ -320,8 +321,11 @@ class Worker:
         """Free the weights of a stage on the device, if they are sharded or rest apart from it."""
         self.program.windows.close(_stage(action))
 
-    def _use(self, action: Action) -> None:
-        """Do nothing: of each forward it is known from the row which version of the weights it computes with."""
+    def _validate(self, action: Action) -> None:
+        """Find out whether an update was right; if not, make it again, and perform again what came since."""
+        assert self._stream is not None
+        for one in self._stream.validate(action, self._step):
+            self._methods[one.op](one)
 
     # --- helpers ---
 
@@ -337,7 +341,7 @@ class Worker:
             for action in self._recheck.row:
                 self.perform(action)
             for stage in self._stages.values():
-                stage.settle(taken=False)
+                stage.step_buffers.settle(taken=False)
         if others:
             self._recheck.watch(0)
 
@@ -387,12 +391,7 @@ class Worker:
                 raise self.seat.failed(str(action), self._peer(action), error) from None
 
     def _peer(self, action: Action) -> str | None:
-        peer = self.program.courier.peer(action)
-        if peer is None:
-            return None
-        world, rank = self.seat.world, self.seat.plan.rank
-        members = world.mesh.group_of("pp", rank)[1] if rank < world.mesh.size else ()
-        return world.label(members[peer]) if members else world.mesh.label(world.mesh.rank(pp=peer))
+        return self.seat.label_of(self.program.courier.peer(action))
 
 
 def _stage(action: Action) -> int:

@@ -21,6 +21,7 @@ from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradient
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.skips import Skips, no_skips, with_skips
 from raypar.schedules.passes.split_backward import split_backward
+from raypar.schedules.passes.without_flush import without_flush
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.torch_csv import from_csv
@@ -63,7 +64,10 @@ def programs_of(
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas).skipping(skips)
+    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas)
+    if steps is not None and not loaded.schedule.stream:
+        loaded = loaded.without_flush(steps)
+    loaded = loaded.skipping(skips)
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
@@ -168,6 +172,12 @@ class Loaded:
 
     schedule: Schedule
     generate: Generate | None = None
+
+    def without_flush(self, steps: int) -> Loaded:
+        """Return so many steps of a synchronous schedule as one stream. Raises ScheduleError if it can't be one."""
+        generate = self.generate
+        smaller = None if generate is None else lambda *sizes: without_flush(generate(*sizes), steps)
+        return Loaded(without_flush(self.schedule, steps), smaller)
 
     def skipping(self, skips: Callable[[int], Skips]) -> Loaded:
         """Return the schedule with skips between its stages.

@@ -9,6 +9,7 @@ from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.checking.replica_rules import replica_faults
 from raypar.schedules.checking.rows import RowCheck
+from raypar.schedules.checking.validation_rules import validation_faults
 from raypar.schedules.checking.version_rules import version_faults
 from raypar.schedules.rules import gathers, partner, rank_of
 from raypar.schedules.schedule import Schedule
@@ -41,6 +42,8 @@ def check(
       evaluation has none.
     - versions: Asynchronous steps are equally long. A stage has every STEP once, between the weight gradients of its
       step and of the next, uses only versions that were made, keeps at most ``max_versions``. Others have none.
+    - validate: If updates are validated, then each one, once, and before the stage's next backward. In between are only
+      forwards, whose messages are received in between too, so that they can be performed again.
     - in flight: No rank holds more than ``max_in_flight`` activations.
     - deadlock: The ranks never wait for one another in a circle.
 
@@ -61,16 +64,14 @@ def check(
         raise ValueError(f"send_capacity={send_capacity}: take 0 or more values, or None for no limit")
     if not schedule.rows:
         raise CheckError(f"schedule {schedule.name!r} has no rows: a pipeline has at least one rank")
-    faults = list(_misplaced(schedule))
-    faults += replica_faults(schedule)
+    faults = [*_misplaced(schedule), *replica_faults(schedule)]
     reduced, sharded = list[set[int]](), gathers(schedule)
     for rank in range(schedule.num_ranks):
         row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
         reduced.append(row.reduced)
-        if schedule.stream:
-            faults += version_faults(schedule, rank, max_versions)
-    faults += _unreduced(schedule, reduced)
+        faults += version_faults(schedule, rank, max_versions)
+    faults += [*validation_faults(schedule), *_unreduced(schedule, reduced)]
     if faults:
         raise CheckError.of(schedule, faults)
     _check_across(schedule, send_capacity)

@@ -54,7 +54,7 @@ class RowCheck:
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
                 self._fault(index, "step", sentence)
-            if action.op in (Op.STEP, Op.USE) and action.stage is not None:
+            if action.op in (Op.STEP, Op.USE, Op.VALIDATE) and action.stage is not None:
                 self._version(index, action, action.stage)
             elif action.microbatch is not None:
                 self._perform(index, action)

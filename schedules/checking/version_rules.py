@@ -18,10 +18,12 @@ def version_faults(schedule: Schedule, rank: int, most: int | None = None) -> It
     """Yield where a row of an asynchronous schedule breaks the rules of updates and versions.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule; a synchronous one breaks none here.
         rank: The row's rank.
         most: The most versions that a stage may keep; None for no limit.
     """
+    if not schedule.stream:
+        return
     if schedule.num_microbatches % schedule.stream:
         if rank == 0:  # it is not the fault of any row
             sentence = f"{schedule.num_microbatches} microbatches are not {schedule.stream} steps of equal length"

@@ -44,7 +44,7 @@ def _shortened(row: tuple[Action, ...], steps: int, microbatches: int) -> list[A
             uses = [action]
         elif op in WHOLE_STAGE:  # the reduction before an update
             kept += [action] if updates < steps else []
-        elif number is not None and number < (steps if op is Op.STEP else microbatches):
+        elif number is not None and number < (steps if op in (Op.STEP, Op.VALIDATE) else microbatches):
             kept += [*uses, action] if op is Op.F else [action]
             uses = [] if op is Op.F else uses
         updates += op is Op.STEP

@@ -6,8 +6,9 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Literal
 
-from raypar.schedules.action import STEP, Action, Op
+from raypar.schedules.action import COMPUTE, STEP, Action, Op
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.passes.without_flush import among_themselves
 from raypar.schedules.rules import USES_WEIGHTS, awaited, crosses, leaving, partner, rank_of, send_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
@@ -31,6 +32,8 @@ def lower(
     if order not in passes:
         raise ScheduleError(f"there is no order {order!r}: take 'just_in_time' or 'one_sweep'")
     rows = [list(row) for row in schedule.rows] if schedule.lowered else passes[order](schedule)
+    if schedule.validated and not schedule.lowered:
+        rows = among_themselves(rows)
     lowered = replace(schedule, rows=tuple(map(tuple, rows)), lowered=True)
     if reduce_grad:
         lowered = reduce_gradients(lowered)
@@ -61,7 +64,7 @@ def just_in_time(schedule: Schedule) -> Rows:
         row: list[Action] = []
         for action in computes:
             row.append(action)
-            for value in leaving(action, schedule):
+            for value in _sent(action, schedule):
                 send = send_of(value)
                 row.append(send)
                 recv = partner(send)
@@ -83,7 +86,7 @@ def one_sweep(schedule: Schedule) -> Rows:
     sweep = Sweep(schedule)
     for rank, _, action in sweep:
         rows[rank].append(action)
-        for value in leaving(action, schedule):
+        for value in _sent(action, schedule):
             send = send_of(value)
             recv = partner(send)
             rows[rank].append(send)
@@ -93,6 +96,11 @@ def one_sweep(schedule: Schedule) -> Rows:
             f"schedule {schedule.name!r}: {schedule.label(wait.rank)} at {wait.action} waits for {wait.reason}"
         )
     return rows
+
+
+def _sent(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """Return the values of an action of compute that are sent right behind it."""
+    return leaving(action, schedule) if action.op in COMPUTE else ()
 
 
 def _received_at(action: Action, schedule: Schedule) -> list[Action]:

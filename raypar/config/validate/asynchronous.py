@@ -20,8 +20,6 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
     """
     name = f"schedule {schedule.name!r}"
     if not schedule.stream:
-        if right("flush_every") and run.flush_every is not None:
-            yield f"flush_every is {run.flush_every}, but {name} flushes the pipeline in every step: leave it out"
         if right("delay_feedback") and run.delay_feedback:
             yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
         return
@@ -30,13 +28,18 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
     if schedule.num_stages > schedule.num_ranks:
         yield f"{name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks: give each rank one stage"
     told = f"but in {name} every stage updates by itself"
+    if schedule.validated and right("device") and run.device == "cuda":
+        told = "messages of NCCL have no tags on GPUs, and forwards come again"
+        yield f"flush_every is {run.flush_every}, but {told}: leave it out, or set device to 'cpu'"
+    if schedule.validated and right("delay_feedback") and run.delay_feedback:
+        yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
     for field, fits, fix in _FITTING:
-        if right(field) and not fits(getattr(run, field)):
+        if (field not in _VALIDATED or not schedule.validated) and right(field) and not fits(getattr(run, field)):
             yield f"{field} is {getattr(run, field)!r}, {told}: set {field} to {fix}"
     if right("zero", "mesh") and run.mesh.dp > 1 and run.zero != 0:
         level = 1 if run.zero is None else run.zero
         yield f"zero is {level}, {told}: set zero to 0, so that replicas hold all versions whole"
-    if right("loss_scale", "precision") and run.loss_scale.is_on(run.precision):
+    if right("loss_scale", "precision") and not schedule.validated and run.loss_scale.is_on(run.precision):
         yield f"the loss is scaled, {told}, without a vote of all: compute in bf16 or fp32"
     if right("model") and isinstance(run.model, Transformer):
         if run.model.moe is not None:
@@ -87,6 +90,7 @@ def version_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, i
         )
 
 
+_VALIDATED = ("clip", "nonfinite")  # what all stages decide together, which validated updates allow
 _FITTING: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("clip", lambda value: value is None, "None, as there is no global norm"),
     ("nonfinite", lambda value: value == "stop", "'stop'"),

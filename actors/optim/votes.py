@@ -1,0 +1,77 @@
+"""What actors tell each other of a step's gradients and losses, so that all decide alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.group import Handle
+
+
+class Tally(NamedTuple):
+    """What all actors say of a step's gradients.
+
+    Attributes:
+        norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
+        correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``.
+        against: Number of replicas whose loss is not finite.
+        overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
+    """
+
+    norms: Tensor
+    correction: float
+    against: float
+    overflows: float
+
+    @property
+    def is_finite(self) -> bool:
+        return self.against == 0.0 and self.overflows == 0.0
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Tally:
+        """Read what one actor tells, or the sum of what all tell."""
+        return cls(numbers[:-3].clone(), *numbers[-3:].tolist())
+
+
+class Vote(NamedTuple):
+    """What an actor has told of a step's gradients, while the sum over all actors is under way.
+
+    Attributes:
+        ballot: The ballot that it brought.
+        numbers: What it told, and in the end the sum.
+        handle: The sum under way; None if there is no other actor.
+        is_plain: Whether, as far as this actor knows, the update takes the gradients as they are.
+    """
+
+    ballot: Tensor | None
+    numbers: Tensor
+    handle: Handle | None
+    is_plain: bool
+
+
+class Told(NamedTuple):
+    """What an actor tells the group of all updaters, some of which have the same to tell.
+
+    Attributes:
+        ballot: Whether it brings the ballot.
+        names: The parameters whose gradient norms it tells; None for all that it updates.
+    """
+
+    ballot: bool = True
+    names: frozenset[str] | None = None
+
+
+def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
+    """Return the report of a replica's last stage at the end of a step. It is summed over the replicas.
+
+    Args:
+        tokens: Number of target elements in this replica's part of the step.
+        expected: Number of target elements that its losses were weighted for, see ``TokenMean``.
+        sound: Whether all its losses are finite. If not, the replica votes no.
+
+    Returns:
+        (3,) float64 on the host: tokens, expected tokens, and 1 for a no vote.
+    """
+    return torch.tensor([tokens, expected, not sound], dtype=torch.float64)  # fp32 is not exact above 2**24 tokens
