@@ -158,6 +158,7 @@ class StepResult:
         shadows: Experts that were shadowed, from the first of a group of actors that share experts out.
         copied: What there is to tell of copies of its snapshots.
         updates: Of an asynchronous schedule: by step, the actor's update; losses and counts are those of all steps.
+        is_validated: Whether these updates were decided by all stages together, so that norms are those of all.
     """
 
     losses: tuple[float, ...]
@@ -180,6 +181,7 @@ class StepResult:
     shadows: tuple[Shadowed, ...] = ()
     copied: Copied = field(default_factory=Copied)
     updates: tuple[Updated, ...] = ()
+    is_validated: bool = False
 
 
 class Located(NamedTuple):

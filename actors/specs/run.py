@@ -38,8 +38,8 @@ class Run:
     chunks: Count | None = None
     """stages on each rank; None is the schedule's own default (2 for interleaved ones and for a V, else 1)"""
     flush_every: Count | None = None
-    """with an asynchronous schedule, steps from one flush of the pipeline to the next; evaluations and checkpoints
-    flush it too; None: 8, or what the schedule's file has"""
+    """steps from one flush of the pipeline to the next; evaluations and checkpoints flush it too. None: of an
+    asynchronous schedule 8, or what its file has, of a synchronous one every step"""
     delay_feedback: bool = False
     """with an asynchronous schedule, a stage whose gradients are those of older weights adds to each its change since
     the step before, 2 u(t) - u(t-1), as an estimate of the gradient of the present ones"""

@@ -250,6 +250,7 @@ class Worker:
             loads=self._routers.loads() if step.is_train else (),
             shadows=self._routers.shadows() if step.is_train else (),
             updates=tuple(step.updates) if self._stream is not None else (),
+            is_validated=self.program.schedule.validated,
         )
 
     # --- the actions ---

@@ -27,7 +27,7 @@ class SizeArgs:
     chunks: int | None = None
     """stages on each rank; None is the schedule's own default"""
     steps: int | None = None
-    """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
+    """steps from one flush to the next; None: 8 of an asynchronous schedule, or what the file has, else 1"""
     replicas: tuple[int, ...] = ()
     """replicas of each rank, as 2 3 1, which take microbatches in turn; one each if it is left out"""
     skips: tuple[str, ...] = ()

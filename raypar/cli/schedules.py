@@ -249,11 +249,9 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
 
 
 def _load(args: PaperArgs, costs: Costs | None = None, most_cells: int = MOST_CELLS) -> Loaded:
-    """Load the schedule. Raises ScheduleError, also if it takes no steps and the flags say how many."""
+    """Load the schedule, of a synchronous one as many steps as the flags say. Raises ScheduleError."""
     loaded = load_sized(args.schedule, args, costs, most_cells)
-    if args.steps is not None and not loaded.schedule.stream:
-        raise ScheduleError(f"--steps {args.steps}: {loaded.schedule.name} is synchronous, one step: leave --steps out")
-    return loaded
+    return loaded if args.steps is None or loaded.schedule.stream else loaded.without_flush(args.steps)
 
 
 def _warn_of_faults(word: str, loaded: Loaded) -> None:

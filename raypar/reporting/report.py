@@ -309,7 +309,7 @@ def report_of(
 
 def _norm_of(results: Sequence[StepResult], world: World) -> float:
     """Return the gradient norm of a step, which every actor knows, or of its own stages in an asynchronous schedule."""
-    if any(result.updates for result in results):
+    if any(result.updates and not result.is_validated for result in results):
         norms = (results[world.trainers_of(pp)[0]].grad_norm or 0.0 for pp in range(world.mesh.pp))
         return math.hypot(*norms)
     return next((result.grad_norm for result in results if result.grad_norm is not None), 0.0)

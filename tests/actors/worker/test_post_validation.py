@@ -11,6 +11,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.specs.model import Layers
+from raypar.reporting.report import reports_of
 from raypar.schedules.action import Op
 from tests.support.team import Local, Team
 
@@ -75,6 +76,8 @@ def trained(team):
         for result in results:
             if isinstance(result, Exception):
                 raise result
+        norms = [report.grad_norm for report in reports_of(first, 1.0, results, team.world)]
+        assert norms == [one.grad_norm for one in results[0].updates] or every == 1
         updates += results[0].updates or [
             (results[0].grad_norm, results[0].lr, results[0].scale, results[0].is_skipped)
         ]

@@ -98,7 +98,7 @@ FAULTS = {
     "experts": ({"model": rp.recipe("moe-tiny").model}, "set model.moe to None"),
     "tied": ({"model": rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=64, tied=True)}, "set model.tied to False"),
     "snapshots": ({"max_failures": 1, "snapshot_every": 3}, "set it to 1 or a multiple of 4"),
-    "synchronous": ({"schedule": "1f1b"}, "flush_every is 4, but schedule '1f1b' flushes the pipeline in every step"),
+    "synchronous": ({"schedule": "zb-v"}, "has 4 stages on 2 ranks, and without a flush each rank has one"),
     "feedback": ({"schedule": "1f1b", "flush_every": None, "delay_feedback": True}, "no gradient is late"),
     "chunks": ({"chunks": 2}, "an asynchronous schedule has one stage a rank"),
     "own tied": (own(tied), "layers.3.weight is layers.0.weight, which is on another actor (pp=1 and pp=0)"),
