@@ -314,14 +314,15 @@ MAY_IMPORT = {
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
         "actors/layers actors/models actors/specs schedules"
     ),
+    "actors/relayout": "actors actors/checkpoint actors/collective",
     "actors/specs": "actors actors/mesh schedules schedules/passes",
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "
         "actors/data_parallel actors/expert_parallel actors/inspect actors/layers actors/mesh actors/models "
-        "actors/optim actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
-        "schedules/passes"
+        "actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel actors/tensor_parallel/grid "
+        "schedules schedules/passes"
     ),
     "raypar": "actors schedules",
     "raypar/checkpoint": (

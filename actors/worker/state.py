@@ -15,11 +15,13 @@ from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Slots
 from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
-from raypar.actors.models.tile_names import tile_of
+from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.optimizer import KEPT
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.optim.votes import Vote
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.relayout.handover import Wish
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
@@ -198,9 +200,12 @@ class WorkerState:
         Raises:
             CheckpointError: It can't be read.
         """
+        self.adopt(reader(source, tensors, self._homes, self._sharding))
+
+    def adopt(self, read: Read) -> None:
+        """Load the weights, optimizer state and buffers that a function returns; it is asked for ``wishes``."""
         self._seat.place.enter()
         with torch.no_grad():
-            read = reader(source, tensors, self._homes, self._sharding)
             self._load_weights(read)
             self._load_buffers(read)
 
@@ -219,6 +224,47 @@ class WorkerState:
         used = bad + self._scaler.left_out
         self.load(ShardFolder(Path(folder)), tensors)
         self._scaler.left_out = used + 1 - step
+
+    # --- another layout ---
+
+    def pieces(self) -> Iterator[tuple[str, Shard | None, Tensor]]:
+        """Yield all of the state that this actor has: logical name, which part of it (None for all), and the tensor.
+
+        Unlike its share of a checkpoint it has copies of what other actors have too.
+        """
+        self._seat.place.enter()
+        updated = set[str]()
+        for weight, kept, tensor in self.update.state():
+            updated.add(weight)
+            yield self._stored_as(weight, kept), self._shard(weight, tensor), tensor
+        if not self._seat.plan.run.precision.is_mixed:  # else the layers have weights of another dtype than is stored
+            for name, parameter in self.parameters.items():
+                if name not in updated:
+                    yield self._stored_as(name), self._shard(name, parameter), parameter
+        if self._seat.leads and self._seat.cp == 0:
+            yield from ((name, None, buffer) for name, buffer in self.buffers())
+        if self._seat.plan.rank in self._seat.world.trainers and (
+            self._seat.plan.run.counts_skips or not self._scaler.is_fresh
+        ):
+            yield SCALER, None, self._scaler.numbers()
+
+    def wishes(self) -> Iterator[Wish]:
+        """Yield all that ``adopt`` asks for, if it is there."""
+        updated = [weight for weight, kept, _ in self.update.state() if not kept]
+        every = dict.fromkeys(key for keys in KEPT.values() for key in keys)
+        asked = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
+        for weight, kept in asked:
+            yield Wish(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
+        yield Wish(SCALER, "", (SCALER,), Sharding())
+        for stage in self.stages.values():
+            for buffer in stage.buffers():
+                own = buffer_name(self._seat.dp, buffer)
+                yield Wish(own, "", (own, buffer_name(0, buffer)), Sharding())  # there may have been fewer replicas
+
+    def _stored_as(self, weight: str, kept: str = "") -> str:
+        """Return the logical name of a weight, or of its optimizer state, as a checkpoint has it."""
+        whole = untiled(weight)
+        return logical_name(self._homes.get(whole, whole), kept)
 
     # --- a step by hand ---
 

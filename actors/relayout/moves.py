@@ -1,0 +1,156 @@
+"""Who sends which part of which tensor to whom, when a run goes on in another layout. Imports no torch.
+
+What an actor has is a set of boxes of logical tensors, and so is what it needs. A part that it needs and has does not
+move; every other part moves once, from one of those that have it. So the bytes that move are the bytes that actors
+lack, and with these actors in these places no plan has fewer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+Box = tuple[tuple[int, int], ...]
+"""along each dim of a tensor, the first index and the one behind the last; of a scalar ()"""
+Boxes = Mapping[str, Sequence[Box]]
+"""by logical name of a tensor, boxes of it"""
+
+
+_BITS = re.compile(r"[0-9]+")  # in the name of a dtype; bool has a byte
+
+
+class Kind(NamedTuple):
+    """What a logical tensor is.
+
+    Attributes:
+        dtype: In torch's spelling, such as "float32".
+        shape: Shape of the whole.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        bits = _BITS.search(self.dtype)
+        return int(bits[0]) // 8 if bits else 1
+
+
+class Held(NamedTuple):
+    """What an actor has of the state.
+
+    Attributes:
+        boxes: Its parts, by logical name.
+        kinds: The tensors that they are parts of, by logical name.
+    """
+
+    boxes: Boxes
+    kinds: Mapping[str, Kind]
+
+
+class Move(NamedTuple):
+    """A part of a tensor that an actor gets.
+
+    Attributes:
+        source: Number of the actor that has it.
+        destination: Number of the actor that needs it; if it is the source, nothing is sent.
+        tensor: Logical name of the tensor.
+        box: Which part of it.
+    """
+
+    source: int
+    destination: int
+    tensor: str
+    box: Box
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it goes from one actor to another."""
+        return self.source != self.destination
+
+
+def moves_between(
+    held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, int], places: Sequence[str] = ()
+) -> list[Move]:
+    """Plan what each actor gets from whom: what it has itself, from itself; the rest from its node if that has it.
+
+    Of several that have a part equally near, the one gives it that has given the fewest bytes so far.
+
+    Args:
+        held: By actor, what it has. Boxes of one tensor on several actors are copies of the same.
+        wanted: By actor, what it needs; as many actors.
+        sizes: Bytes of an element of each tensor.
+        places: By actor, what those of one node have in common; empty if all are on one.
+
+    Returns:
+        The moves, which cover each box that is wanted exactly once.
+
+    Raises:
+        LookupError: Nobody has a part that an actor needs.
+    """
+    holders = defaultdict[str, dict[Box, list[int]]](dict)
+    for actor, tensors in enumerate(held):
+        for tensor, boxes in tensors.items():
+            for box in dict.fromkeys(boxes):
+                holders[tensor].setdefault(box, []).append(actor)
+    moves, given = list[Move](), Counter[int]()
+    place = places or [""] * len(held)
+    for actor, tensors in enumerate(wanted):
+        for tensor, boxes in tensors.items():
+            for box in dict.fromkeys(boxes):
+                for source, part in _sources(actor, box, holders[tensor], place, given, tensor):
+                    moves.append(Move(source, actor, tensor, part))
+                    given[source] += (source != actor) * volume(part) * sizes[tensor]
+    return moves
+
+
+def sent_bytes(moves: Sequence[Move], sizes: Mapping[str, int]) -> int:
+    """Return the bytes that go from one actor to another, given the bytes of an element of each tensor."""
+    return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """Return the box that two boxes of a tensor have in common; None if they have no element in common."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def without(box: Box, part: Box) -> Iterator[Box]:
+    """Yield boxes that make up a box without a part of it, each element once."""
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, part, strict=True)):
+        for span in ((start, first), (last, stop)):
+            if span[0] < span[1]:
+                yield (*part[:dim], span, *box[dim + 1 :])
+
+
+def _sources(
+    actor: int, box: Box, holders: Mapping[Box, Sequence[int]], place: Sequence[str], given: Counter[int], tensor: str
+) -> Iterator[tuple[int, Box]]:
+    """Yield from whom an actor gets the parts of a box that it needs, the nearest first."""
+
+    def distance(source: int) -> int:
+        return 0 if source == actor else 1 if place[source] == place[actor] else 2
+
+    nearest = {held: min(map(distance, sources)) for held, sources in holders.items()}
+    missing = [box] if volume(box) else []
+    for held in sorted(nearest, key=nearest.__getitem__):
+        for rest in list(missing):
+            if (part := common(rest, held)) is None:
+                continue
+            near = [source for source in holders[held] if distance(source) == nearest[held]]
+            yield min(near, key=lambda source: (given[source], source)), part
+            missing.remove(rest)
+            missing += without(rest, part)
+        if not missing:
+            return
+    if missing:
+        raise LookupError(f"nobody has {tensor!r} {list(missing[0])}")

@@ -1,0 +1,67 @@
+"""A run goes on in another layout with the state that actors hand over: losses are those of the undisturbed run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import raypar as rp
+from raypar.reporting.report import report_of
+from tests.support.relayouts import relaid
+from tests.support.team import Team
+
+MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)  # threads share the generator that dropout draws from
+RUN = rp.Run(model=MODEL, mesh=rp.Mesh(pp=2), microbatches=4, steps=9, optim=rp.AdamW(lr=1e-2))
+MOE = replace(MODEL, moe=rp.MoE(experts=4, top_k=2))
+
+
+def loss(team, step):
+    return report_of(step, 1.0, team.step(step), team.world).loss
+
+
+CHAIN = (
+    {"mesh": rp.Mesh(tp=2)},
+    {"mesh": rp.Mesh(dp=2), "zero": 3, "microbatches": 2},
+    {"mesh": rp.Mesh(pp=2, dp=2), "zero": None, "microbatches": 2},
+    {"mesh": rp.Mesh(dp=2, ep=2), "microbatches": 2},
+)
+
+
+def test_a_chain_of_layouts_has_the_losses_of_one():
+    team, undisturbed = Team.of(replace(RUN, model=MOE)), Team.of(replace(RUN, model=MOE))
+    for step, changes in enumerate(({}, *CHAIN)):
+        if changes:
+            team, moves, _ = relaid(team, replace(team.run, **changes))
+            assert any(move.is_sent for move in moves)
+        assert loss(team, step) == pytest.approx(loss(undisturbed, step), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"schedule": "gpipe", "zero": None}),
+        ({"optim": rp.SGD(lr=0.1, momentum=0.9)}, {"mesh": rp.Mesh(pp=1)}),
+        ({"optim": rp.Muon(lr=1e-2)}, {"mesh": rp.Mesh(tp=2)}),
+        ({"mesh": rp.Mesh(dp=2), "microbatches": 2}, {"zero": 2}),
+        ({"mesh": rp.Mesh(dp=2), "microbatches": 2}, {"data_parallel": "parameter_server", "servers": 2}),
+        (
+            {"data_parallel": "parameter_server", "mesh": rp.Mesh(dp=2), "microbatches": 2},
+            {"data_parallel": "all_reduce"},
+        ),
+        ({"mesh": rp.Mesh(cp=2)}, {"mesh": rp.Mesh(tp=2), "sequence_parallel": True}),
+        ({"tile": 2}, {"tile": 1, "mesh": rp.Mesh(tp=2)}),
+        ({"tile": 2, "mesh": rp.Mesh(dp=2), "microbatches": 2, "zero": 3}, {"tile": 1}),
+        ({"mesh": rp.Mesh(tp="2d:2x2")}, {"mesh": rp.Mesh(tp=2)}),
+        ({"offload": "optimizer"}, {"offload": "none", "mesh": rp.Mesh(dp=2), "microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_pairs(before, after):
+    run = replace(RUN, **before)
+    team, undisturbed = Team.of(run), Team.of(run)
+    for step in range(2):
+        loss(team, step), loss(undisturbed, step)
+    team, _, _ = relaid(team, replace(run, **after))
+    for step in range(2, 4):
+        assert loss(team, step) == pytest.approx(loss(undisturbed, step), rel=1e-5)
