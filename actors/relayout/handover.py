@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
 from raypar.actors.relayout.exchange import exchange
-from raypar.actors.relayout.moves import Box, Boxes, Held, Kind, Move
+from raypar.actors.relayout.moves import Box, Boxes, Holding, Kind, Move
 from raypar.actors.sharding import Shard, Sharding
 
 Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, those that an actor needs, one behind the other
@@ -71,7 +72,7 @@ class Handover:
         at: Returns a context in which some tensors can be read.
     """
 
-    def __init__(self, pieces: Iterable[tuple[str, Shard | None, Tensor]], at: AtHand) -> None:
+    def __init__(self, pieces: Iterable[tuple[str, Shard | None, Tensor]] = (), at: AtHand = nullcontext) -> None:
         self._pieces: dict[str, dict[Box, Tensor]] = {}
         self._kinds: dict[str, Kind] = {}
         self._wishes: dict[tuple[str, str], _Part] = {}
@@ -85,9 +86,9 @@ class Handover:
                 self._kinds[name] = Kind(str(tensor.dtype).removeprefix("torch."), shard.whole)
 
     @property
-    def held(self) -> Held:
+    def holding(self) -> Holding:
         """What the actor has."""
-        return Held({name: tuple(boxes) for name, boxes in self._pieces.items()}, self._kinds)
+        return Holding({name: tuple(boxes) for name, boxes in self._pieces.items()}, self._kinds)
 
     def want(self, wishes: Iterable[Wish], kinds: Mapping[str, Kind]) -> Boxes:
         """Note what the actor loads in the new layout, and return the parts that this takes.

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
         return int(bits[0]) // 8 if bits else 1
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """What an actor has of the state.
 
     Attributes:
@@ -50,6 +50,22 @@ class Held(NamedTuple):
 
     boxes: Boxes
     kinds: Mapping[str, Kind]
+
+
+class Meeting(NamedTuple):
+    """The group of all actors that give or get something, as one of them is told of it.
+
+    Attributes:
+        name: A name of no other group.
+        size: Number of its members.
+        rank: Rank of the actor in it.
+        timeout: Deadline of a wait, in seconds.
+    """
+
+    name: str
+    size: int
+    rank: int
+    timeout: float
 
 
 class Move(NamedTuple):

@@ -27,7 +27,6 @@ from raypar.actors.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
     SMALL_BLOCKS,
-    Place,
     keep_freed_memory,
     place_of,
     resident_memory,
@@ -35,17 +34,18 @@ from raypar.actors.device import (
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
+from raypar.actors.relayout.handover import Handover
+from raypar.actors.relayout.moves import Boxes, Holding, Kind, Meeting, Move
 from raypar.actors.sharding import Shard
-from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order
-from raypar.actors.worker.parameter_server import Server
+from raypar.actors.worker.members import Member, claim, member_of, there, worker_in
+from raypar.actors.worker.passing_on import passed_on
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.refusals import Refusals
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kept
-from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
 
 
@@ -57,11 +57,12 @@ class Hosted:
     """
 
     def __init__(self) -> None:
-        self._member: Worker | Server | None = None  # None between two runs
+        self._member: Member | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         self._keeper: SnapshotKeeper | None = None
         self._last_action = LastAction()
         self._refusals = Refusals()
+        self._handover: Handover | None = None  # while the run goes to another layout
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
 
@@ -81,7 +82,7 @@ class Hosted:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(_claim, plan.job))
+        ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(claim, plan.job))
         place.enter()
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
@@ -109,6 +110,8 @@ class Hosted:
             comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
         """
         self._member, self._refusals = None, Refusals()
+        if not comes_back:
+            self._handover = None
         if self._keeper is not None:
             self._keeper.stop_copies()
             if not comes_back:
@@ -136,11 +139,11 @@ class Hosted:
         Raises:
             StaleError: A step before this one has failed, or see ``Worker.run`` for this and other errors.
         """
-        member = _there(self._member)
+        member = there(self._member)
         self._refusals.begin(member.seat.label)
 
         def run() -> StepResult:
-            result = _worker(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
+            result = worker_in(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
             if program != "train":
                 return result
             return replace(result, copied=keep_after(member, self._keeper, step + max(0, stream - 1), copy_within))
@@ -157,7 +160,7 @@ class Hosted:
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
-        worker = _worker(self._member)
+        worker = worker_in(self._member)
         self._refusals.begin(worker.seat.label)
         self._refusals.attempt(lambda: worker.start("train", step, epoch))
 
@@ -168,24 +171,24 @@ class Hosted:
             action: The action.
             *after: What the tasks have returned that had to be done before.
         """
-        self._refusals.attempt(lambda: _worker(self._member).perform(action))
+        self._refusals.attempt(lambda: worker_in(self._member).perform(action))
 
     def end_step(self, step: int, copy_within: int = 0) -> StepResult:
         """End the step that ``start_step`` began; it has this number. See ``run`` for ``copy_within``."""
-        result = self._refusals.attempt(lambda: _worker(self._member).end())
-        return replace(result, copied=keep_after(_there(self._member), self._keeper, step, copy_within))
+        result = self._refusals.attempt(lambda: worker_in(self._member).end())
+        return replace(result, copied=keep_after(there(self._member), self._keeper, step, copy_within))
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
-        _there(self._member).open(step)
+        there(self._member).open(step)
 
     def perform(self, action: Action) -> None:
         """Perform one action of the open step; see ``Worker.perform``."""
-        _there(self._member).perform(action)
+        there(self._member).perform(action)
 
     def end(self) -> StepResult:
         """End the open step and return its result."""
-        member = _there(self._member)
+        member = there(self._member)
         result = member.end()
         if self._keeper is not None:
             self._keeper.after(member.probe.step.number + 1, member.state)
@@ -193,35 +196,35 @@ class Hosted:
 
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
-        _there(self._member).rewind()
+        there(self._member).rewind()
 
     def generate(self, order: Order) -> Drawn:
         """Take a step of a generation; see ``Generator.perform``."""
-        return _worker(self._member).generator.perform(order)
+        return worker_in(self._member).generator.perform(order)
 
     # --- checkpoints ---
 
     def make_room(self) -> None:
         """Allocate the memory for a copy of the state, in a thread."""
-        _there(self._member).state.make_room()
+        there(self._member).state.make_room()
 
     def stage(self, weights_only: bool = False) -> None:
         """Copy this actor's share of a checkpoint, or of its weights alone."""
-        _there(self._member).state.stage(weights_only=weights_only)
+        there(self._member).state.stage(weights_only=weights_only)
 
     def write(self, folder: str, beside: bool = False) -> Written | None:
         """Write the copy as a shard, in Ray's "disk" concurrency group; see ``WorkerState.write``."""
-        return _there(self._member).state.write(folder, beside=beside)
+        return there(self._member).state.write(folder, beside=beside)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
         """Load a checkpoint; see ``WorkerState.load``."""
-        member = _there(self._member)
+        member = there(self._member)
         with member.probe.idle():
             member.state.load(ShardFolder(Path(folder)), tensors)
 
     def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
         """Load a checkpoint of ``step`` steps, and leave out the data of the steps from there to the step ``bad``."""
-        member = _there(self._member)
+        member = there(self._member)
         with member.probe.idle():
             member.state.rewind_to(folder, tensors, step, bad)
         if self._keeper is not None:
@@ -243,7 +246,7 @@ class Hosted:
 
     def begin_snapshots(self, step: int) -> None:
         """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
-        member = _there(self._member)
+        member = there(self._member)
         with member.probe.idle():
             kept(self._keeper).begin(step, member.state)
 
@@ -270,15 +273,39 @@ class Hosted:
 
     def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
         """Load the snapshots of a step, once those of other nodes are ``sent``; see ``SnapshotKeeper.restore``."""
-        member = _there(self._member)
+        member = there(self._member)
         with member.probe.idle():
             kept(self._keeper).restore(step, shares, arrived, member.state)
+        self._handover = None
+
+    # --- another layout ---
+
+    def hand_over(self) -> Holding:
+        """Copy what this actor has of the state to the host, for the actors of another layout; return what it is."""
+        member = there(self._member)
+        with member.probe.idle():
+            self._handover = Handover(member.state.pieces(), member.state.home.at_hand)
+        return self._handover.holding
+
+    def want(self, kinds: Mapping[str, Kind]) -> Boxes:
+        """Return what this actor needs in the layout that it has joined; see ``Handover.want``."""
+        self._handover = self._handover or Handover()
+        return self._handover.want(there(self._member).state.wishes(), kinds)
+
+    def pass_on(self, moves: Sequence[Move], meeting: Meeting | None) -> dict[str, int]:
+        """Give the actors of another layout what they need, and load what this one needs; see ``passed_on``."""
+        assert self._handover is not None
+        sent = passed_on(self._handover, self._member, self._joined, moves, meeting)
+        self._handover = None
+        return sent
 
     # --- called from another thread during a step ---
 
     def progress(self) -> Progress:
         """Return how far this actor is in its step."""
-        return Progress(-1, 0, None) if self._member is None else self._member.probe.progress()
+        if self._member is None:
+            return Progress(-1, 0, None, idle=self._handover is not None)
+        return self._member.probe.progress()
 
     def located(self) -> Located:
         """Return where this actor is."""
@@ -290,7 +317,7 @@ class Hosted:
 
     def set_clock(self, offset: float) -> None:
         """Add so many seconds to this machine's clock wherever times are reported; see ``Place``."""
-        _there(self._member).seat.place.clock_offset = offset
+        there(self._member).seat.place.clock_offset = offset
 
     def abort(self) -> None:
         """Abort all communication under way."""
@@ -303,93 +330,62 @@ class Hosted:
 
     def events(self, ago: int = 0) -> list[Span]:
         """Return the spans of a compiled training step; see ``Probe.events``."""
-        return _there(self._member).probe.events(ago)
+        return there(self._member).probe.events(ago)
 
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
         """Return calls, bytes and seconds by (axis, op)."""
-        return _there(self._member).probe.ledger()
+        return there(self._member).probe.ledger()
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this actor's weights by logical name, on the host."""
-        return _there(self._member).probe.parameters()
+        return there(self._member).probe.parameters()
 
     def parameter(self, name: str) -> Tensor:
         """Return one of this actor's weights, on the host."""
-        return _there(self._member).probe.parameter(name)
+        return there(self._member).probe.parameter(name)
 
     def masters(self) -> dict[str, Tensor]:
         """Return the weights that this actor's optimizer updates by logical name, on the host."""
-        return _there(self._member).probe.masters()
+        return there(self._member).probe.masters()
 
     def master(self, name: str) -> Tensor | None:
         """Return one of them, on the host; None if another actor updates it."""
-        return _there(self._member).probe.master(name)
+        return there(self._member).probe.master(name)
 
     def fixed(self, name: str) -> Tensor | None:
         """Return a frozen parameter or a buffer, on the host; None if it is not on this actor."""
-        return _there(self._member).probe.fixed(name)
+        return there(self._member).probe.fixed(name)
 
     def gradient(self, name: str) -> Tensor | None:
         """Return one gradient as the optimizer saw it, on the host; None if there is none."""
-        return _there(self._member).probe.gradient(name)
+        return there(self._member).probe.gradient(name)
 
     def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
         """Return gradients by logical name, in the order of ``names``."""
-        probe = _there(self._member).probe
+        probe = there(self._member).probe
         return [probe.gradient(name) for name in names]
 
     def peek(self, action: Action, tensors: bool) -> Seen:
         """Return what an action of a step by hand has computed; see ``Probe.peek``."""
-        return _there(self._member).probe.peek(action, tensors=tensors)
+        return there(self._member).probe.peek(action, tensors=tensors)
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
-        member = _there(self._member)
+        member = there(self._member)
         return replace(member.probe.held(), process=self._process if member.seat.place.kind == "cpu" else 0)
 
     def record(self, stage: int) -> None:
         """Start recording a stage in the step that was opened."""
-        _there(self._member).probe.record(stage)
+        there(self._member).probe.record(stage)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
         """Return a stage's recording; see ``Probe.recording``."""
-        return _there(self._member).probe.recording(stage)
+        return there(self._member).probe.recording(stage)
 
     def watch(self) -> tuple[str, ...]:
         """Start keeping the outputs of layers in the step that was opened; see ``Probe.watch``."""
-        return _there(self._member).probe.watch()
+        return there(self._member).probe.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
         """Return this actor's part of watched tensors; see ``Probe.sights``."""
-        return _there(self._member).probe.sights(spots)
-
-
-def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker | Server:
-    """Build the worker or the parameter server of a plan.
-
-    Args:
-        plan: The actor's plan.
-        groups: The groups that it has joined, by their keys.
-        place: The device that it computes on.
-
-    Raises:
-        UnequalReplicasError: A replica has made other weights of the same plan.
-    """
-    return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
-
-
-def _claim(job: str, fault: InjectedFault) -> bool:
-    """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
-    return ray_groups.claim(f"{job}/{fault}", fault.times)
-
-
-def _worker(member: Worker | Server | None) -> Worker:
-    """Return the worker that takes part in a run."""
-    assert isinstance(member, Worker)
-    return member
-
-
-def _there(member: Worker | Server | None) -> Worker | Server:
-    if member is None:
-        raise RuntimeError("this actor takes no part in a run: start it with a plan")
-    return member
+        return there(self._member).probe.sights(spots)

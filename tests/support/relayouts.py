@@ -20,13 +20,13 @@ def relaid(team, run, seats=None):
     count = max(team.world.size, after.world.size)
     seats = list(range(after.world.size)) if seats is None else seats
     given = [Handover(actor.member.state.pieces(), actor.member.state.home.at_hand) for actor in team.all]
-    given += [Handover((), None) for _ in range(count - len(given))]
-    kinds = {name: kind for one in given for name, kind in one.held.kinds.items()}
+    given += [Handover() for _ in range(count - len(given))]
+    kinds = {name: kind for one in given for name, kind in one.holding.kinds.items()}
     wanted = [{} for _ in range(count)]
     for rank, number in enumerate(seats):
         wanted[number] = given[number].want(after.all[rank].member.state.wishes(), kinds)
     sizes = {name: kind.itemsize for name, kind in kinds.items()}
-    moves = moves_between([one.held.boxes for one in given], wanted, sizes)
+    moves = moves_between([one.holding.boxes for one in given], wanted, sizes)
     groups = local_groups("relayout", count, 20.0)
 
     def passed(number):

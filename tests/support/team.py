@@ -17,7 +17,8 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.actor import Hosted, member_of
+from raypar.actors.worker.actor import Hosted
+from raypar.actors.worker.members import member_of
 from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.plans import plans_of
@@ -43,7 +44,7 @@ class Local(Hosted):
 
     def __init__(self):
         self._member, self._joined, self._process = None, {}, 0
-        self._keeper, self._refusals, self._last_action = None, Refusals(), LastAction()
+        self._keeper, self._refusals, self._last_action, self._handover = None, Refusals(), LastAction(), None
 
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)
