@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from raypar.config.hugging_face import HF
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
-    from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError, StepLostError
+    from raypar.errors import ActorDiedError, ConfigError, JobError, RelayoutLostError, StalledError, StepLostError
     from raypar.job.before_launch import faults
     from raypar.job.growing_text import Continuation
     from raypar.job.job import Job
     from raypar.job.launch import launch
+    from raypar.job.relayout import Relayout
     from raypar.parity.verify import Verdict, verify
     from raypar.planner import formulas
     from raypar.recovery import chaos
@@ -69,11 +70,19 @@ _HOMES = {
     "raypar.config.hugging_face": ("HF",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
-    "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError", "StepLostError"),
+    "raypar.errors": (
+        "ActorDiedError",
+        "ConfigError",
+        "JobError",
+        "RelayoutLostError",
+        "StalledError",
+        "StepLostError",
+    ),
     "raypar.job.before_launch": ("faults",),
     "raypar.job.growing_text": ("Continuation",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
+    "raypar.job.relayout": ("Relayout",),
     "raypar.parity.verify": ("Verdict", "verify"),
     "raypar.planner": ("formulas",),
     "raypar.recovery": ("chaos",),
@@ -113,6 +122,8 @@ __all__ = [
     "NonFiniteError",
     "Precision",
     "RelativeAttention",
+    "Relayout",
+    "RelayoutLostError",
     "Replayed",
     "Report",
     "RopeScaling",

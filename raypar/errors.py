@@ -88,6 +88,10 @@ class StepLostError(JobError):
     """A step by hand was lost in a failure that the run has survived. The job goes on with ``job.stepper()``."""
 
 
+class RelayoutLostError(JobError):
+    """A relayout was lost in a failure that the run has survived. The job goes on in the layout before."""
+
+
 class MovedError(RuntimeError):
     """What was asked of a job's actors can't be told: they have other ranks now. The job goes on, and can be asked."""
 

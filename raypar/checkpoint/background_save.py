@@ -46,9 +46,9 @@ class Saver:
         self._given_up = threading.Event()
         self._prepared = False
 
-    def move(self, calls: Calls, world: World) -> None:
-        """Save from other actors from now on: the run goes on in another layout. Nothing may be under way."""
-        self._calls, self._world, self._prepared = calls, world, False
+    def move(self, calls: Calls, world: World, run: Run | None = None) -> None:
+        """Save from other actors from now on, in another layout, perhaps as another run. Nothing may be under way."""
+        self._calls, self._world, self._prepared, self._run = calls, world, False, run or self._run
 
     def due(self, step: int) -> bool:
         """Return whether the run asks for a checkpoint after ``step`` steps."""

@@ -131,6 +131,36 @@ class Actors:
             self.look()
         return self.present >= count
 
+    def grow(self, count: int, name: str) -> bool:
+        """Start further actors, until so many are there; return whether they are. If not, none is started.
+
+        Args:
+            count: Number of actors.
+            name: The new actors' name in Ray's dashboard, to which numbers are added.
+        """
+        before = list(self.vacancies)
+        for _ in range(count - self.present - len(before)):
+            self._claim_for(name, None)
+        if self.wait_for(count, self.wait_for_nodes):
+            return True
+        for vacancy in [one for one in self.vacancies if one not in before]:
+            self.vacancies.remove(vacancy)
+            _try(Vacancy.close, vacancy)
+        self.shrink(count)
+        return False
+
+    def shrink(self, first: int) -> None:
+        """End the actors without a rank whose homes were claimed for them alone, so that others get their room.
+
+        Args:
+            first: The number of the first actor that may end.
+        """
+        for number in reversed(range(first, len(self.handles))):
+            if self.handles[number] is not None and self.homes[number].is_claimed:
+                _try(ray.kill, self.handles[number])
+                _try(Home.give_back, self.homes[number])
+                del self.handles[number], self.homes[number]
+
     def hoped(self, wait: float = 0.0) -> list[Vacancy]:
         """Return the places to which an actor may still come in time; see ``wait_for``."""
         return [one for one in self.vacancies if not one.is_late(wait)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
@@ -21,6 +20,13 @@ from raypar.schedules.action import Action
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
 _LOOK = 0.5  # seconds between two checks of actors that have not answered
+
+
+class Named(Protocol):
+    """Who knows the names of actors, as the ranks of a run do."""
+
+    def label(self, rank: int) -> str:
+        """Name an actor in messages."""
 
 
 class Calls:
@@ -40,7 +46,7 @@ class Calls:
     def __init__(
         self,
         handles: Sequence[Any],
-        world: World,
+        world: Named,
         timeout: float,
         *,
         replaces: bool = False,

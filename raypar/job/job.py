@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
@@ -17,27 +16,23 @@ from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import Found
 from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
-from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
-from raypar.job.before_launch import replacement
 from raypar.job.export import export_hf
 from raypar.job.generation import TextGenerator
 from raypar.job.growing_text import Continuation
-from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
-from raypar.job.loaded_run import LoadedRun, loaded_on
+from raypar.job.loaded_run import loaded_on
+from raypar.job.loading import Loading
 from raypar.job.rebalance import Loads, rebalance
-from raypar.job.run_folders import settled
-from raypar.job.starter import Holds, Starter
-from raypar.job.training_loop import TrainingLoop
+from raypar.job.relayout import Relayout
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import box, text_block
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import job_told, log_plan, schedule_told
+from raypar.reporting.summary import job_told, schedule_told
 from raypar.reporting.whereabouts import Whereabouts
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
@@ -58,7 +53,7 @@ class Job:
     Attributes:
         run: The run that was launched, or that the job was reset to.
         device: The device that the actors compute on: "cpu" or "cuda".
-        num_actors: Number of launched actors. A run that the job was reset to may use fewer.
+        num_actors: Number of actors, spares among them. A run that the job was reset to may use fewer.
         schedule: The schedule of a training step, the same object that is drawn, checked, simulated, stepped and run.
         next_step: Number of the next step, counted from 0: the number of steps taken. Texts count steps from 1.
     """
@@ -74,12 +69,13 @@ class Job:
         found: Found | None = None,
         chaos: Sequence[InjectedFault] = (),
     ) -> None:
-        self.device, self.num_actors, self._name = actors.device, world_of(run).size, name
+        self.device, self.num_actors, self._name = actors.device, actors.present, name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
-        self._starter = Starter(self._lifetime, name, self.device, chaos, self._moved)
-        loaded = loaded_on(self._lifetime, run, programs, skeleton)
-        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter)
-        self._start(loaded, programs, found)
+        self._loading = Loading(
+            self._lifetime, self.device, name, chaos, loaded_on(self._lifetime, run, programs, skeleton), record
+        )
+        self._starter, self._loop = self._loading.starter, self._loading.loop
+        self._loading.start(programs, found)
 
     @property
     def run(self) -> Run:
@@ -120,7 +116,7 @@ class Job:
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
-        actors = self._inspection.actors(self.device, self._loop.last)
+        actors = self._loading.inspection.actors(self.device, self._loop.last)
         return box(text_block(self._told()), actors, self.schedule._repr_svg_() or "")
 
     # --- training ---
@@ -213,7 +209,7 @@ class Job:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all logical parameters by name."""
-        return self._inspection.parameters
+        return self._loading.inspection.parameters
 
     def param(self, name: str) -> Tensor:
         """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
@@ -223,7 +219,7 @@ class Job:
         Raises:
             KeyError: There is no such parameter or buffer.
         """
-        return self._inspection.param(name)
+        return self._loading.inspection.param(name)
 
     def weights(self, dp: int | None = None) -> Weights:
         """Return the optimizer's weights, or a replica's: by name, each fetched as it is when one looks; dict() keeps.
@@ -234,7 +230,7 @@ class Job:
         Raises:
             ValueError: There is no such replica.
         """
-        return self._inspection.weights(dp)
+        return self._loading.inspection.weights(dp)
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
@@ -248,11 +244,11 @@ class Job:
         Raises:
             KeyError: There is no such parameter.
         """
-        return self._inspection.grad(name)
+        return self._loading.inspection.grad(name)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
-        return self._inspection.gradients()
+        return self._loading.inspection.gradients()
 
     def watch(self) -> tuple[str, ...]:
         """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
@@ -262,11 +258,11 @@ class Job:
         Returns:
             The logical names of the watched layers, and of the watched modules inside them.
         """
-        return self._inspection.watch()
+        return self._loading.inspection.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
         """Fetch the parts of watched tensors: for each, by rank, what the rank has; ranks without one are left out."""
-        return self._inspection.sights(spots)
+        return self._loading.inspection.sights(spots)
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
         """Fetch every actor's part of the gradient of a parameter, by its logical name, of the latest step.
@@ -274,19 +270,19 @@ class Job:
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
         """
-        return self._inspection.grads(name)
+        return self._loading.inspection.grads(name)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
-        return self._inspection.ledger()
+        return self._loading.inspection.ledger()
 
     def who(self) -> Whereabouts:
         """Return a table of where every actor is and what it does now, also while another thread takes steps."""
-        return self._inspection.who()
+        return self._loading.inspection.who()
 
     def memory(self) -> MemoryTable:
         """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
-        return self._inspection.memory(self.device)
+        return self._loading.inspection.memory(self.device)
 
     def timeline(self, dp: int = 0) -> Timeline:
         """Return the measured timeline of one replica's latest compiled training step.
@@ -300,7 +296,7 @@ class Job:
         Raises:
             ValueError: No step was measured yet (a step by hand is not measured), or there is no such replica.
         """
-        return self._inspection.timeline(dp)
+        return self._loading.inspection.timeline(dp)
 
     def timelines(self, ago: Steps = 0) -> list[Timeline]:
         """Return the measured timelines of a compiled training step, all on one clock.
@@ -311,7 +307,7 @@ class Job:
         Returns:
             One per replica, then one for expert actor 0 or server 0 of every pipeline rank, for number 1, and so on.
         """
-        return self._inspection.timelines(ago)
+        return self._loading.inspection.timelines(ago)
 
     def overlay(self, dp: int = 0) -> Overlay:
         """Compare the latest compiled training step of one replica with its prediction.
@@ -324,7 +320,7 @@ class Job:
         Raises:
             ValueError: No step was measured yet, or there is no such replica.
         """
-        return self._inspection.overlay(dp)
+        return self._loading.inspection.overlay(dp)
 
     # --- its life ---
 
@@ -338,11 +334,29 @@ class Job:
         Raises:
             ConfigError: The run has faults. The present run goes on unchanged.
         """
-        self._loop.demand_ready()
-        programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self.device)
-        run = settled(run)
-        self._loop.leave(run.folder)
-        self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
+        self._loading.replace(run, resume)
+
+    def relayout(self, run: Run | None = None, **changes: Any) -> Relayout:
+        """Go on with the run in another layout: mesh, ZeRO, precision, schedule. Its state goes from actor to actor.
+
+        Weights, optimizer state and the scale of the loss go straight to the actors that need them, with the fewest
+        bytes, and are never whole on one actor or on the disk. The losses that follow are those of the run as it was.
+
+        Args:
+            run: The run in the other layout; None for the present one.
+            **changes: Fields that differ, such as ``mesh=rp.Mesh(tp=2)``. The number of microbatches follows the mesh.
+
+        Returns:
+            What has moved.
+
+        Raises:
+            ConfigError: It can't be: lists all faults. Nothing has moved.
+            RelayoutLostError: An actor failed. The run goes on in the layout before (``max_failures``).
+            JobError: An actor failed, and the job is over; or a step is under way.
+        """
+        found = self._loading.relayout(run, changes)
+        self.num_actors = self._lifetime.actors.present
+        return found
 
     def rebalance(self, loads: Loads | None = None) -> Mapping[str, str]:
         """Move experts with their states between actors, so that each has about as many tokens; return the new order.
@@ -370,31 +384,6 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # --- loading a run ---
-
-    def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
-        """Replace the actors' run by another one."""
-        self._loop.finish()
-        try:
-            self._loop.loaded.calls.all("leave", what="the end of the run before")
-            loaded = loaded_on(self._lifetime, run, programs, skeleton)
-            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
-            self._loop.exchange(loaded, record)
-        except BaseException:
-            record.close()
-            raise
-        self._start(loaded, programs, found)
-
-    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> None:
-        holds = self._starter.start(loaded, programs, found)
-        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
-        self._loop.begin(0 if found is None else found.manifest.step, self._name)
-
-    def _moved(self, loaded: LoadedRun, holds: Holds) -> None:
-        """Go on with the run in another layout."""
-        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
-        self._loop.move(loaded)
 
     def _told(self) -> str:
         return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from raypar.actors.data.batches import Renumbered
 from raypar.actors.mesh.mesh import Mesh
@@ -105,7 +107,7 @@ def with_replicas(run: Run, dp: int) -> Run:
     mesh = _with_dp(run.mesh, dp)
     changes: dict[str, object] = {"mesh": mesh, "microbatches": run.microbatches * run.mesh.dp // dp}
     if isinstance(run.data, Batches):
-        changes["data"] = _renumbered(run.data, run.mesh.dp, dp)
+        changes["data"] = renumbered(run.data, run.mesh.dp, dp)
     if mesh.shards == 1 and (run.zero or 0) > 1:
         changes |= {"zero": None} | ({} if run.offload == "parameters" else _GATHERS_NONE)
     if mesh.dp == 1:
@@ -132,7 +134,20 @@ def _with_dp(mesh: Mesh, dp: int) -> Mesh:
     return replace(mesh, dp=dp, shard=shard)  # its faults are told
 
 
-def _renumbered(data: Batches, made_for: int, dp: int) -> Batches:
-    """Return data whose functions are asked for the same microbatches by other replicas."""
-    validate = data.validate and Renumbered(data.validate, made_for, dp)
-    return replace(data, fn=Renumbered(data.fn, made_for, dp), validate=validate)
+def renumbered(data: Batches, made_for: int, dp: int) -> Batches:
+    """Return data whose functions are asked for the same microbatches by other replicas.
+
+    Args:
+        data: The data.
+        made_for: Number of replicas that ask its functions now.
+        dp: Number of replicas that will.
+    """
+    validate = data.validate and _numbered(data.validate, made_for, dp)
+    return replace(data, fn=_numbered(data.fn, made_for, dp), validate=validate)
+
+
+def _numbered(fn: Callable[..., Any], made_for: int, dp: int) -> Callable[..., Any]:
+    """Return a batch function for other replicas; the user's own where these are as many as it was made for."""
+    if isinstance(fn, Renumbered):
+        made_for, fn = fn.made_for, fn.fn
+    return fn if made_for == dp else Renumbered(fn, made_for, dp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from raypar.config.skeleton import Skeleton
 from raypar.job.lifetime import Lifetime
 from raypar.schedules.schedule import Schedule
 
+Holds = Sequence[Mapping[str, Shard]]  # by rank, the shard of each of its logical parameters
 Guard = Callable[[Callable[[], list[Any]]], list[Any]]
 
 _LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, even if the run's timeout is shorter

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from raypar.actors.collective.shm.links import place
-from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.checkpoint.find import Found, newest
-from raypar.cluster.calls import Calls
+from raypar.checkpoint.find import Found
 from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
-from raypar.job.clocks import align
 from raypar.job.last_checkpoint import last_checkpoint
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
-from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
-from raypar.job.plans import begun, plans_of
+from raypar.job.loaded_run import Holds, LoadedRun
 from raypar.job.room import no_room, room_awaited, why_no_room
-from raypar.job.snapshots import Snapshots, takes_snapshots
-from raypar.paths import CHECKPOINTS, absolute
+from raypar.job.snapshots import takes_snapshots
+from raypar.job.standing import Moved, Standing
 from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
-from raypar.recovery.seats import seats_of
-
-Holds = Sequence[Mapping[str, Shard]]  # by rank, the shard of each of its logical parameters
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
@@ -51,25 +42,19 @@ class Starter:
         job: The job's name.
         device: Device that the actors compute on.
         faults: Faults that are injected on purpose.
-        moved: Called when the run goes on in another layout, with the run and what its ranks hold.
+        moved: See ``Moved``.
 
     Attributes:
+        standing: The run as it stands on the actors.
         failures: The failures of the run.
         awaits_room: Whether it waits for nodes, or was interrupted while it did: then nothing else is under way.
     """
 
     def __init__(
-        self,
-        lifetime: Lifetime,
-        job: str,
-        device: DeviceKind,
-        faults: Sequence[InjectedFault],
-        moved: Callable[[LoadedRun, Holds], None],
+        self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault], moved: Moved
     ) -> None:
-        self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
-        self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
-        self._snapshots, self._witnesses = Snapshots(), lifetime.witnesses
-        self._places = list[str]()  # by rank
+        self._lifetime, self._job, self._witnesses = lifetime, job, lifetime.witnesses
+        self.standing = Standing(lifetime, job, device, faults, moved)
         self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
         self.failures, self.awaits_room = Failures(0), False
 
@@ -84,24 +69,20 @@ class Starter:
         Returns:
             By rank, the shard that the rank holds of each of its logical parameters.
         """
-        self._loaded = self._told = loaded
-        self._found = found
-        self._layouts = Layouts(Layout(loaded.run, programs), loaded.skeleton)
-        self._layout, self._number = self._layouts.whole, self._number + 1
+        self.standing.load(loaded, Layouts(Layout(loaded.run, programs), loaded.skeleton), found)
         self.failures = Failures(loaded.run.max_failures)
-        self._snapshots.close()
         here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
         self._witnesses.attend({home.where() for home in homes} - {here, ""})  # they start while the actors do
-        holds = self._join(found, partial(self._lifetime.guard, patient=False))
-        share = partial(self._snapshots.share, loaded, self._others)
-        self._lifetime.guard(share, patient=False)
-        self._lifetime.guard(partial(self._begin, 0 if found is None else found.manifest.step), patient=False)
+        holds = self.standing.join(found, partial(self._lifetime.guard, patient=False))
+        self._lifetime.guard(self.standing.share, patient=False)
+        step = 0 if found is None else found.manifest.step
+        self._lifetime.guard(partial(self.standing.begin, step), patient=False)
         return holds
 
     @property
     def run(self) -> Run:
         """The run, with all its replicas."""
-        return self._layouts.whole.run
+        return self.standing.layouts.whole.run
 
     def recover(self, step: int, error: JobError, lost: Callable[[int], float]) -> Failure:
         """Bring the run back after a failure, and return what has failed, and where the run goes on.
@@ -119,17 +100,17 @@ class Starter:
             JobError: It is one failure too many, or there are too few actors.
         """
         start, gone = time.monotonic(), list[str]()
-        reason, death, before = reason_of(error), death_in(error), self._layout
+        reason, death, before = reason_of(error), death_in(error), self.standing.layout
         while True:
             self._heed_notices()
             self.failures.count(step, error, is_foreseen=getattr(error, "rank", None) in self._left)
             log.warning("%s", told(error))
             ranks = self._clear(_JOINING if gone else _FREE)
-            gone += [self._loaded.world.label(rank) for rank in ranks]
+            gone += [self.standing.loaded.world.label(rank) for rank in ranks]
             try:
                 self._replace(ranks)
-                back_to, source = self._again(step - 1)
-                self._lifetime.actors.dismiss(self._layout.world.size)
+                back_to, source = self.standing.again(step - 1)
+                self._lifetime.actors.dismiss(self.standing.layout.world.size)
             except NoRoomError as end:
                 end.add_note(f"It was lost so: {reason}.")
                 raise
@@ -137,7 +118,7 @@ class Starter:
                 error = next_error
                 continue
             break
-        size = self._size_told(gone) if self._layout.world.mesh.dp < before.world.mesh.dp else ""
+        size = self._size_told(gone) if self.standing.layout.world.mesh.dp < before.world.mesh.dp else ""
         replaced, seconds = () if size else tuple(dict.fromkeys(gone)), time.monotonic() - start
         failure = Failure(step, reason, replaced, back_to, source, seconds, lost(back_to), death, size=size)
         self.failures.survived.append(failure)
@@ -146,7 +127,7 @@ class Starter:
 
     def _size_told(self, lost: Sequence[str]) -> str:
         """Say how many replicas the run goes on with, without which actors."""
-        run, whole = self._layout.run, self.run
+        run, whole = self.standing.layout.run, self.run
         each, who = f"{run.microbatches} microbatches each instead of {whole.microbatches}", [*dict.fromkeys(lost)]
         more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
         return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(who[:_NAMED])}{more}"
@@ -157,19 +138,19 @@ class Starter:
         Raises:
             JobError: It failed; the run can be recovered.
         """
-        self._snapshots.share(self._loaded, self._others)
-        self._begin(step)
+        self.standing.share()
+        self.standing.begin(step)
         return step
 
     def copy_due(self, step: int) -> int:
         """Return in how many steps a copy of the snapshots after a step should be on other nodes; 0: there is none."""
-        return 0 if self._snapshots.pace is None else self._snapshots.pace.within(step)
+        return 0 if self.standing.snapshots.pace is None else self.standing.snapshots.pace.within(step)
 
     def learn(self, results: Sequence[StepResult], seconds: float) -> None:
         """Note the results of a step, by rank, and its duration."""
-        if self._snapshots.pace is not None:
-            world = self._loaded.world
-            self._snapshots.pace.learn(results, seconds, [world.label(rank) for rank in range(world.size)])
+        if self.standing.snapshots.pace is not None:
+            world = self.standing.loaded.world
+            self.standing.snapshots.pace.learn(results, seconds, [world.label(rank) for rank in range(world.size)])
 
     def is_due(self) -> bool:
         """Return whether the run is to go on with other actors: with more replicas, or away from nodes taken away.
@@ -181,17 +162,17 @@ class Starter:
         actors, left = self._lifetime.actors, self._left
         if self._is_driver_left:
             return self._may_end()
-        if self._layout is self._layouts.whole and not left:
+        if self.standing.layout is self.standing.layouts.whole and not left:
             return False
         if left and not takes_snapshots(self.run) and self.run.folder is None:
             return self._may_end()
         if left or time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK
             actors.look()
-        largest = self._layouts.largest(actors.present)
+        largest = self.standing.layouts.largest(actors.present)
         if not left:
-            return largest is not self._layout
-        if largest is not None and largest.run.mesh.dp >= self._layout.run.mesh.dp:
+            return largest is not self.standing.layout
+        if largest is not None and largest.run.mesh.dp >= self.standing.layout.run.mesh.dp:
             return True
         if not self._notices.is_urgent and actors.hoped():
             return False
@@ -201,9 +182,14 @@ class Starter:
         """Return why the run can't go on, now that it is due to go on with other actors; "" if it can."""
         if self._is_driver_left:
             return f"{self._notices} is taken away, and the driver is on it"
-        if self._left and self._layouts.largest(self._lifetime.actors.present) is None:
-            who, room = " and ".join(map(self._loaded.world.label, self._left)), why_no_room(self._lifetime.actors)
-            return f"{self._notices} is taken away, {room} in the place of {who}, and {self._layouts.why_none()}"
+        if self._left and self.standing.layouts.largest(self._lifetime.actors.present) is None:
+            who, room = (
+                " and ".join(map(self.standing.loaded.world.label, self._left)),
+                why_no_room(self._lifetime.actors),
+            )
+            return (
+                f"{self._notices} is taken away, {room} in the place of {who}, and {self.standing.layouts.why_none()}"
+            )
         return ""
 
     def rearrange(self, step: int, found: Found | None = None) -> int:
@@ -219,18 +205,18 @@ class Starter:
         Raises:
             JobError: It failed; the run can be recovered.
         """
-        start, loaded, before, left = time.monotonic(), self._loaded, self._layout, self._left
-        actors, size = self._lifetime.actors, self._loaded.world.size
+        start, loaded, before, left = time.monotonic(), self.standing.loaded, self.standing.layout, self._left
+        actors, size = self._lifetime.actors, self.standing.loaded.world.size
         actors.demand_answers(size, f"{self._job} spare")
-        layout = self._layouts.largest(actors.present)
+        layout = self.standing.layouts.largest(actors.present)
         if layout is None or (layout is before and not left):
             return step
         if takes_snapshots(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
         loaded.calls.all("leave", True, what="leaving groups")
-        self._seat(layout, [rank for rank in range(size) if rank not in left])
-        back_to, _ = self._again(step, found)
-        whole, dp = self._layouts.whole, layout.run.mesh.dp
+        self.standing.seat(layout, [rank for rank in range(size) if rank not in left])
+        back_to, _ = self.standing.again(step, found)
+        whole, dp = self.standing.layouts.whole, layout.run.mesh.dp
         who = [loaded.world.label(rank) for rank in left]
         how = f"with dp={dp} of {whole.run.mesh.dp}"
         if left:
@@ -245,7 +231,7 @@ class Starter:
     @property
     def _left(self) -> list[int]:
         """The ranks whose actors are on nodes that are taken away."""
-        return [rank for rank in range(self._loaded.world.size) if not self._lifetime.actors.stays(rank)]
+        return [rank for rank in range(self.standing.loaded.world.size) if not self._lifetime.actors.stays(rank)]
 
     @property
     def _is_driver_left(self) -> bool:
@@ -265,27 +251,21 @@ class Starter:
             return
         actors = self._lifetime.actors
         actors.leave(self._notices.names, f"{self._job} spare")
-        actors.dismiss(self._loaded.world.size)
+        actors.dismiss(self.standing.loaded.world.size)
 
     def save_snapshots(self, taken: int) -> Path | None:
         """Save what the actors of a run that ends have in memory; see ``last_checkpoint``."""
         if self._lifetime.failure is not None or not self._lifetime.actors.reachable():
             return None
-        return last_checkpoint(self.run, self._loaded.calls, self._snapshots, taken)
+        return last_checkpoint(self.run, self.standing.loaded.calls, self.standing.snapshots, taken)
 
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
-        self._snapshots.close()
-
-    @property
-    def _others(self) -> Calls:
-        """Calls to the actors that have no rank."""
-        world, timeout = self._loaded.world, self._loaded.run.timeout
-        return Calls(self._lifetime.actors.handles[world.size :], world, timeout)
+        self.standing.snapshots.close()
 
     def _clear(self, seconds: float) -> list[int]:
         """Make the actors leave their groups. Returns those that are dead or do not get free in so many seconds."""
-        calls, world = self._loaded.calls, self._loaded.world
+        calls, world = self.standing.loaded.calls, self.standing.loaded.world
         calls.abort()
         everyone = range(world.size)
         alive = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
@@ -298,93 +278,18 @@ class Starter:
         Raises:
             NoRoomError: There are too few actors, and no others start on any node.
         """
-        actors, world = self._lifetime.actors, self._loaded.world
+        actors, world = self._lifetime.actors, self.standing.loaded.world
         if not gone:
             return
         for rank in gone:
             self._witnesses.kill(rank)
             actors.vacate(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
-        actors.wait_for(max(world.size, self._layouts.whole.world.size))
+        actors.wait_for(max(world.size, self.standing.layouts.whole.world.size))
         who = " and ".join(world.label(rank) for rank in gone)
         self.awaits_room = True
-        layout = self._layouts.largest(actors.present) or room_awaited(actors, self._layouts, who)
+        layout = self.standing.layouts.largest(actors.present) or room_awaited(actors, self.standing.layouts, who)
         self.awaits_room = False
         if layout is None:
-            raise no_room(actors, self._layouts, who)
-        self._seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])
-
-    def _seat(self, layout: Layout, present: Sequence[int]) -> None:
-        """Give the ranks of a layout to actors.
-
-        Args:
-            layout: The layout.
-            present: The ranks of the present layout whose actors are there, and stay.
-        """
-        actors, world = self._lifetime.actors, self._loaded.world
-        others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
-        actors.seat(seats_of(world, layout.world, present, others))
-        if layout is self._layout:
-            for rank in range(world.size):
-                self._loaded.calls.replace(rank, actors.handles[rank])
-            return
-        self._layout, self._number = layout, self._number + 1
-        self._loaded = loaded_on(self._lifetime, layout.run, layout.programs, self._loaded.skeleton)
-
-    def _again(self, taken: int, found: Found | None = None) -> tuple[int, str]:
-        """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
-
-        Args:
-            taken: Number of steps that the driver has reports of. Actors may have taken another one.
-            found: The checkpoint to go back to if there are no snapshots; None for the newest.
-        """
-        loaded, others = self._loaded, self._others
-        found = found or self._newest()
-        saved = 0 if found is None else found.manifest.step
-        holds = self._join(None, _unguarded)
-        steps = self._snapshots.share(loaded, others)
-        common = self._snapshots.common(steps, taken)
-        from_memory = common is not None and common >= saved
-        if common is not None and from_memory:
-            self._snapshots.restore(loaded, others, steps, common, self._places)
-        elif found is not None:
-            if not found.path.exists():
-                raise JobError(
-                    f"the run began with {found.path}, which is there no more: nothing is left to go back to"
-                )
-            loaded.load(found)
-        back_to = common if common is not None and from_memory else saved
-        self._begin(back_to)
-        if loaded is not self._told:
-            self._told = loaded
-            self._moved(loaded, holds)
-        return back_to, "memory" if from_memory else "" if found is None else found.path.name
-
-    def _newest(self) -> Found | None:
-        """Return the newest checkpoint of the run, or else the one that it began with."""
-        folder = self._loaded.run.folder
-        saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)
-        return saved or self._found
-
-    def _join(self, found: Found | None, guard: Guard) -> Holds:
-        """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
-        self._generation += 1
-        loaded, named = self._loaded, (self._job, self._generation, self._device)
-        run = loaded.run if self._found is None else begun(loaded.run)
-        plans = plans_of(run, self._layout.programs, *named, self._faults, self._number)
-        holds = loaded.start(plans, found, guard, again=guard is _unguarded)
-        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
-        self._places = [located[rank].place if rank in located else "" for rank in range(loaded.world.size)]
-        homes, here = self._lifetime.actors.homes, place()
-        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.place != here}
-        self._witnesses.know({rank: at for rank, at in located.items() if at.place}, elsewhere)
-        align(loaded.calls, located)
-        return holds
-
-    def _begin(self, step: int) -> None:
-        self._snapshots.begin(self._loaded, self._number, self._others, step, self._places)
-
-
-def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:
-    """Call without ending the job at a failure: another recovery follows."""
-    return call()
+            raise no_room(actors, self.standing.layouts, who)
+        self.standing.seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])

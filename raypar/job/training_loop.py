@@ -13,10 +13,13 @@ from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.errors import ConfigError, JobError, MovedError
+from raypar.job.displayed import displayed
+from raypar.job.evaluation import evaluated
 from raypar.job.executors import executor_of
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -26,10 +29,8 @@ from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
 from raypar.job.steps_by_hand import StepsByHand
 from raypar.recovery.failures import Failure
-from raypar.reporting.perplexity import is_cross_entropy
-from raypar.reporting.progress import display
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, reports_of
+from raypar.reporting.report import Evaluation, Report, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
 from raypar.stepping.stepper import Stepper
@@ -80,11 +81,11 @@ class TrainingLoop:
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._is_finished = False
 
-    def move(self, loaded: LoadedRun) -> None:
-        """Go on with the run in another layout, between two steps."""
+    def move(self, loaded: LoadedRun, run: Run | None = None) -> None:
+        """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
         self.loaded = loaded
-        self._saver.move(loaded.calls, loaded.world)
-        self._record.move(loaded.schedule)
+        self._saver.move(loaded.calls, loaded.world, run)
+        self._record.move(loaded.schedule, run)
         self._stragglers = Stragglers(loaded.world)
 
     def leave(self, folder: str | None) -> None:
@@ -130,17 +131,8 @@ class TrainingLoop:
                 "the run has %d steps, and this goes on to step %d: later steps have the last step's learning rate",
                 *(run.steps, self.next_step + count),
             )
-        reports: list[Report] = []
-        with display(run, self.next_step + count) as shown, closing(self._train(count, most)) as outcomes:
-            for outcome in outcomes:
-                shown.show(outcome)
-                if on is not None:
-                    on(outcome)
-                if isinstance(outcome, Report):
-                    while reports and reports[-1].step >= outcome.step:  # taken again, after a failure
-                        reports.pop()
-                    reports.append(outcome)
-        return reports
+        with closing(self._train(count, most)) as outcomes:
+            return displayed(run, self.next_step + count, outcomes, on)
 
     def evaluate(self, steps: int | None = None) -> Evaluation:
         """Compute the loss on validation data, as ``Job.evaluate`` does.
@@ -156,14 +148,13 @@ class TrainingLoop:
         if self._has_no_validation:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = run.eval_steps if steps is None else steps
-        start, losses, counts = time.perf_counter(), list[float](), list[int]()
-        for number in range(count):
+
+        def take(number: int) -> list[Any]:
+            """Take one of the steps."""
             what = f"evaluation step {number + 1}"
-            found = losses_of(self._after_this_step(partial(self._all, "run", "evaluate", number, what=what)))
-            losses += found[0]
-            counts += found[1]
-        loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-        evaluation = Evaluation(self.next_step, loss, sum(counts), seconds, is_cross_entropy(run))
+            return self._after_this_step(partial(self._all, "run", "evaluate", number, what=what))
+
+        evaluation = evaluated(run, self.next_step, count, take)
         self._record.write(evaluation)
         return evaluation
 
@@ -186,6 +177,18 @@ class TrainingLoop:
         return self._hand.open(
             self.loaded, self.next_step, self._by_hand, lambda *taken: self._commit(*taken, by_hand=True)[-1]
         )
+
+    def between_steps(self, call: Callable[[], T], what: str) -> T | Failure:
+        """Call the actors between two steps; return a failure that the run has survived. Raises JobError."""
+        self._demand_alive(what)
+        if not self._training.acquire(blocking=False):
+            raise JobError(f"another thread is taking steps of this job: ask for {what} when it has taken them")
+        try:
+            self.keep_times()
+            self._saver.settle()
+            return self._lifetime.guard(partial(self._surviving, call))
+        finally:
+            self._training.release()
 
     def demand_ready(self) -> None:
         """Raise JobError if the job is over, or in the middle of a step."""
@@ -232,8 +235,7 @@ class TrainingLoop:
         self.demand_ready()
         last = self.next_step + count
         # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run. Tasks
-        # are submitted while the driver waits for the step that they are of.
-        # So are steps that overlap: the pipeline is empty behind them.
+        # are submitted while the driver waits for their step, and so are steps that overlap.
         alone = self.loaded.world.servers or self.loaded.run.executor == "tasks" or self.loaded.schedule.stream
         most = 0 if alone else most
         ahead = self._ahead = self._handing(most)

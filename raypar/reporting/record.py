@@ -64,11 +64,16 @@ class Record:
         for tracker in run.track:
             self._tell(tracker, partial(self._add, tracker, title, run, step))
 
-    def move(self, schedule: Schedule) -> None:
-        """Record that the run goes on in another layout, with another schedule of a training step."""
+    def move(self, schedule: Schedule, run: Run | None = None) -> None:
+        """Record that the run goes on in another layout, with another schedule of a training step.
+
+        Args:
+            schedule: The schedule.
+            run: The run, if it is another one now.
+        """
         self._step = self._last = None
         if self._folder is not None:
-            self._folder.move(schedule)
+            self._folder.move(schedule, run)
 
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""

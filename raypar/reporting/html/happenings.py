@@ -14,7 +14,7 @@ from raypar.reporting.run_folder.read import Past
 _LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
 _STARTING = re.compile(r"starting \d+ actors?|actors: \d+.*")  # the first is of an older raypar, ahead of the other
 _SURVIVED = re.compile(r"the run goes on (?:after step (\d{1,15})|from the start)\b.*")
-_GROWN = re.compile(r"the run (?:is whole again|has grown|has moved) after step (\d{1,15})\b.*")
+_GROWN = re.compile(r"the run (?:is whole again|has grown|has moved|has another layout) after step (\d{1,15})\b.*")
 _STEP = re.compile(r"step +(\d[\d,]{0,14})/(\d[\d,]{0,14}) ")
 
 

@@ -72,10 +72,6 @@ class Folder:
 
         def write() -> None:
             """Write the run's files anew."""
-            config = plain_of(run)
-            del config["folder"]  # another run with this configuration needs another folder
-            if not isinstance(run.schedule, str):
-                config["schedule"] = str(path / SCHEDULE)
             self._plan(schedule)
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
@@ -83,14 +79,29 @@ class Folder:
                 (path / FAILURES).unlink(missing_ok=True)
             known = not (path / RUN).exists()
             _write(path / PROVENANCE, renewed(path / PROVENANCE, self._started, resumed=step > 0, known=known))
-            _write(path / RUN, _HEAD.format(path) + toml_of(config))
+            self._configure(run)
             sync_folder(path)
 
         self._try(write)
 
-    def move(self, schedule: Schedule) -> None:
-        """Write the schedule with which the run goes on in another layout."""
-        self._try(lambda: self._plan(schedule))
+    def move(self, schedule: Schedule, run: Run | None = None) -> None:
+        """Write the schedule with which the run goes on in another layout, and the run, if it is another one now."""
+
+        def write() -> None:
+            """Write the files anew."""
+            self._plan(schedule)
+            if run is not None:
+                self._configure(run)
+
+        self._try(write)
+
+    def _configure(self, run: Run) -> None:
+        """Write the run's configuration anew."""
+        config = plain_of(run)
+        del config["folder"]  # another run with this configuration needs another folder
+        if not isinstance(run.schedule, str):
+            config["schedule"] = str(self._path / SCHEDULE)
+        _write(self._path / RUN, _HEAD.format(self._path) + toml_of(config))
 
     def _plan(self, schedule: Schedule) -> None:
         """Write the schedule anew, and remove the times of steps that may have had another one."""
