@@ -348,8 +348,8 @@ MAY_IMPORT = {
     "raypar/doctor": "raypar raypar/cluster actors/collective",
     "raypar/job": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
-        "actors/mesh actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster raypar/config "
-        "raypar/config/validate raypar/planner raypar/recovery raypar/reporting raypar/stepping schedules "
+        "actors/mesh actors/models actors/relayout actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
+        "raypar/config raypar/config/validate raypar/planner raypar/recovery raypar/reporting raypar/stepping schedules "
         "schedules/drawing"
     ),
     "raypar/parity": (

@@ -115,8 +115,8 @@ def differences(before: Run, after: Run) -> tuple[str, str]:
     for field in ("zero", "schedule", "chunks", "data_parallel", "servers", "offload", "recompute", "tile"):
         one, other = getattr(before, field), getattr(after, field)
         if one != other:
-            was.append(f"{field}={one if isinstance(one, int | str | None) else type(one).__name__}")
-            now.append(f"{field}={other if isinstance(other, int | str | None) else type(other).__name__}")
+            for words, value in ((was, one), (now, other)):
+                words += [] if value is None else [f"{field}={value if isinstance(value, int | str) else 'other'}"]
     if before.precision != after.precision:
         was.append(before.precision.compute)
         now.append(after.precision.compute)

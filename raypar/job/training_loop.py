@@ -186,6 +186,7 @@ class TrainingLoop:
         try:
             self.keep_times()
             self._saver.settle()
+            self._ahead = None
             return self._lifetime.guard(partial(self._surviving, call))
         finally:
             self._training.release()
@@ -234,14 +235,12 @@ class TrainingLoop:
     def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self.demand_ready()
         last = self.next_step + count
-        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run. Tasks
-        # are submitted while the driver waits for their step, and so are steps that overlap.
-        alone = self.loaded.world.servers or self.loaded.run.executor == "tasks" or self.loaded.schedule.stream
-        most = 0 if alone else most
         ahead = self._ahead = self._handing(most)
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
+                if self._ahead is None:  # who was told of the last step has changed the layout
+                    ahead = self._ahead = self._handing(most)
                 is_due = self._starter.is_due()
                 if is_due and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._rearrange))
@@ -280,8 +279,10 @@ class TrainingLoop:
         return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
+        # With servers, replicas do not learn of a refused step; tasks and streams are submitted as their step comes.
+        alone = self.loaded.world.servers or self.loaded.run.executor == "tasks" or self.loaded.schedule.stream
         told = self._lifetime.epoch, self._starter.copy_due, self.loaded.schedule.stream
-        return Ahead(self.loaded.calls, executor_of(self.loaded), most, *told)
+        return Ahead(self.loaded.calls, executor_of(self.loaded), 0 if alone else most, *told)
 
     def _next(self, ahead: Ahead, stop: int) -> list[Report]:
         """Hand over steps before ``stop``, then wait for the oldest one, or those that overlap, and commit it."""
