@@ -87,6 +87,11 @@ def in_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+def bent(values: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(values / cap), which is never above the cap; without a cap the values themselves."""
+    return values if cap is None else (values / cap).tanh() * cap
+
+
 def finite_logs(logs: Tensor) -> Tensor:
     """Return logarithms with 0 in place of -inf, so that -inf less it is -inf and no NaN."""
     return logs.masked_fill(logs == -math.inf, 0.0)

@@ -26,6 +26,7 @@ from raypar.actors.models.base import Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.types import Context
+from raypar.actors.tensors import bent
 
 
 def context_styles(context: Context, group: Group) -> AxisStyles:
@@ -116,7 +117,7 @@ class _ContextCore(Core):
     """
 
     def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
-        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window, core.documents)
+        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window, core.documents, core.cap)
         self.group, self.tokens = group, tokens
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
@@ -162,7 +163,7 @@ class _UlyssesCore(_ContextCore):
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
-        inner = Core(self.kind, 0.0, None, self.desk, self.window)
+        inner = Core(self.kind, 0.0, None, self.desk, self.window, cap=self.cap)
         if self.alibi is not None:
             first = self.group.rank * heads // ranks
             inner.alibi = self.alibi.part(first, first + heads // ranks)
@@ -183,7 +184,7 @@ class _RowCore(_ContextCore):
         B, N, S, d = q_BNSd.shape
         K, ranks, carrier = k_BKSd.shape[1], self.group.size, Ring(self.group)
         q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-        scores = ring_scores(q_BKRd, k_BKSd, carrier, ranks).view(B, N, S, ranks * S)
+        scores = bent(ring_scores(q_BKRd, k_BKSd, carrier, ranks).view(B, N, S, ranks * S), self.cap)
         q_positions = torch.arange(self.group.rank * S, (self.group.rank + 1) * S)
         k_positions = torch.arange(ranks * S)
         if (bias := self._bias_of(q_BNSd)) is not None:

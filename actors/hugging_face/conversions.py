@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -22,6 +22,7 @@ class Conversion:
         transposed: Whether the tensor is (in, out) and the weight (out, in).
         part: Which part of the tensor, along the weight's dim 0, is the weight.
         parts: Number of equal parts that the tensor has along that dim.
+        more: How much more than the tensor the weight is: 1 for norms of which a folder has the distance from 1.
     """
 
     ours: str
@@ -29,13 +30,14 @@ class Conversion:
     transposed: bool = False
     part: int = 0
     parts: int = 1
+    more: float = 0.0
 
     def numbered(self, numbers: Iterable[str]) -> Conversion:
         """Return the conversion with these numbers in the place of the stars of both names."""
         ours, theirs = self.ours, self.theirs
         for number in numbers:
             ours, theirs = ours.replace("*", number, 1), theirs.replace("*", number, 1)
-        return Conversion(ours, theirs, self.transposed, self.part, self.parts)
+        return replace(self, ours=ours, theirs=theirs)
 
 
 @dataclass(frozen=True)
@@ -99,34 +101,47 @@ _QWEN_MOE = {"mlp.router": "mlp.gate"} | {
 }
 
 
-def _llama(mlp: Mapping[str, str], *, biases: bool = False, norms: bool = False) -> Table:
+_NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_HEAD_NORMS = {f"attn.{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
+_GEMMA2 = {
+    "norm1": "input_layernorm",
+    "attn_norm": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def _llama(
+    mlp: Mapping[str, str], *, norms: Mapping[str, str] = _NORMS, biases: bool = False, around: float = 0.0
+) -> Table:
     """Return the table of a model that is built like Llama.
 
     Args:
         mlp: The weights of MLPs or experts in a block: ours to theirs.
+        norms: The norms of a block: ours to theirs.
         biases: Whether queries, keys and values may have biases.
-        norms: Whether queries and keys have norms.
+        around: What the weights of norms are a distance from.
     """
-    block = {f"attn.{ours}": theirs for ours, theirs in _ATTENTION.items()} | dict(mlp)
-    block |= {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    if norms:
-        block |= {f"attn.{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
+    block = {f"attn.{ours}": theirs for ours, theirs in _ATTENTION.items()} | dict(mlp) | dict(norms)
     found = [Conversion(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight") for ours, theirs in block.items()]
     if biases:
         found += [Conversion(f"blocks.*.attn.{n}.bias", f"model.layers.*.self_attn.{n}_proj.bias") for n in "qkv"]
     outside = {"embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.out": "lm_head"}
     found += [Conversion(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in outside.items()]
+    found = [replace(one, more=around) if "norm" in one.ours else one for one in found]
     return Table(tuple(found), ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 
 
 TABLES: Mapping[str, Table] = {  # by the model_type of config.json
+    "gemma": _llama(_MLP, around=1.0),
+    "gemma2": _llama(_MLP, norms=_GEMMA2, around=1.0),
     "gpt2": _gpt2(),
     "llama": _llama(_MLP),
     "mistral": _llama(_MLP),
     "mixtral": _llama(_MIXTRAL),
     "qwen2": _llama(_MLP, biases=True),
-    "qwen3": _llama(_MLP, norms=True),
-    "qwen3_moe": _llama(_MLP | _QWEN_MOE, norms=True),
+    "qwen3": _llama(_MLP, norms=_NORMS | _HEAD_NORMS),
+    "qwen3_moe": _llama(_MLP | _QWEN_MOE, norms=_NORMS | _HEAD_NORMS),
 }
 
 

@@ -82,6 +82,8 @@ class FolderWeights:
                     for dim, (low, high) in enumerate(piece)
                 ]
                 self._read(file.fileno(), kept, box, target)
+        if conversion.more:
+            parameter.add_(conversion.more)
 
     def _read(self, file: int, kept: Kept, box: Sequence[Span], target: Tensor) -> None:
         """Read a box of a tensor into a target of its shape, some rows at a time."""

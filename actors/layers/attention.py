@@ -27,7 +27,7 @@ from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Llama, Transformer
-from raypar.actors.tensors import Values, in_fp32
+from raypar.actors.tensors import Values, bent, in_fp32
 
 
 class Core(nn.Module, SelectiveRecompute):
@@ -44,6 +44,7 @@ class Core(nn.Module, SelectiveRecompute):
         desk: Scratch memory for attention in blocks; None for new memory.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
         documents: Where documents begin, beyond which a query sees nothing; None if there is one alone.
+        cap: What scores s are bent to, cap * tanh(s / cap); None for not at all. It needs "materialised".
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Core(nn.Module, SelectiveRecompute):
         desk: Desk | None = None,
         window: int | None = None,
         documents: Documents | None = None,
+        cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.desk, self.documents = desk or Desk(), documents or Documents()
+        self.desk, self.documents, self.cap = desk or Desk(), documents or Documents(), cap
         self.kind, self.alibi, self.window = kind, alibi, window
         self.drop: nn.Dropout = nn.Dropout(dropout)
 
@@ -84,7 +86,7 @@ class Core(nn.Module, SelectiveRecompute):
         """
         bias = self._bias(q_BNSd, starts_BS)
         if self._is_materialised(q_BNSd):
-            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
+            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop, self.cap)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
@@ -192,7 +194,10 @@ class Attention(nn.Module, Incremental):
         self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
         self.k_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
         alibi = between if isinstance(between, Alibi) else None
-        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents)
+        cap = spec.attention_cap if isinstance(spec, Llama) else None
+        scale = spec.query_scale if isinstance(spec, Llama) else None
+        self._longer = 1.0 if scale is None else math.sqrt(self.width / scale)  # the core divides by sqrt(width)
+        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents, cap)
         self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
         self.q_lora, self.k_lora = adapter_of(spec, self.q, "attn"), adapter_of(spec, self.k, "attn")
         self.v_lora, self.out_lora = adapter_of(spec, self.v, "attn"), adapter_of(spec, self.out, "attn")
@@ -206,6 +211,8 @@ class Attention(nn.Module, Incremental):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSd, k_BKSd = self.q_norm(q_BNSd), self.k_norm(k_BKSd)
+        if self._longer != 1.0:
+            q_BNSd = q_BNSd * self._longer
         if self.sequences is not None and self.sequences.at is not None:
             y_BNSd = self._further(q_BNSd, k_BKSd, v_BKSd, self.sequences, self.sequences.at)
         else:
@@ -222,7 +229,7 @@ class Attention(nn.Module, Incremental):
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)
         k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)
         slopes = None if self.core.alibi is None else self.core.alibi.slopes
-        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, sequences.distance, slopes, self.core.window)
+        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, sequences.distance, slopes, self.core.window, self.core.cap)
 
 
 def seen_before(starts_BS: Tensor, keys: Tensor) -> Tensor:
@@ -266,16 +273,19 @@ def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, 
     return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
-def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:
+def _materialised(
+    q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module, cap: float | None
+) -> Tensor:
     """Compute the core op by op.
 
-    Autograd keeps the softmax (B, N, S, S), and with dropout also the mask and the product of both. The N/K query heads
-    that share a head of keys are stacked as rows of one matrix (R = N/K S), so that keys and values are not copied.
+    Autograd keeps the softmax (B, N, S, S), with dropout also the mask and the product of both, and with a cap also the
+    tanh. The N/K query heads that share a head of keys are stacked as rows of one matrix (R = N/K S), so that keys and
+    values are not copied.
     """
     B, N, S, d = q_BNSd.shape
     K = k_BKSd.shape[1]
     q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-    scores_BNSS = in_fp32(q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
+    scores_BNSS = bent(in_fp32(q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S), cap)
     if bias is None:
         later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
         scores_BNSS.masked_fill_(later_SS, -math.inf)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.tensors import in_fp32, nbytes
+from raypar.actors.tensors import bent, in_fp32, nbytes
 
 
 class Sequences:
@@ -111,6 +111,7 @@ def attend_to_cache(
     distance_BT: Tensor,
     slopes: list[float] | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v for queries at given positions, each of which sees slots 0 to its own.
 
@@ -121,13 +122,14 @@ def attend_to_cache(
         distance_BT: How far each slot is behind the position of the sequence's queries.
         slopes: ALiBi's slope of each query head; None for no ALiBi.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
+        cap: What scores are bent to; None for not at all.
 
     Returns:
         The attention (B, N, S, d).
     """
     (B, N, S, d), (K, T) = q_BNSd.shape, k_BKTd.shape[1:3]
     q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-    scores_BNST = in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T)
+    scores_BNST = bent(in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T), cap)
     if slopes is not None:
         slopes_N1 = torch.tensor(slopes, dtype=scores_BNST.dtype, device=q_BNSd.device)[:, None]
         scores_BNST = scores_BNST - (slopes_N1 * distance_BT[:, None])[:, :, None]

@@ -5,17 +5,26 @@ Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.specs.model import Gate, Llama, Transformer
+
+_GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
-class SwiGLU(nn.Module):
-    """Gated MLP, down(silu(gate(x)) * up(x)): (..., D) -> (..., D) (Shazeer 2020, section 2).
+class GatedMLP(nn.Module):
+    """Gated MLP, down(a(gate(x)) * up(x)): (..., D) -> (..., D) (Shazeer 2020, section 2): SwiGLU if a is silu.
 
     Args:
         spec: The model.
@@ -30,10 +39,11 @@ class SwiGLU(nn.Module):
         self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "mlp"), adapter_of(spec, self.up, "mlp")
         self.down_lora = adapter_of(spec, self.down, "mlp")
         self.fan = Fan()
+        self._activated = _GATES[spec.gate if isinstance(spec, Llama) else "silu"]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = fanned(self.fan, x_BSD, ((self.gate, self.gate_lora), (self.up, self.up_lora)))
-        return applied(self.down, self.down_lora, F.silu(gate_BSF) * up_BSF)
+        return applied(self.down, self.down_lora, self._activated(gate_BSF) * up_BSF)
 
 
 class LlamaModel(TransformerModel):
@@ -48,4 +58,4 @@ class LlamaModel(TransformerModel):
         return nn.RMSNorm(self.spec.hidden, eps=self.spec.norm_eps)
 
     def mlp(self, width: int) -> nn.Module:
-        return SwiGLU(self.spec, width)
+        return GatedMLP(self.spec, width)

@@ -28,8 +28,8 @@ from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.lora import LORA, is_adapter
-from raypar.actors.specs.model import Transformer
-from raypar.actors.tensors import Values
+from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.tensors import Values, bent
 
 
 class Embedding(nn.Module, Incremental):
@@ -40,6 +40,8 @@ class Embedding(nn.Module, Incremental):
         self._seq, self._hidden, self._documents = spec.seq, spec.hidden, documents
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = added(spec)
+        scaled = isinstance(spec, Llama) and spec.scaled_embedding
+        self._scaled = scaled or isinstance(self.positions, Sinusoidal)
         self.drop = nn.Dropout(spec.dropout)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class Embedding(nn.Module, Incremental):
         if length > self._seq:
             raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
         x_BSD = self.tokens(ids_BS)
-        if isinstance(self.positions, Sinusoidal):  # scale to the table's size (Vaswani et al. 2017, section 3.4)
+        if self._scaled:  # to the size of a table of sines, say (Vaswani et al. 2017, section 3.4)
             x_BSD = x_BSD * math.sqrt(self._hidden)
         if self.positions is not None:
             x_BSD = x_BSD + self._vectors(self.positions, length, x_BSD)
@@ -72,17 +74,28 @@ class Embedding(nn.Module, Incremental):
 
 
 class Block(nn.Module):
-    """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream."""
+    """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream.
 
-    def __init__(self, norms: tuple[nn.Module, nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
+    Args:
+        norms: The norms of what goes into attention and MLP, and perhaps those of what comes out of them.
+        attn: The attention.
+        mlp: The MLP, or experts.
+        dropout: Dropout probability of what comes out of them.
+    """
+
+    def __init__(self, norms: Sequence[nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norms
+        self.norm1, self.norm2 = norms[:2]
         self.attn, self.mlp = attn, mlp
+        self.attn_norm: nn.Module | None = norms[2] if norms[2:] else None
+        self.mlp_norm: nn.Module | None = norms[3] if norms[2:] else None
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.drop(self.attn(self.norm1(x_BSD)))
-        out: Tensor = x_BSD + self.drop(self.mlp(self.norm2(x_BSD)))
+        y_BSD: Tensor = self.attn(self.norm1(x_BSD))
+        x_BSD = x_BSD + self.drop(y_BSD if self.attn_norm is None else self.attn_norm(y_BSD))
+        y_BSD = self.mlp(self.norm2(x_BSD))
+        out: Tensor = x_BSD + self.drop(y_BSD if self.mlp_norm is None else self.mlp_norm(y_BSD))
         return out
 
 
@@ -91,12 +104,11 @@ class Head(nn.Module):
 
     def __init__(self, spec: Transformer, norm: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self._cap = norm, spec.logit_cap if isinstance(spec, Llama) else None
         self.out = linear_of(spec.linear)(spec.hidden, spec.vocab, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        logits_BSV: Tensor = self.out(self.norm(x_BSD))
-        return logits_BSV
+        return bent(self.out(self.norm(x_BSD)), self._cap)
 
 
 def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
@@ -118,6 +130,8 @@ class TransformerModel(Model):
         ("embed.drop", "drop"),
         ("blocks.*.norm1", "norm"),
         ("blocks.*.norm2", "norm"),
+        ("blocks.*.attn_norm", "norm"),
+        ("blocks.*.mlp_norm", "norm"),
         ("blocks.*.attn", "heads"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.out", "row"),
@@ -220,7 +234,8 @@ class TransformerModel(Model):
         block = index - self.body.start
         window = spec.window_of(block)
         attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents)
-        return Block((self.norm(), self.norm()), attn, self._mlp_or_experts(block), spec.dropout)
+        norms = [self.norm() for _ in range(spec.norms)]
+        return Block(norms, attn, self._mlp_or_experts(block), spec.dropout)
 
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""

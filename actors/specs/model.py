@@ -22,6 +22,7 @@ Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
 LinearKind = Literal["auto", "onednn", "torch"]
 Gelu = Literal["exact", "tanh"]
+Gate = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Transformer:
     """tokens that a token attends to, itself and those right before it (Beltagy et al. 2020); None: all before it"""
     window_first: Steps = 0
     """with window, the first block that has it, counted from 0; the blocks before it attend to all tokens"""
+    window_skips: Count | None = None
+    """with window, every so manyth block attends to all tokens before it: 2: every second one; None: none does"""
     norm_eps: Positive = 1e-5
     """added to the variance in LayerNorm, or to the mean square in RMSNorm, against division by zero"""
     lora: Lora | None = None
@@ -88,6 +91,9 @@ class Transformer:
                 yield f"{told}: use 'attn', or leave out model.moe"
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
             told = f"model.window_first is {self.window_first}, but there is no window"
+            yield f"{told}: give model.window, or leave it out"
+        if self.window_skips is not None and self.window is None and right("model.window", "model.window_skips"):
+            told = f"model.window_skips is {self.window_skips}, but there is no window"
             yield f"{told}: give model.window, or leave it out"
         if self.rope_scaling is not None and right("model.positions", "model.rope_scaling"):
             yield from self.rope_scaling.faults(self.positions)
@@ -127,7 +133,8 @@ class Transformer:
         Args:
             block: Index of the block.
         """
-        return self.window if block >= self.window_first else None
+        sees_all = block < self.window_first or (self.window_skips and (block + 1) % self.window_skips == 0)
+        return None if sees_all else self.window
 
     def num_experts(self, block: int) -> int:
         """Return the number of experts of a block; 0 if it has an MLP instead.
@@ -141,6 +148,11 @@ class Transformer:
     def num_kv_heads(self) -> int:
         """Number of heads of the keys and values."""
         return self.heads
+
+    @property
+    def norms(self) -> int:
+        """Number of norms of a block."""
+        return 2
 
     @property
     def expert_width(self) -> int:
@@ -196,6 +208,19 @@ class Llama(Transformer):
     """width of a block's MLP; None: 8/3 of hidden, rounded up to a multiple of 8, as many weights as a GPT's MLP"""
     qk_norm: bool = False
     """whether the queries and the keys of every head pass an RMSNorm each, ahead of rope (Dehghani et al. 2023)"""
+    gate: Gate = "silu"
+    """what the gates of MLPs and experts pass; gelu_tanh approximates gelu, as Gemma does"""
+    post_norms: bool = False
+    """whether attention and MLP also end with an RMSNorm each, before they are added to the residual stream, as in
+    Gemma 2 (Gemma team 2024)"""
+    scaled_embedding: bool = False
+    """whether the vectors of tokens are multiplied by the square root of hidden (Vaswani et al. 2017, section 3.4)"""
+    query_scale: Positive | None = None
+    """scores are divided by its square root; None: by that of a head's width"""
+    attention_cap: Positive | None = None
+    """scores s become cap * tanh(s / cap), so none is larger (Gemma team 2024); this needs attention "materialised" """
+    logit_cap: Positive | None = None
+    """logits s become cap * tanh(s / cap)"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""
@@ -207,11 +232,19 @@ class Llama(Transformer):
                 "model.heads" if heads == self.heads else "those",
             )
             yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: use {near}, say"
+        if right("model.attention", "model.attention_cap") and self.attention_cap and self.attention != "materialised":
+            told = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
+            yield f"{told}: set model.attention to 'materialised'"
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads of keys and values."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def norms(self) -> int:
+        """Number of norms of a block."""
+        return 4 if self.post_norms else 2
 
     @property
     def mlp_width(self) -> int:

@@ -310,7 +310,13 @@ def _columns_of(source: Assembler, theirs: _Theirs) -> Iterator[Tensor]:
 
 
 def _read(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
-    """Read some indices of a part, by dim."""
+    """Read some indices of a part, by dim, as theirs has it."""
+    ours = _read_ours(source, part, spans)
+    return ours.float().sub_(part.conversion.more) if part.conversion.more else ours
+
+
+def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Read some indices of a part, by dim, as our weight has it."""
     import torch
 
     if part.logical is not None:

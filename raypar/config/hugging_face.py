@@ -117,6 +117,10 @@ class _Reader:
         self.faults.append(f"{names[0]} is {value!r}, and must be a number above 0")
         return default
 
+    def cap(self, name: str, *, default: float) -> float | None:
+        """Return a number above 0, or None if the file says null, and not just nothing."""
+        return None if name in self._config and self._config[name] is None else self.number(name, default=default)
+
     def demand(self, name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
         """Note it if a value is none of those that raypar's models have."""
         if value not in wanted:
@@ -163,12 +167,13 @@ class _Reader:
             fields.setdefault("trained", self.count("max_position_embeddings"))
         return RopeScaling(**fields)
 
-    def window(self, layers: int, *, first: int = 0) -> dict[str, int | None]:
-        """Return the window of blocks, and which is the first that has it.
+    def window(self, layers: int, *, first: int = 0, skips: int | None = None) -> dict[str, int | None]:
+        """Return the window of blocks, and which of them have it.
 
         Args:
             layers: Number of blocks.
             first: The first block with a window if the file does not list the kind of every block.
+            skips: Which of those behind have none, then.
         """
         window, kinds = self.count("sliding_window", default=None), self.get("layer_types", default=None)
         if window is None:
@@ -176,9 +181,19 @@ class _Reader:
         if isinstance(kinds, list):
             slides = [kind == "sliding_attention" for kind in kinds]
             first = slides.index(True) if True in slides else layers
-            if slides != [block >= first for block in range(layers)]:
-                self.faults.append("layer_types change more than once: raypar's windows begin at one block")
-        return {"window": window, "window_first": first} if first < layers else {}
+            fitting = [every for every in (None, *range(2, layers + 1)) if slides == _slides(layers, first, every)]
+            if not fitting:
+                told = "windows begin at one block, and leave out every so manyth"
+                self.faults.append(f"layer_types do not change regularly: raypar's {told}")
+            skips = fitting[0] if fitting else None
+        if first >= layers:
+            return {}
+        return {"window": window, "window_first": first} | ({} if skips is None else {"window_skips": skips})
+
+
+def _slides(layers: int, first: int, skips: int | None) -> list[bool]:
+    """Return which blocks have a window."""
+    return [block >= first and not (skips and (block + 1) % skips == 0) for block in range(layers)]
 
 
 def _gpt2(read: _Reader) -> dict[str, Any]:
@@ -209,9 +224,10 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
     }
 
 
-def _llama(read: _Reader) -> dict[str, Any]:
-    """Return the fields of a Llama, which those of its relatives change."""
-    read.demand("hidden_act", read.get("hidden_act", default="silu"), _SILU)
+def _llama(read: _Reader, *, silu: bool = True) -> dict[str, Any]:
+    """Return the fields of a Llama, which those of its relatives change; whether gates pass a silu is theirs to say."""
+    if silu:
+        read.demand("hidden_act", read.get("hidden_act", default="silu"), _SILU)
     for name in ("attention_bias", "mlp_bias"):
         read.same(name, False)
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
@@ -229,6 +245,30 @@ def _llama(read: _Reader) -> dict[str, Any]:
         "dropout": read.dropout("attention_dropout"),
         "tied": bool(read.get("tie_word_embeddings", default=False)),
     }
+
+
+def _gemma(read: _Reader) -> dict[str, Any]:
+    """Return the fields of a Gemma. Its "gelu" means the approximation, as transformers reads it."""
+    for name in ("hidden_activation", "hidden_act"):
+        read.demand(name, read.get(name, default="gelu"), ("gelu", *_TANH))
+    read.same("use_bidirectional_attention", False)
+    width = read.count("head_dim", default=256)
+    fields = _llama(read, silu=False) | {"tied": bool(read.get("tie_word_embeddings", default=True))}
+    fields["head_width"] = None if width * fields["heads"] == fields["hidden"] else width
+    return fields | {"gate": "gelu_tanh", "scaled_embedding": True}
+
+
+def _gemma2(read: _Reader) -> dict[str, Any]:
+    fields, scale = _gemma(read), read.number("query_pre_attn_scalar", default=256.0)
+    width = fields["head_width"] or fields["hidden"] // fields["heads"]
+    cap = read.cap("attn_logit_softcapping", default=50.0)
+    return (
+        fields
+        | {"post_norms": True, "query_scale": None if scale == width else scale}
+        | {"attention_cap": cap, "logit_cap": read.cap("final_logit_softcapping", default=30.0)}
+        | ({} if cap is None else {"attention": "materialised"})
+        | read.window(read.count("num_hidden_layers"), skips=2)
+    )
 
 
 def _mistral(read: _Reader) -> dict[str, Any]:
@@ -271,6 +311,8 @@ def _qwen3_moe(read: _Reader) -> dict[str, Any]:
 
 
 _FAMILIES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,

@@ -30,10 +30,16 @@ _TYPES: Mapping[str, _Type] = {  # of two that a model could be, the first
     "gpt2": _type("GPT2LMHeadModel", may="qkv_bias"),
     "llama": _type("LlamaForCausalLM", may="head_width"),
     "mistral": _type("MistralForCausalLM", may="window head_width"),
-    "qwen2": _type("Qwen2ForCausalLM", "qkv_bias", "window window_first head_width"),
-    "qwen3": _type("Qwen3ForCausalLM", "qk_norm", "window window_first head_width"),
+    "gemma": _type("GemmaForCausalLM", "gelu_tanh scaled_embedding", "head_width"),
+    "gemma2": _type(
+        "Gemma2ForCausalLM",
+        "gelu_tanh scaled_embedding post_norms",
+        "query_scale attention_cap logit_cap window window_first window_skips head_width",
+    ),
+    "qwen2": _type("Qwen2ForCausalLM", "qkv_bias", "window window_first window_skips head_width"),
+    "qwen3": _type("Qwen3ForCausalLM", "qk_norm", "window window_first window_skips head_width"),
     "mixtral": _type("MixtralForCausalLM", "moe", "window head_width"),
-    "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window window_first head_width"),
+    "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window window_first window_skips head_width"),
 }
 
 SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeScaling
@@ -102,10 +108,20 @@ def _settings(model: GPT | Llama) -> frozenset[str]:
         "qkv_bias": model.qkv_bias,
         "window": model.window is not None,
         "window_first": model.window is not None and model.window_first > 0,
-        "qk_norm": isinstance(model, Llama) and model.qk_norm,
+        "window_skips": model.window_skips is not None,
         "moe": model.moe is not None,
         "head_width": model.head_size * model.heads != model.hidden,
     }
+    if isinstance(model, Llama):
+        has |= {
+            "qk_norm": model.qk_norm,
+            "gelu_tanh": model.gate == "gelu_tanh",
+            "scaled_embedding": model.scaled_embedding,
+            "post_norms": model.post_norms,
+            "query_scale": model.query_scale is not None,
+            "attention_cap": model.attention_cap is not None,
+            "logit_cap": model.logit_cap is not None,
+        }
     return frozenset(name for name, is_set in has.items() if is_set)
 
 
@@ -114,6 +130,10 @@ def _misfits(model: GPT | Llama) -> Iterator[str]:
     positions = "learned" if isinstance(model, GPT) else "rope"
     if model.positions != positions:
         yield f"model.positions is {model.positions!r}, and their models of this kind have {positions!r}"
+    if isinstance(model, Llama) and model.gate == "gelu":
+        yield "model.gate is 'gelu', and their models of this kind have 'silu' or 'gelu_tanh'"
+    if isinstance(model, Llama) and model.query_scale is not None and not float(model.query_scale).is_integer():
+        yield f"model.query_scale is {model.query_scale}, and their models of this kind have a whole number"
     if (moe := model.moe) is None:
         return
     for name, value, wanted in (
@@ -172,8 +192,20 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
         "rope_theta": model.rope_base,
         "rope_parameters": _rope(model),  # where transformers 5 looks
     }
-    if model_type != "llama":
+    if model_type.startswith("gemma"):
+        found |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    elif model_type != "llama":
         found["sliding_window"] = model.window
+    if model_type == "gemma2":
+        found |= {
+            "attn_logit_softcapping": model.attention_cap,
+            "final_logit_softcapping": model.logit_cap,
+            "query_pre_attn_scalar": model.head_size if model.query_scale is None else int(model.query_scale),
+            "sliding_window": model.window,
+        }
+    if model_type == "gemma2" or model.window_skips is not None:
+        slides = [model.window_of(block) is not None for block in range(model.layers)]
+        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         found |= {"use_sliding_window": model.window is not None, "max_window_layers": model.window_first}
     if (moe := model.moe) is not None:

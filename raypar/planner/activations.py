@@ -93,6 +93,8 @@ def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tupl
     ends = own if layers.start == 0 and model.dropout else 0.0
     if head:
         ends += 2 * own + _norms(run, model, count=1) * sbh + _FP32 * logits
+        if isinstance(model, Llama) and model.logit_cap is not None:
+            ends += element * logits
     kept = sum(own for own, _ in each) + ends
     passing = max((full - own for own, full in each), default=0.0)  # a layer run again
     if run.recompute == "full":  # the whole stage is run again from its inputs
@@ -130,12 +132,13 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     masks = 2 if model.dropout else 0
     wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0)
     all_heads, kv = model.heads * model.head_size / model.hidden, model.num_kv_heads / model.heads  # widths, in h
-    units = 4 + all_heads * (2 + 2 * kv) + wide + rows + masks
+    after = model.norms - 2  # inputs of norms behind attention and MLP
+    units = 4 + after + all_heads * (2 + 2 * kv) + wide + rows + masks
     if word == "full":
         return element * _part(run) * sbh
     own_rows = 0 if run.mesh.folds_experts else rows  # which every tensor rank has; else they divide tokens
-    whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + masks)
-    kept = (element * (whole + (units - whole) / ranks) + _norms(run, model, count=2)) * sbh
+    whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + after + masks)
+    kept = (element * (whole + (units - whole) / ranks) + _norms(run, model, count=model.norms)) * sbh
     if isinstance(model, Llama) and model.qk_norm:  # two tensors in fp32, as of other norms
         kept += 2 * _FP32 * all_heads * (1 + kv) * sbh / ranks
     if _is_narrow(model) and model.attention != "materialised" and word != "selective":
@@ -146,8 +149,13 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
         return kept
     if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
         beside = 2 if model.dropout else int(run.precision.is_half)  # scores in the layers' dtype beside the softmax
-        kept += (_FP32 + beside * element) * scores / ranks
+        kept += (_FP32 * (2 if _is_capped(model) else 1) + beside * element) * scores / ranks
     return kept
+
+
+def _is_capped(model: GPT | Llama) -> bool:
+    """Return whether scores are bent, which keeps another tensor of their size."""
+    return isinstance(model, Llama) and model.attention_cap is not None
 
 
 def _is_narrow(model: GPT | Llama) -> bool:

@@ -218,7 +218,7 @@ def _block_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Return the number of tensors of a block; those of linear layers that are cut into tiles count as one."""
     linear, moe = _linear_tensors(model), model.moe
     mlp = model.mlp_matrices * linear
-    attention_and_norms = 3 + 3 * linear  # queries, keys and values; the output and two norms may have biases
+    attention_and_norms = 3 + linear * (1 + model.norms)  # queries, keys, values; the output and norms may have biases
     attention_and_norms += 3 * model.qkv_bias + 2 * _has_norms(model)
     if not model.num_experts(block):
         return attention_and_norms + mlp
@@ -299,7 +299,7 @@ def _block(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     keys, is_shared = each * model.num_kv_heads, model.num_kv_heads % ranks > 0
     of_mlp, whole = _beside_experts(model, block) if model.num_experts(block) else _mlp(model, model.mlp_width)
     divided = model.heads * (each + width * h) + of_mlp
-    shared, normed = whole + (2 * h if isinstance(model, Llama) else 5 * h), 2 * width * _has_norms(model)
+    shared, normed = whole + (model.norms * h if isinstance(model, Llama) else 5 * h), 2 * width * _has_norms(model)
     if mesh.grid is not None:
         return (divided + 2 * keys + shared) // ranks + normed + _own_experts(model, block, mesh)
     held = keys if is_shared else keys // ranks

@@ -25,12 +25,20 @@ _SCALED = {"rope_theta": 500.0, "original_max_position_embeddings": 16, "low_fre
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 6}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": LAYERS, "n_head": 4, "n_positions": 16}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GEMMA = _LLAMA | {"head_dim": 6, "pad_token_id": None}
 CONFIGS = {  # of every family: the class of its config and what differs from the defaults
     "gpt2": ("GPT2Config", _GPT2),
     "llama": ("LlamaConfig", _LLAMA | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
     "llama 3": ("LlamaConfig", _LLAMA | {"rope_parameters": _SCALED | {"rope_type": "llama3", "factor": 8.0}}),
     "yarn": ("Qwen2Config", _LLAMA | {"rope_parameters": _SCALED | {"rope_type": "yarn", "factor": 4.0}}),
     "smollm2": ("LlamaConfig", _LLAMA | {"num_attention_heads": 8, "tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", _GEMMA | {"num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2Config",
+        _GEMMA
+        | {"sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 1.5}
+        | {"final_logit_softcapping": 4.0},
+    ),
     "mistral": ("MistralConfig", _LLAMA | {"sliding_window": 5, "head_dim": 8}),
     "qwen2": ("Qwen2Config", _LLAMA | {"tie_word_embeddings": True}),
     "qwen2 with windows": (

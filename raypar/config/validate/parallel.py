@@ -68,6 +68,11 @@ def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *,
             f"sequence_parallel: mesh.cp x mesh.tp = {cp * mesh.tensor_ranks} does not divide model.seq {model.seq}: "
             f"use {multiples_near(model.seq, whole)}"
         )
+    if isinstance(model, Llama) and model.attention_cap and context not in ("ulysses", "rsa"):
+        yield (
+            f"context {context!r} computes attention in blocks, and model.attention_cap changes every score: use "
+            "context 'ulysses' or 'rsa', or set mesh.cp to 1"
+        )
     if context == "ulysses":
         yield from _head_faults(model, cp, mesh.tensor_ranks if mesh.grid is None else mesh.grid.side)
 

@@ -206,9 +206,9 @@ def test_a_folder_that_is_no_model_is_told(tmp_path):
 
 
 def test_an_unknown_architecture_is_told_with_what_would_work(tmp_path):
-    folder = made(tmp_path / "hf", CONFIG | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]})
+    folder = made(tmp_path / "hf", CONFIG | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
     (fault,) = faults_of(rp.HF, folder)
-    assert "its model_type is 'gemma2' (Gemma2ForCausalLM), and raypar has " + ", ".join(TABLES) in fault
+    assert "its model_type is 'mamba' (MambaForCausalLM), and raypar has " + ", ".join(TABLES) in fault
     assert "rp.Layers" in fault
     assert "'llama' is the nearest" in faults_of(rp.HF, made(tmp_path / "b", CONFIG | {"model_type": "llamas"}))[0]
 

@@ -20,6 +20,10 @@ SIZES = {"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "vocab": 13}
 QWEN = Llama(
     **SIZES, kv_heads=2, ffn=12, head_width=6, qkv_bias=True, qk_norm=True, window=3, window_first=1, tied=True
 )
+GEMMA = Llama(
+    **SIZES, kv_heads=2, ffn=12, head_width=6, gate="gelu_tanh", post_norms=True, scaled_embedding=True,
+    query_scale=3.0, attention="materialised", attention_cap=1.5, logit_cap=2.0, window=3, window_skips=2, tied=True,
+)  # fmt: skip
 GPT2 = GPT(**SIZES, gelu="tanh", qkv_bias=True, positions="rope", norm_eps=1e-3)
 
 
@@ -52,6 +56,21 @@ def test_a_llama_with_all_of_it_is_the_same_on_every_axis(mesh, changes):
     agrees(team(QWEN, mesh, **changes))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (Mesh(pp=2, tp=2), {"sequence_parallel": True}),
+        (Mesh(tp="3d:2x2x2"), {}),
+        (Mesh(cp=2), {"context": "ulysses"}),
+        (Mesh(cp=2), {"context": "rsa"}),
+        (Mesh(dp=2), {"zero": 3, "recompute": "selective"}),
+    ],
+    ids=str,
+)
+def test_a_gemma_with_all_of_it_is_the_same_on_every_axis(mesh, changes):
+    agrees(team(GEMMA, mesh, **changes))
+
+
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, tp=2), Mesh(tp="2d:2x2"), Mesh(cp=2)], ids=str)
 def test_a_gpt_with_all_of_it_is_the_same_on_every_axis(mesh):
     agrees(team(GPT2, mesh))
@@ -75,6 +94,9 @@ def test_a_long_sequence_in_blocks_has_its_window_too():
 def test_only_the_blocks_behind_the_first_have_the_window():
     model = build_model(QWEN, 0)
     assert [model.skeleton[index].attn.core.window for index in model.body] == [None, 3]
+    assert [Llama(layers=6, window=4, window_first=1, window_skips=3).window_of(block) for block in range(6)] == [
+        None, 4, None, 4, 4, None,
+    ]  # fmt: skip
 
 
 def test_what_does_not_go_together_is_told():
@@ -89,4 +111,11 @@ def test_what_does_not_go_together_is_told():
     ]
     assert faults(GPT(window_first=2)) == [
         "model.window_first is 2, but there is no window: give model.window, or leave it out"
+    ]
+    assert faults(GPT(window_skips=2)) == [
+        "model.window_skips is 2, but there is no window: give model.window, or leave it out"
+    ]
+    assert faults(Llama(attention_cap=50.0)) == [
+        "model.attention is 'blocks', and model.attention_cap changes every score: set model.attention to "
+        "'materialised'"
     ]

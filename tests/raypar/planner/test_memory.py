@@ -54,6 +54,7 @@ def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
         (Llama, {}),
         (Llama, {"kv_heads": 1}),
         (Llama, {"head_width": 2 * H // A, "qk_norm": True, "qkv_bias": True}),
+        (Llama, {"post_norms": True, "attention_cap": 9.0, "query_scale": 5.0, "gate": "gelu_tanh"}),
         (GPT, {"moe": MoE(experts=4)}),
         (Llama, {"moe": MoE(experts=4, shared=1, residual=True, width=32)}),
     ],
@@ -65,7 +66,8 @@ def test_a_block_keeps_what_is_counted(kind, more, dropout, recompute):
         micro_batch_size=B, recompute=(recompute,) * 3,
     )  # fmt: skip
     stage, x, _ = block(kind, recompute=(recompute,), dropout=dropout, **more)
-    scores = A * S * S * B * (3 if dropout else 1) if recompute == "selective" else 0  # made again, one block at a time
+    again = (3 if dropout else 1) + ("attention_cap" in more)
+    scores = A * S * S * B * again if recompute == "selective" else 0  # made again, one block at a time
     assert memory_of(run)[1].activations == pytest.approx(4 * (kept(stage, x) + scores), rel=0.06)
 
 

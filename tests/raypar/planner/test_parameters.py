@@ -39,6 +39,7 @@ MODELS = [
     GPT(**SIZES, moe=MoE(experts=(1, 2, 4, 4, 8), top_k=1, residual=True, width=32)),
     Llama(**SIZES, moe=MoE(experts=3, gate="shazeer", shared=2)),
     Llama(**SIZES, kv_heads=2, head_width=10, qk_norm=True),
+    Llama(**SIZES, post_norms=True),
     GPT(**SIZES, qkv_bias=True),
     Llama(**SIZES, kv_heads=2, qkv_bias=True, window=4),
 ]
