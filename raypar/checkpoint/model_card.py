@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.actors.specs.data import Text
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 
@@ -18,7 +18,7 @@ def model_card(run: Run, model: GPT | Llama, kind: str, step: int, dtype: str, l
         dtype: Dtype of the weights.
         loss: The last loss of the run in nats per token; None if it is not known.
     """
-    data = run.data.path if isinstance(run.data, Text) else "batches of a function"
+    data = "batches of a function" if isinstance(run.data, Batches) else run.data.path
     each = run.microbatches * run.micro_batch_size * run.mesh.dp
     rows = {
         "type": f"{kind}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}",

@@ -25,6 +25,7 @@ Train PyTorch models in parallel with Ray actors.
 with actors:
   raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m,
                                                 llama-tiny, llama-small, moe-tiny, moe-small
+  raypar sft EXAMPLES --model FOLDER [flags]    fine-tune a model of Hugging Face; flags are those of train
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
   raypar generate RUN|FOLDER "PROMPT" ...       go on with prompts; FOLDER: a checkpoint, or one of Hugging Face
@@ -79,7 +80,7 @@ exit codes:
 """
 
 _PAPER = ("draw", "check", "simulate")
-_RUNS = ("train", "step", "verify", "plan")
+_RUNS = ("train", "sft", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
 _TEXTS = ("generate", "chat")
 _DISK = ("ckpt", "report", "trace")
@@ -229,7 +230,12 @@ def _with_actors(command: str, words: list[str]) -> int:
 
             generate.generate(words, _say) if command == "generate" else generate.chat(words, _say, input)
             return OK
-        outcome = train.train(words, terminal=sys.stdout.isatty())
+        if command == "sft":
+            from raypar.cli import finetune
+
+            outcome = finetune.sft(words, terminal=sys.stdout.isatty())
+        else:
+            outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
             return _say(
                 f"{outcome.picture}\n\n{_table(outcome.rows)}\n\n{outcome.verdict}; no actor was started\n{_MORE}"

@@ -130,12 +130,13 @@ class Finished:
     lost: str
 
 
-def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
+def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Plan | Finished:
     """Run ``raypar train``.
 
     Args:
         words: The words after ``train``.
         terminal: Whether to draw a dry run's schedule in colours.
+        start: The run that the flags change if the words name none; None for gpt-small.
 
     Returns:
         The figures of the completed run, or the plan of a dry run.
@@ -148,6 +149,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     begun, unfound = begun_by(words)
     launches = list[float]()
     known = {} if begun is None else {str(begun.path): its_run(begun)}
+    known |= {} if start is None else {"sft": start}
     what = "Train a model on actors."
     parsed = parse(TrainArgs, words, "train", what, next(iter(known), "gpt-small"), known=known)
     args, run = parsed.args, parsed.args.run()

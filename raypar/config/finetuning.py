@@ -1,0 +1,55 @@
+"""The run that ``raypar sft`` begins with: a model of Hugging Face, examples, and settings that mostly do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from raypar.actors.data.example_batches import open_sequences
+from raypar.actors.data.text_files import TextError
+from raypar.actors.specs.data import Examples
+from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.run import Run
+from raypar.config.absolute_paths import rooted
+from raypar.config.hugging_face import HF
+
+_PASSES = 3  # over the examples, if nobody says how many steps to take
+_RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
+_SEQ = 512
+
+
+def finetuning(path: str, folder: str, *, adapters: bool = True) -> Run:
+    """Return a run that fine-tunes a model.
+
+    Args:
+        path: The examples: a file, folder or glob.
+        folder: Folder of Hugging Face with the model and its tokenizer.
+        adapters: Whether low-rank adapters learn; else all weights.
+
+    Raises:
+        ConfigError: The folder holds no model that raypar has. Lists all faults.
+    """
+    model = HF(folder, dropout=0.0)
+    model = replace(model, seq=min(model.seq, _SEQ), lora=Lora() if adapters else None)
+    run = Run(
+        model=model,
+        data=Examples(path, tokenizer=folder),
+        optim=AdamW(lr=_RATE if adapters else _FULL_RATE, decay="linear", final=0.0),
+        micro_batch_size=1,
+        microbatches=8,
+        folder="auto",
+    )
+    steps = _steps(run, model.seq)
+    optim = replace(run.optim, warmup=steps // 20)
+    return rooted(replace(run, steps=steps, eval_every=max(1, steps // 5), optim=optim))
+
+
+def _steps(run: Run, seq: int) -> int:
+    """Return how many steps pass so often over the examples; 100 if these have faults, which a check tells."""
+    assert isinstance(run.data, Examples)
+    try:
+        train, _ = open_sequences(run.data, seq)
+    except TextError:
+        return 100
+    return max(1, math.ceil(_PASSES * len(train) / (run.microbatches * run.micro_batch_size)))

@@ -1,0 +1,71 @@
+"""``raypar sft``: from a folder of Hugging Face and a file of examples to a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import raypar as rp
+from raypar.checkpoint.find import Found
+from raypar.checkpoint.hugging_face import export
+from raypar.config.finetuning import finetuning
+from tests.support.examples import TALK, made_jsonl, made_tokenizer
+from tests.support.hugging_face import checkpoint_of
+from tests.support.team import Team
+
+IDS = torch.zeros(1, 4, dtype=torch.int64)
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model with a tokenizer."""
+    model = rp.Llama(layers=2, hidden=16, heads=4, seq=64, vocab=260)
+    team = Team.of(rp.Run(model=model, data=rp.Batches(lambda *_: (IDS, IDS)), timeout=20.0))
+    found: Found = checkpoint_of(team, tmp_path / "checkpoints")
+    return made_tokenizer(export(found, tmp_path / "model"))
+
+
+def test_a_model_learns_from_examples_and_goes_home(said, kept_actors, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20)
+    words = ("sft", "talks.jsonl", "--model", "model", "--mesh.pp", "2", "--steps", "2", "--microbatches", "2")
+    code, out, _ = said(*words, "--dry-run")
+    assert code == 0 and "18 pieces of examples" in out
+    code, out, err = said(*words, "--folder", "run", "--model.seq", "128", "--model.lora.rank", "2")
+    assert code == 0, err
+    code, out, err = said("ckpt", "export", "run", "home")
+    assert code == 0, err
+    files = {one.name for one in (tmp_path / "home").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files
+    code, out, err = said("train", "--resume", "run", "--steps", "3")
+    assert code == 0, err
+
+
+def test_all_weights_learn_if_there_are_no_adapters(said, folder, tmp_path):
+    path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
+    run, full = finetuning(path, str(folder)), finetuning(path, str(folder), adapters=False)
+    assert (run.model.lora, full.model.lora) == (rp.Lora(), None)
+    assert run.optim.lr > full.optim.lr
+    assert run.steps > 10 and run.data.tokenizer == str(folder)
+    code, out, _ = said("sft", path, "--model", folder, "--model.lora", "none", "--dry-run")
+    assert code == 0 and "optimizer" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            (),
+            "raypar: 2 mistakes, no step was taken:\n- the examples are missing: raypar sft EXAMPLES --model FOLDER\n",
+        ),
+        (("x.jsonl",), "--model is missing, the folder of a model of Hugging Face"),
+        (("x.jsonl", "--model", "gone"), "model.hf 'gone': '"),
+        (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),
+    ],
+)
+def test_mistakes_are_told(said, words, says):
+    code, out, err = said("sft", *words)
+    assert (code, out) == (2, "") and says in err
