@@ -89,6 +89,7 @@ class Counts:
         matrices: By pipeline rank, those that Muon updates; empty if the optimizer is another one.
         experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
         apart: Those of an expert actor; None if experts have no actors of their own.
+        frozen: By pipeline rank, weights beside ``held`` that nothing updates; empty if there are none.
     """
 
     held: Sequence[int]
@@ -96,6 +97,7 @@ class Counts:
     matrices: Sequence[int] = ()
     experts: Sequence[int] = ()
     apart: Counts | None = None
+    frozen: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         shared = _filled(world, buckets, gathered) + read
         found.append(
             Memory(
-                weights=0 if world.offload == "parameters" else kept,
+                weights=(0 if world.offload == "parameters" else kept)
+                + each.weight * sum(counts.frozen[rank : rank + 1]),
                 gradients=gradients,
                 optimizer=optimizer if world.offload == "none" else 0,
                 activations=activations[rows[rank]],

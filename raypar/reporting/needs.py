@@ -10,11 +10,12 @@ from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.optim.groups import is_matrix
-from raypar.actors.specs.model import Layers
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.adapters import adapter_parameters, adapter_units
 from raypar.planner.checkpoint_size import checkpoint_bytes
 from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, worker_memory
@@ -152,6 +153,8 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
 
 def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     """Count the parameters of all actors but those of experts."""
+    if not isinstance(run.model, Layers) and run.model.lora is not None:
+        return _adapter_counts(run, run.model, schedule, skeleton)
     if not isinstance(run.model, Layers):
         held = held_parameters(run.model, run.split, schedule, run.mesh)
         patterns = patterns_of(run.model, run.tile)
@@ -172,6 +175,15 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     ranks = range(schedule.num_pipeline_ranks)
     experts = [sum(units[stage].experts for stage in schedule.stages_on(rank)) for rank in ranks]
     return Counts(held, units, muon_parameters(run, schedule, skeleton), experts)
+
+
+def _adapter_counts(run: Run, model: GPT | Llama, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+    """Count the parameters of a run in which adapters learn, and all else is frozen."""
+    units = adapter_units(model, run.split, schedule.num_stages, run.mesh.tensor_ranks, run.zero_units)
+    ranks = range(schedule.num_pipeline_ranks)
+    held = [sum(units[stage].whole for stage in schedule.stages_on(rank)) for rank in ranks]
+    frozen = held_parameters(replace(model, lora=None), run.split, schedule, run.mesh)
+    return Counts(held, units, muon_parameters(run, schedule, skeleton), [0] * len(held), frozen=frozen)
 
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
@@ -228,6 +240,9 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
         used = f", of which a token uses {short_count(active)}" if active < whole else ""
         tied = " with tied weights at their home alone" if run.model.tied and schedule.num_stages > 1 else ""
         stages = f"{used}; a stage has {_range(counts)}{tied}"
+        if run.model.lora is not None:
+            learned = adapter_parameters(run.model, 1)[0] * run.model.layers
+            return f"{whole:,} frozen{stages}; adapters have {learned:,}, and those of an actor {_range(held)}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 

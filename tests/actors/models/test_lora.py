@@ -10,6 +10,7 @@ import torch
 import raypar as rp
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.lora import is_adapter
+from raypar.reporting.needs import counts_of
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.hugging_face import VOCAB, some_ids
 from tests.support.team import Team
@@ -143,3 +144,17 @@ def test_what_can_have_no_adapters_is_told():
     run = rp.Run(model=replace(LLAMA, vocab=256), mesh=rp.Mesh(tp="2d:2x2"), tile=4)
     told = [fault for fault in rp.faults(run) if fault.startswith("model.lora")]
     assert [("grid" in fault, "tile" in fault) for fault in told] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt", "attn", "mlp"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_planner_counts_what_actors_hold(name, tp):
+    team = team_of(MODELS[name], mesh=rp.Mesh(pp=2, tp=tp))
+    schedule = team.programs["train"]
+    counts = counts_of(team.run, schedule, None)
+    for pp in range(2):
+        actor = team.all[pp * tp]
+        held = sum(parameter.numel() for stage in actor.stages.values() for parameter in stage.parameters().values())
+        assert counts.held[pp] == held
+        every = sum(value.numel() for stage in actor.stages.values() for _, value in stage.state())
+        assert counts.frozen[pp] == every - held
