@@ -26,7 +26,7 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
     Source: Megatron-LM (Shoeybi et al. 2019), section 3, operator f.
     """
-    return _through(x, _same, partial(_all_reduced, group))
+    return through(x, _same, partial(all_reduced, group))
 
 
 def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
@@ -40,12 +40,12 @@ def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
 
     Source: Megatron-LM (Shoeybi et al. 2019), section 3, operator g.
     """
-    return _in_place(x, group) if in_place else _through(x, partial(_all_reduced, group), _same)
+    return _in_place(x, group) if in_place else through(x, partial(all_reduced, group), _same)
 
 
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate the members' parts along ``dim`` into a replicated tensor; the backward keeps this member's part."""
-    return _through(x, partial(all_gathered, group, dim), partial(_own_part, group, dim))
+    return through(x, partial(all_gathered, group, dim), partial(own_part, group, dim))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -53,12 +53,12 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
     The backward reduce-scatters the gradients.
     """
-    return _through(x, partial(all_gathered, group, dim), partial(reduce_scattered, group, dim))
+    return through(x, partial(all_gathered, group, dim), partial(reduce_scattered, group, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """Sum partial tensors and keep this member's part along ``dim``; the backward all-gathers the gradient."""
-    return _through(x, partial(reduce_scattered, group, dim), partial(all_gathered, group, dim))
+    return through(x, partial(reduce_scattered, group, dim), partial(all_gathered, group, dim))
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
@@ -66,7 +66,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor
 
     Part j along ``split_dim`` goes to member j; the parts that arrive are concatenated along ``join_dim``.
     """
-    return _through(x, partial(_exchanged, group, split_dim, join_dim), partial(_exchanged, group, join_dim, split_dim))
+    return through(x, partial(exchanged, group, split_dim, join_dim), partial(exchanged, group, join_dim, split_dim))
 
 
 def exchange_rows(x: Tensor, group: Group, in_splits: Sequence[int], out_splits: Sequence[int]) -> Tensor:
@@ -78,19 +78,19 @@ def exchange_rows(x: Tensor, group: Group, in_splits: Sequence[int], out_splits:
         in_splits: Rows that go to each member; there may be none.
         out_splits: Rows that come from each member.
     """
-    return _through(
+    return through(
         x, partial(_sent_rows, group, in_splits, out_splits), partial(_sent_rows, group, out_splits, in_splits)
     )
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
     """Keep this member's rows of a replicated tensor, about equally many each; the backward gathers the gradients."""
-    return _through(x, partial(_rows_here, group), partial(_rows_of_all, group, len(x)))
+    return through(x, partial(_rows_here, group), partial(_rows_of_all, group, len(x)))
 
 
 def join_rows(x: Tensor, group: Group, count: int) -> Tensor:
     """Concatenate what members made of their ``own_rows`` of ``count`` ones; the backward keeps this member's rows."""
-    return _through(x, partial(_rows_of_all, group, count), partial(_rows_here, group))
+    return through(x, partial(_rows_of_all, group, count), partial(_rows_here, group))
 
 
 def _in_place(x: Tensor, group: Group) -> Tensor:
@@ -98,7 +98,8 @@ def _in_place(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-def _through(x: Tensor, there: Move, back: Move) -> Tensor:
+def through(x: Tensor, there: Move, back: Move) -> Tensor:
+    """Apply a function in the forward, and another one to the gradient in the backward."""
     out: Tensor = _Through.apply(x, there, back)  # type: ignore[no-untyped-call]
     return out
 
@@ -164,13 +165,15 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduced(group: Group, x: Tensor) -> Tensor:
+def all_reduced(group: Group, x: Tensor) -> Tensor:
+    """Return the sum of the members' tensors, without autograd."""
     total = x.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total).wait()
     return total
 
 
-def _own_part(group: Group, dim: int, x: Tensor) -> Tensor:
+def own_part(group: Group, dim: int, x: Tensor) -> Tensor:
+    """Return this member's part of a replicated tensor along ``dim``, without autograd."""
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
@@ -188,7 +191,8 @@ def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
     return own
 
 
-def _exchanged(group: Group, split_dim: int, join_dim: int, x: Tensor) -> Tensor:
+def exchanged(group: Group, split_dim: int, join_dim: int, x: Tensor) -> Tensor:
+    """Change the dim along which a tensor is sharded, as ``all_to_all`` does, without autograd."""
     parts = _parts(group, split_dim, x)
     came = torch.empty_like(parts)
     group.all_to_all(came, parts).wait()

@@ -38,6 +38,8 @@ Kind = Literal[  # of a module, as parallel styles distinguish them
     "logits",  # the projection to the vocabulary, with which the layer ends
     "copy",  # a linear layer that takes the same input as others
     "gather",  # a module whose sharded output is gathered
+    "gather_input",  # a linear layer that takes a sharded tensor whole
+    "split_input",  # a linear layer that takes its part of a whole tensor
     "dropout",  # dropout of sharded outputs, in a user's plan
     "shared",  # a module that stays whole although its input is sharded, in a user's plan
     "expert",  # a list of experts, which actors divide

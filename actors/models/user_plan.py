@@ -34,12 +34,18 @@ class Divisible(NamedTuple):
     size: str = ""
 
 
+_EQUAL = {  # kinds whose parts must be equal, and why
+    "column_gather_output": "its outputs are gathered",
+    "row_split_input": "its input is split into equal parts",
+}
 _TRIED = 20  # plans that are tried for a message
 _COLUMN = {"weight": 0, "bias": 0}
 _KINDS: Mapping[str, Divisible] = {
     "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN, "out_features"),
     "row": Divisible(nn.Linear, ("row",), {"weight": 1}, "in_features"),
     "column_gather_output": Divisible(nn.Linear, ("column", "copy", "gather"), _COLUMN, "out_features"),
+    "column_gather_input": Divisible(nn.Linear, ("column", "gather_input"), _COLUMN, "out_features"),
+    "row_split_input": Divisible(nn.Linear, ("row", "split_input"), {"weight": 1}, "in_features"),
     "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}, "num_embeddings"),
     "dropout": Divisible(nn.Dropout, ("dropout",)),
     "shared": Divisible(nn.Module, ("shared",)),
@@ -190,13 +196,17 @@ def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterato
     for name, kind in known.items():
         if not (attribute := _KINDS[kind].size):
             continue
-        size = int(getattr(whole.get_submodule(name.removeprefix("layers.")), attribute))
-        equal = kind == "column_gather_output" or (kind == "column" and dropping)
+        module = whole.get_submodule(name.removeprefix("layers."))
+        size = int(getattr(module, attribute))
+        if kind == "column_gather_input" and isinstance(module, nn.Linear) and (inputs := module.in_features) % tp:
+            fix = "let what makes them be 'column_gather_output', and this one 'column'"
+            yield f"mesh.tp {tp} does not divide {name}'s in_features {inputs}, of which an actor gets a part: {fix}"
+        equal = kind in _EQUAL or (kind == "column" and dropping)
         if size < tp:
             fix = f"set it to {size} at most, or leave it out of the plan"
             yield f"mesh.tp is {tp}, but {name} has {attribute} {size}: {fix}"
         elif equal and size % tp:
-            reason = "its outputs are gathered" if kind != "column" else "the plan has dropout of equal parts"
+            reason = _EQUAL.get(kind, "the plan has dropout of equal parts")
             fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
             yield f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
 

@@ -90,7 +90,8 @@ class RowParallelLinear(PostponableLinear, SummedLinear):
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
-                f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
+                f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made, or let "
+                "it be 'row_split_input' in a plan"
             )
         products = own_product(self, input, None)
         out = self.leave(products if added is None else products + added)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import Move, copy_to, gather_from, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.redistribution import redistribute
 from raypar.actors.layers.adapter import Adapter
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.linear import Fan
@@ -71,6 +72,12 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         "logits": LogitsParallel(group, column),
         "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
         "gather": GatheredOutput(group),
+        "gather_input": RedistributedInput(
+            SharedCopy(partial(_gathered_input, group=group)), "column_gather_input", divided=True
+        ),
+        "split_input": RedistributedInput(
+            SharedCopy(partial(_split_input, group=group)), "row_split_input", divided=False
+        ),
         "dropout": DropoutOfColumns(Sharding({-1: own})),
         "shared": PartialGradients(group),
     }
@@ -269,6 +276,38 @@ class CopiedInput(ParallelStyle):
 
         module.register_forward_pre_hook(copied, with_kwargs=True)
         return Applied(module)
+
+
+@dataclass(frozen=True)
+class RedistributedInput(ParallelStyle):
+    """Redistribute the input of a linear layer along its last dim, between layers that are divided differently.
+
+    Attributes:
+        copy: Redistributes it, once for all layers that take the same one in turn.
+        kind: The kind in a plan.
+        divided: Whether the input is a part of the features; else it is whole.
+    """
+
+    copy: SharedCopy
+    kind: str
+    divided: bool
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Register a hook that redistributes the input."""
+        found, fix = ("a part of the features", "row") if not self.divided else ("whole on every actor of tp", "column")
+        what = f"{name} is {self.kind!r} in the plan, but its input is {found} already: use {fix!r}"
+        demand(module, divided=self.divided, otherwise=what)
+        return CopiedInput(self.copy).apply(name, module)
+
+
+def _gathered_input(x: Tensor, group: Group) -> Tensor:
+    """Gather the features of a tensor, for members that use them differently."""
+    return mark(redistribute(x, [group], [f"S{x.dim() - 1}"], ["R"], gradient=["P"]), divided=False)
+
+
+def _split_input(x: Tensor, group: Group) -> Tensor:
+    """Take this member's features of a whole tensor."""
+    return mark(redistribute(x, [group], ["R"], [f"S{x.dim() - 1}"]), divided=True)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,47 @@ def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero):
     agrees(team_of(mixer(), MIXER, tp, pp, dp, zero=zero))
 
 
+def deep():
+    """Two layers in turn that are divided by outputs, and one that takes a part of a whole input."""
+    layers = [nn.Linear(3, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Linear(8, 6), nn.Tanh()]
+    return [nn.Sequential(*layers), nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 4))]
+
+
+DEEP = {
+    "layers.0.1": "column",
+    "layers.0.3": "column_gather_input",
+    "layers.0.4": "row",
+    "layers.1": "row_split_input",
+    "layers.2.1": "row_split_input",
+}
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_neighbours_that_are_divided_differently_have_their_input_redistributed(tp, pp, dp):
+    agrees(team_of(deep, DEEP, tp, pp, dp))
+
+
+def test_activations_are_gathered_and_their_gradients_reduce_scattered():
+    """For layers.0.3. The two that take their part of a whole input send nothing, and gather its gradient."""
+    team = team_of(deep, DEEP, m=1)
+    team.step(0)
+    sent, rows = team.ledger("tp")[0], 2 * 5
+    assert sent["reduce_scatter"] == (1, rows * 6 * 4)
+    assert sent["all_gather"] == (3, rows * (6 + 3 + 4) * 4)
+
+
+def test_an_input_that_is_gathered_or_split_is_of_equal_parts():
+    faults = wrong(DEEP, tp=5, fn=deep)
+    told = "mesh.tp 5 does not divide layers.0.3's in_features 12, of which an actor gets a part: let what makes them"
+    assert any(fault.startswith(told) for fault in faults), faults
+    assert any("layers.1's in_features 6, and its input is split into equal parts" in fault for fault in faults)
+
+
+def test_a_kind_for_an_input_that_is_otherwise_is_refused():
+    whole = {"layers.0.1": "column_gather_input", "layers.0.3": "row"}
+    assert "is 'column_gather_input' in the plan, but its input is whole on every actor" in failed(deep, whole)
+
+
 def test_dropout_of_a_part_is_a_part_of_dropout():
     """Every member draws the whole mask. Threads share torch's generator, so one of them is asked."""
     team = team_of(mixer(p=0.4), MIXER)
