@@ -11,7 +11,8 @@ from raypar.schedules.checking.replica_rules import replica_faults
 from raypar.schedules.checking.rows import RowCheck
 from raypar.schedules.checking.validation_rules import validation_faults
 from raypar.schedules.checking.version_rules import version_faults
-from raypar.schedules.rules import gathers, partner, rank_of
+from raypar.schedules.known_rules import KnownEdges
+from raypar.schedules.rules import gathers, partner
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.sweep import Sweep, Wait
 
@@ -96,17 +97,16 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
 
 def _check_across(schedule: Schedule, send_capacity: int | None) -> None:
     """Check the rules between rows: edge order and deadlock."""
-    sweep = Sweep(schedule, send_capacity)
+    sweep, edge = Sweep(schedule, send_capacity), KnownEdges(schedule)
     faults: list[Fault] = []
     under_way: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, index, action in sweep:
         if action.op in SENDS:
-            under_way[rank, rank_of(partner(action), schedule)].append(action)
+            under_way[edge(action)].append(action)
         elif action.op in RECVS:
-            send = partner(action)
-            sender = rank_of(send, schedule)
-            queue = under_way[sender, rank]
+            queue, send = under_way[edge(action)], partner(action)
             if queue[0] != send:
+                sender, _ = edge(action)
                 sentence = f"{action}, but {schedule.label(sender)} sends {queue[0]} before {send}"
                 faults.append(Fault(rank, index, "edge order", sentence))
             queue.remove(send)

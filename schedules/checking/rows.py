@@ -16,6 +16,12 @@ from raypar.schedules.schedule import MOST_LISTED, Schedule
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 _BITS_OF_ONE = len(_BIT)
+_UPDATES = frozenset({Op.STEP, Op.USE, Op.VALIDATE})
+
+_Done = defaultdict[int, int]  # by microbatch, the bits of what a stage has done
+# Of a stage and op: what the stage has done, the bits of the op, whether the row should have it, and by each of its
+# needs what that one's stage has done, and the need's bits.
+_Kind = tuple[_Done | None, int, bool, tuple[tuple[_Done | None, int], ...]]
 
 
 class RowCheck:
@@ -38,7 +44,8 @@ class RowCheck:
         self._schedule, self._rank, self._own = schedule, rank, schedule.microbatches_of(rank)
         self._bound = None if schedule.forward_only else max_in_flight
         self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
-        self._done: dict[int, defaultdict[int, int]] = {stage: defaultdict(int) for stage in self._expected}
+        self._done: dict[int, _Done] = {stage: defaultdict(int) for stage in self._expected}
+        self._kinds: dict[tuple[int | None, Op, int | None], _Kind] = {}
         self._weights = dict.fromkeys(self._expected, 0)
         self._unreduced = dict.fromkeys(self._expected, 0)  # weight gradients since the last REDUCE_GRAD
         self._last_reduced: dict[int, int] = {}  # by stage: the position of its last REDUCE_GRAD
@@ -54,7 +61,7 @@ class RowCheck:
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
                 self._fault(index, "step", sentence)
-            if action.op in (Op.STEP, Op.USE, Op.VALIDATE) and action.stage is not None:
+            if action.op in _UPDATES and action.stage is not None:
                 self._version(index, action, action.stage)
             elif action.microbatch is not None:
                 self._perform(index, action)
@@ -76,12 +83,14 @@ class RowCheck:
 
     def _perform(self, index: int, action: Action) -> None:
         """Check an action of one microbatch: placement, completeness, pairing and order."""
-        stage, op, microbatch, _ = action
-        done = self._done.get(stage) if stage is not None else None
+        stage, op, microbatch, peer = action
+        kind = self._kinds.get((stage, op, peer))
+        if kind is None:
+            kind = self._kinds[stage, op, peer] = self._kind(action)
+        done, bits, is_expected, provided = kind
         if done is None or stage is None or microbatch is None:
             self._misplaced(index, action)
             return
-        bits = self._bits(action)
         if not 0 <= microbatch < self._schedule.num_microbatches:
             sentence = f"{action}: the step has {self._schedule.num_microbatches} microbatches only"
             self._fault(index, "complete", sentence)
@@ -90,24 +99,35 @@ class RowCheck:
             turn = self._schedule.label(self._schedule.row_of(stage, microbatch))
             self._fault(index, "placement", f"{action} is of another replica's turn: put it on {turn}")
             return
-        if done[microbatch] & bits:
+        before = done[microbatch]
+        if before & bits:
             self._fault(index, "complete", f"{action} is done a second time")
-        elif bits & ~self._expected[stage]:
+        elif not is_expected:
             self._fault(index, "pairing", f"{action} has no counterpart: nothing crosses to another rank there")
-        for need in needs(action, self._schedule):
-            assert need.stage is not None
-            provider = self._done.get(need.stage)
-            if provider is not None and not provider[microbatch] & self._bits(need):
+        for number, (provider, wanted) in enumerate(provided):
+            if provider is not None and not provider[microbatch] & wanted:
+                need = needs(action, self._schedule)[number]
                 self._fault(index, "order", f"{action} needs {need}, which is not done before it")
         if self._sharded and op in USES_WEIGHTS and stage not in self._whole:
             sentence = f"{action} needs the weights of stage {stage}, which are sharded here"
             self._fault(index, "weights", f"{sentence}: put {stage}UNSHARD before it")
-        done[microbatch] |= bits
+        done[microbatch] = before | bits
         if op in MAKES_GRADIENTS:
             self._weights[stage] += 1
             self._unreduced[stage] += 1
         if op in HOLDS:
             self._hold(index, action)
+
+    def _kind(self, action: Action) -> _Kind:
+        """Look up what is the same for all microbatches of a stage and op."""
+        done = None if action.stage is None else self._done.get(action.stage)
+        if done is None or action.stage is None:
+            return None, 0, False, ()
+        bits, provided = self._bits(action), []
+        for need in needs(action, self._schedule):
+            assert need.stage is not None
+            provided.append((self._done.get(need.stage), self._bits(need)))
+        return done, bits, not bits & ~self._expected[action.stage], tuple(provided)
 
     def _bits(self, action: Action) -> int:
         """Return the bits of an action of a stage; those of a skip's messages are its own, behind all others."""

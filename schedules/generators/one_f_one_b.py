@@ -45,8 +45,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, *, replicas: Sequence[int
     counts = tuple(replicas) or (1,) * num_ranks
     if len(counts) != num_ranks or min(counts) < 1:
         raise ScheduleError(f"schedule '1f1b': replicas={counts}: give a number for each of {num_ranks} ranks")
+    numbers = list(range(num_microbatches))  # the same objects in all rows: millions of them take memory
     rows = (
-        _row(rank, range(replica, num_microbatches, count), (sum(counts[rank:]) - 1) // count)
+        _row(rank, numbers[replica::count], (sum(counts[rank:]) - 1) // count)
         for rank, count in enumerate(counts)
         for replica in range(count)
     )

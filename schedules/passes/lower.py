@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 from raypar.schedules.action import COMPUTE, STEP, Action, Op
+from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.without_flush import among_themselves
-from raypar.schedules.rules import USES_WEIGHTS, awaited, crosses, leaving, partner, rank_of, send_of
+from raypar.schedules.rules import USES_WEIGHTS, awaited, crosses, leaving, partner, send_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 
@@ -60,17 +61,17 @@ def just_in_time(schedule: Schedule) -> Rows:
     """
     rows: Rows = []
     sent: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    sends_of, edge = KnownRule(_sends, schedule), KnownEdges(schedule)
     for rank, computes in enumerate(schedule.rows):
         row: list[Action] = []
         for action in computes:
             row.append(action)
-            for value in _sent(action, schedule):
-                send = send_of(value)
+            for send in sends_of(action):
                 row.append(send)
-                recv = partner(send)
-                sent[rank, rank_of(recv, schedule)].append(recv)
+                sent[rank, edge(send)[1]].append(partner(send))
         rows.append(row)
-    return [_with_recvs(rank, row, sent, schedule) for rank, row in enumerate(rows)]
+    recvs_of = KnownRule(_recvs, schedule)
+    return [_with_recvs(rank, row, sent, recvs_of, edge, schedule) for rank, row in enumerate(rows)]
 
 
 def one_sweep(schedule: Schedule) -> Rows:
@@ -83,14 +84,12 @@ def one_sweep(schedule: Schedule) -> Rows:
     before it needs the value.
     """
     rows: Rows = [[] for _ in schedule.rows]
-    sweep = Sweep(schedule)
+    sweep, sends_of, edge = Sweep(schedule), KnownRule(_sends, schedule), KnownEdges(schedule)
     for rank, _, action in sweep:
         rows[rank].append(action)
-        for value in _sent(action, schedule):
-            send = send_of(value)
-            recv = partner(send)
+        for send in sends_of(action):
             rows[rank].append(send)
-            rows[rank_of(recv, schedule)].append(recv)
+            rows[edge(send)[1]].append(partner(send))
     for wait in sweep.waits():
         raise ScheduleError(
             f"schedule {schedule.name!r}: {schedule.label(wait.rank)} at {wait.action} waits for {wait.reason}"
@@ -98,12 +97,17 @@ def one_sweep(schedule: Schedule) -> Rows:
     return rows
 
 
-def _sent(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """Return the values of an action of compute that are sent right behind it."""
-    return leaving(action, schedule) if action.op in COMPUTE else ()
+def _sends(action: Action, schedule: Schedule) -> list[Action]:
+    """Return the SENDs that stand right behind an action of compute."""
+    return [send_of(value) for value in leaving(action, schedule)] if action.op in COMPUTE else []
 
 
-def _received_at(action: Action, schedule: Schedule) -> list[Action]:
+def _recvs(action: Action, schedule: Schedule) -> list[Action]:
+    """Return the RECVs that stand right before an action of compute."""
+    return [partner(send_of(value)) for value in _received(action, schedule)]
+
+
+def _received(action: Action, schedule: Schedule) -> list[Action]:
     """Return the values of other ranks that are received right before an action of compute."""
     stage, op, microbatch, _ = action
     values = [value for value in awaited(action, schedule) if value.peer is None]
@@ -119,21 +123,36 @@ def _received_at(action: Action, schedule: Schedule) -> list[Action]:
 
 
 def _with_recvs(
-    rank: int, row: list[Action], sent: defaultdict[tuple[int, int], deque[Action]], schedule: Schedule
+    rank: int,
+    row: list[Action],
+    sent: defaultdict[tuple[int, int], deque[Action]],
+    recvs_of: KnownRule,
+    edge: KnownEdges,
+    schedule: Schedule,
 ) -> list[Action]:
+    """Return a row with its RECVs.
+
+    Args:
+        rank: A rank.
+        row: Its row, with its SENDs.
+        sent: By sender and receiver, the RECVs of all that is sent, in its order. They are taken out.
+        recvs_of: Returns the RECVs that stand right before an action.
+        edge: Returns the sender and the receiver of a message.
+        schedule: The schedule.
+    """
     full: list[Action] = []
     pulled_forward: set[Action] = set()
     for action in row:
-        for need in _received_at(action, schedule):
-            wanted = partner(send_of(need))
+        for wanted in recvs_of(action):
             if wanted in pulled_forward:
                 pulled_forward.remove(wanted)
             else:
-                queue = sent[rank_of(need, schedule), rank]
+                queue = sent[edge(wanted)[0], rank]
                 while queue and queue[0] != wanted:
                     pulled_forward.add(queue[0])
                     full.append(queue.popleft())
                 if not queue:
+                    need = next(one for one in _received(action, schedule) if partner(send_of(one)) == wanted)
                     raise ScheduleError(f"schedule {schedule.name!r}: {action} needs {need}, which nobody computes")
                 full.append(queue.popleft())
         full.append(action)

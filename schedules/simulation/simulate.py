@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import (
     MAKES_GRADIENTS,
     USES_WEIGHTS,
     awaited,
     leaving,
     most_in_flight,
-    partner,
-    rank_of,
     streamed,
 )
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -178,7 +177,9 @@ class _Clock:
     """The current time of every rank and of its link to the replicas, and when every value under way left its rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
-        self._schedule, self._costs, self._capacity = schedule, costs, send_capacity
+        self._costs, self._capacity = costs, send_capacity
+        self._awaited_by, self._left_by = KnownRule(awaited, schedule), KnownRule(leaving, schedule)
+        self._edge = KnownEdges(schedule)
         self._now = [0.0] * schedule.num_ranks
         self._link = [0.0] * schedule.num_ranks
         self._whole: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its gather
@@ -204,18 +205,18 @@ class _Clock:
         elif op is Op.STEP:
             start = max(start, self._link[rank])
         if action.op in SENDS and self._capacity is not None:
-            receiver = rank_of(partner(action), self._schedule)
+            edge = self._edge(action)
             if self._capacity == 0:
-                start, cost = max(start, self._now[receiver]), self._costs.link
+                start, cost = max(start, self._now[edge[1]]), self._costs.link
             else:
-                start = max(start, self._room[rank, receiver].popleft())
+                start = max(start, self._room[edge].popleft())
         end = start + cost
-        for need in awaited(action, self._schedule):
-            start, end = self._receive(rank, action, need, start, cost)
+        for need in self._awaited_by(action):
+            start, end = self._receive(action, need, start, cost)
         end = max(end, last)  # its last unit may arrive late
         if op in MAKES_GRADIENTS:
             self._made[stage] = start, end
-        for value in leaving(action, self._schedule):
+        for value in self._left_by(action):
             self._left[value] = start if self._capacity == 0 else end
         self._now[rank] = end
         return start, end
@@ -239,7 +240,7 @@ class _Clock:
             self._now[rank] = end
         return start, end
 
-    def _receive(self, rank: int, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:
+    def _receive(self, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:
         """Return start and end of an action that waits for a value from another rank."""
         left = self._left.pop(need)
         arrival = left + self._costs.link
@@ -249,5 +250,5 @@ class _Clock:
         start = max(start, left)
         end = max(start, arrival)
         if self._capacity:
-            self._room[rank_of(need, self._schedule), rank].append(end)
+            self._room[self._edge(action)].append(end)
         return start, end

@@ -7,10 +7,11 @@ actions, and only the values under way are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import awaited, leaving, partner, rank_of
 from raypar.schedules.schedule import Schedule
 
@@ -49,7 +50,9 @@ class Sweep:
         self._schedule = schedule
         self._capacity = send_capacity
         self._places = [0] * schedule.num_ranks
-        self._awaited: list[tuple[Action, ...]] = [()] * schedule.num_ranks
+        self._awaited: list[Sequence[Action]] = [()] * schedule.num_ranks
+        self._awaited_by, self._left_by = KnownRule(awaited, schedule), KnownRule(leaving, schedule)
+        self._edge = KnownEdges(schedule)
         self._there: set[Action] = set()
         self._under_way: dict[tuple[int, int], int] = {}
         # The rank that waits, by what it waits for: a value, a RECV to be reached, or room between two ranks.
@@ -105,7 +108,7 @@ class Sweep:
 
     def _missing(self, rank: int, action: Action) -> Action | tuple[int, int] | None:
         """Return what an action still waits for, or None if it is ready."""
-        self._awaited[rank] = wanted = awaited(action, self._schedule)
+        self._awaited[rank] = wanted = self._awaited_by(action)
         if action.op in SENDS:
             if self._capacity is None:
                 return None
@@ -117,23 +120,19 @@ class Sweep:
 
     def _perform(self, rank: int, action: Action, awake: list[int]) -> None:
         """Record the values that an action provides and takes, and wake the ranks that waited for them."""
-        schedule, there, waiting = self._schedule, self._there, self._waiting
+        there, waiting = self._there, self._waiting
         there.difference_update(self._awaited[rank])
-        for value in leaving(action, schedule):
+        for value in self._left_by(action):
             there.add(value)
             if value in waiting:
                 other = waiting.pop(value)
-                self._reach(other, schedule.rows[other][self._places[other]], awake)
+                self._reach(other, self._schedule.rows[other][self._places[other]], awake)
         if self._capacity:
             if action.op in SENDS:
                 edge = self._edge(action)
                 self._under_way[edge] = self._under_way.get(edge, 0) + 1
             elif action.op in RECVS:
-                edge = self._edge(partner(action))
+                edge = self._edge(action)
                 self._under_way[edge] -= 1
                 if edge in waiting:
                     awake.append(waiting.pop(edge))
-
-    def _edge(self, send: Action) -> tuple[int, int]:
-        """Return ``(sending rank, receiving rank)`` of a SEND."""
-        return rank_of(send, self._schedule), rank_of(partner(send), self._schedule)

@@ -1,0 +1,62 @@
+"""The rules of ``rules.py`` for schedules of millions of actions: each is asked once for a stage and op.
+
+A rule says the same of all microbatches, so what it said of one is kept and said of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.rules import partner, rank_of
+from raypar.schedules.schedule import Schedule
+
+Rule = Callable[[Action, Schedule], Sequence[Action]]
+_Kind = tuple[int | None, Op, int | None]  # stage, op and peer: an action without its microbatch
+
+_make = tuple.__new__  # an Action by its own constructor takes twice as long
+
+
+class KnownRule:
+    """A rule that returns actions of the microbatch that it is asked about, such as ``needs``, for one schedule.
+
+    Args:
+        rule: The rule.
+        schedule: The schedule.
+    """
+
+    def __init__(self, rule: Rule, schedule: Schedule) -> None:
+        self._rule, self._schedule = rule, schedule
+        self._known: dict[_Kind, tuple[_Kind, ...]] = {}
+
+    def __call__(self, action: Action) -> Sequence[Action]:
+        """Return what the rule returns."""
+        stage, op, microbatch, peer = action
+        found = self._known.get((stage, op, peer))
+        if found is None:
+            said = self._rule(action, self._schedule)
+            found = self._known[stage, op, peer] = tuple((one.stage, one.op, one.peer) for one in said)
+        return [_make(Action, (where, what, microbatch, other)) for where, what, other in found] if found else ()
+
+
+class KnownEdges:
+    """The rows between which the messages of a lowered schedule go.
+
+    Args:
+        schedule: The schedule.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._known: dict[_Kind, tuple[int, int]] = {}
+
+    def __call__(self, action: Action) -> tuple[int, int]:
+        """Return the row that sends and the row that receives, of a SEND or a RECV."""
+        stage, op, _, peer = action
+        found = self._known.get((stage, op, peer))
+        if found is None:
+            own, other = rank_of(action, self._schedule), rank_of(partner(action), self._schedule)
+            found = (own, other) if op in SENDS else (other, own)
+            if not self._schedule.replicas:  # else microbatches go to one replica after the other
+                self._known[stage, op, peer] = found
+        return found
