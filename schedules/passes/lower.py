@@ -35,13 +35,13 @@ def lower(
     rows = [list(row) for row in schedule.rows] if schedule.lowered else passes[order](schedule)
     if schedule.validated and not schedule.lowered:
         rows = among_themselves(rows)
-    lowered = replace(schedule, rows=tuple(map(tuple, rows)), lowered=True)
-    if reduce_grad:
-        lowered = reduce_gradients(lowered)
-    if step and not schedule.forward_only:
-        closed = (row if schedule.stream or STEP in row else (*row, STEP) for row in lowered.rows)
-        lowered = replace(lowered, rows=tuple(closed))
-    return lowered
+    if step and not schedule.forward_only and not schedule.stream:
+        for row in rows:
+            row += () if STEP in row else (STEP,)
+    rows.reverse()  # of millions of actions, each list is let go as its tuple is made
+    frozen = tuple(tuple(rows.pop()) for _ in range(len(rows)))
+    lowered = replace(schedule, rows=frozen, lowered=True)
+    return reduce_gradients(lowered) if reduce_grad else lowered
 
 
 def just_in_time(schedule: Schedule) -> Rows:
