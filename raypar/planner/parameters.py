@@ -36,7 +36,7 @@ from raypar.schedules.schedule import Schedule
 def num_parameters(model: GPT | Llama) -> int:
     """Return the number of trainable parameters of a model. A tied weight counts once."""
     alone = Mesh()
-    return _blocks(model, range(model.layers), alone) + _embedding(model, 1) + _head(model, 1, tied=model.tied)
+    return _blocks(model, range(model.layers), alone) + embedding_weights(model, 1) + head_weights(model, 1, tied=model.tied)
 
 
 def active_parameters(model: GPT | Llama) -> int:
@@ -69,8 +69,8 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, mesh: 
     held = [0] * schedule.num_pipeline_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
         held[schedule.placement[stage]] += _blocks(model, layers, mesh)
-    held[first] += _embedding(model, ranks)
-    held[last] += _head(model, ranks, tied=model.tied and first == last)
+    held[first] += embedding_weights(model, ranks)
+    held[last] += head_weights(model, ranks, tied=model.tied and first == last)
     return held
 
 
@@ -194,20 +194,20 @@ def unit_parameters(
                 [] if stays else [cut for cuts in mlp if len(cuts) > 1 for cut in cuts]
                 for mlp, stays in zip(mlps, stay, strict=True)
             ]
-            apart = sum(_own_experts(model, index, mesh) for index in blocks) if experts_stay else 0
+            apart = sum(own_expert_parameters(model, index, mesh) for index in blocks) if experts_stay else 0
             groups.append((_blocks(model, blocks, mesh) - sum(map(sum, tiles)) - apart, tiles))
         vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
-            groups.insert(0, (_embedding(model, ranks), [[]]))
+            groups.insert(0, (embedding_weights(model, ranks), [[]]))
             sizes.append(vocab)
             tensors += 1 + (model.positions in _LEARNED)
         shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
             cuts = _cut(vocab, tile_count(tile, "head.out"))
-            groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
+            groups.append((head_weights(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
             sizes += [] if shared else cuts
             tensors += _linear_tensors(model) + (0 if shared else len(cuts))
-        experts = [(_own_experts(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
+        experts = [(own_expert_parameters(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
         own = [sum(column) for column in zip(*experts, strict=True)] if mesh.divides_experts and experts else [0, 0]
         staying = own[0] if experts_stay else 0
         units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1]), staying))
@@ -257,8 +257,8 @@ def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[
     """Count the parameters of each stage, undivided. A tied weight counts in the first stage only."""
     stages = split_layers(split, transformer_costs(model), num_stages)
     counts = [_blocks(model, layers, Mesh()) for layers in stages]
-    counts[0] += _embedding(model, 1)
-    counts[-1] += _head(model, 1, tied=model.tied)
+    counts[0] += embedding_weights(model, 1)
+    counts[-1] += head_weights(model, 1, tied=model.tied)
     return counts
 
 
@@ -277,13 +277,13 @@ def _ranks(mesh: Mesh) -> int:
 
 
 def _blocks(model: GPT | Llama, blocks: range, mesh: Mesh) -> int:
-    """Count the parameters of some blocks on one actor; see ``_block``."""
+    """Count the parameters of some blocks on one actor; see ``block_parameters``."""
     kinds = {model.num_experts(block): block for block in blocks}
     times = Counter(model.num_experts(block) for block in blocks)
-    return sum(times[kind] * _block(model, block, mesh) for kind, block in kinds.items())
+    return sum(times[kind] * block_parameters(model, block, mesh) for kind, block in kinds.items())
 
 
-def _block(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+def block_parameters(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of a block on one actor.
 
     A grid divides all tensors. Other tensor ranks hold norms and the biases of outputs whole, and the projections to
@@ -301,9 +301,9 @@ def _block(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     divided = model.heads * (each + width * h) + of_mlp
     shared, normed = whole + (model.norms * h if isinstance(model, Llama) else 5 * h), 2 * width * _has_norms(model)
     if mesh.grid is not None:
-        return (divided + 2 * keys + shared) // ranks + normed + _own_experts(model, block, mesh)
+        return (divided + 2 * keys + shared) // ranks + normed + own_expert_parameters(model, block, mesh)
     held = keys if is_shared else keys // ranks
-    return divided // ranks + 2 * held + shared + normed + _own_experts(model, block, mesh)
+    return divided // ranks + 2 * held + shared + normed + own_expert_parameters(model, block, mesh)
 
 
 def _has_norms(model: GPT | Llama) -> bool:
@@ -317,7 +317,7 @@ def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
     return model.mlp_matrices * model.hidden * width + biases[0], biases[1]
 
 
-def _own_experts(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+def own_expert_parameters(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of the experts of a block that one actor holds."""
     divided, whole = _mlp(model, model.expert_width)
     ranks = mesh.expert_ranks if mesh.divides_experts else _ranks(mesh)
@@ -336,12 +336,13 @@ def _beside_experts(model: GPT | Llama, block: int) -> tuple[int, int]:
     return sum(divided for divided, _ in mlps), sum(whole for _, whole in mlps) + router + mix
 
 
-def _embedding(model: GPT | Llama, ranks: int) -> int:
+def embedding_weights(model: GPT | Llama, ranks: int) -> int:
+    """Count the parameters of the embeddings on one of so many tensor ranks."""
     positions = {"learned": model.seq, "hierarchical": math.isqrt(model.seq - 1) + 1}.get(model.positions, 0)
     return (-(-model.vocab // ranks) + positions) * model.hidden
 
 
-def _head(model: GPT | Llama, ranks: int, *, tied: bool) -> int:
+def head_weights(model: GPT | Llama, ranks: int, *, tied: bool) -> int:
     """Count the final norm and, unless the embedding's weight is ``tied`` to it here, the projection."""
     norm = model.hidden if isinstance(model, Llama) else 2 * model.hidden
     return norm + (0 if tied else -(-model.vocab // ranks) * model.hidden)

@@ -1,0 +1,1 @@
+"""What devices, links and clusters can do, by their data sheets."""

@@ -1,0 +1,81 @@
+"""Data sheets of devices, each with the one constant that says how much of them a training step reaches.
+
+``reached`` is a device's calibration constant: FLOP/s, bytes/s of its memory and bytes/s of its links are all
+multiplied by it. That of the A100 makes the ten rows of a published table right on average (docs/planning.md); the
+other GPUs take the same one, as nothing published was used to set theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from raypar.schedules.nearest_name import nearest
+
+#: The constant of the A100, by which the ten rows of Narayanan et al. 2021, table 1, are right on average.
+REACHED = 0.76
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+        name: Its name.
+        half: FLOP/s of products in bf16 or fp16, without sparsity.
+        full: FLOP/s of products in fp32.
+        memory: Bytes of its memory.
+        bandwidth: Bytes/s of its memory.
+        inside: Name of the link between two of them in a node.
+        each_node: How many a node usually has.
+        reached: The part of these figures that a training step reaches.
+        kernel: Seconds that an operation takes at least, however small it is.
+        source: Where the figures are from.
+    """
+
+    name: str
+    half: float
+    full: float
+    memory: float
+    bandwidth: float
+    inside: str
+    each_node: int = 8
+    reached: float = REACHED
+    kernel: float = 5e-6
+    source: str = ""
+
+    def faults(self) -> Iterator[str]:
+        """Yield which figures are no figures of a device."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float | int) and not 0 < value < float("inf") and field.name != "kernel":
+                yield f"device {self.name!r}: {field.name} is {value}: it must be more than 0"
+        if self.reached > 1:
+            yield f"device {self.name!r}: reached is {self.reached}: it is a part of the data sheet, 1 at the most"
+
+
+_SHEETS = (
+    Device("a100", 312e12, 19.5e12, 80e9, 2039e9, "nvlink3", source="NVIDIA A100 80GB SXM data sheet, 2021"),
+    Device("a100-40gb", 312e12, 19.5e12, 40e9, 1555e9, "nvlink3", source="NVIDIA A100 40GB SXM data sheet, 2020"),
+    Device("h100", 989.4e12, 66.9e12, 80e9, 3350e9, "nvlink4", source="NVIDIA H100 SXM data sheet, 2023"),
+    Device("h200", 989.4e12, 66.9e12, 141e9, 4800e9, "nvlink4", source="NVIDIA H200 SXM data sheet, 2024"),
+    Device("b200", 2250e12, 75e12, 180e9, 7700e9, "nvlink5", source="NVIDIA HGX B200 data sheet, 2024"),
+    Device("l4", 121e12, 30.3e12, 24e9, 300e9, "pcie4", source="NVIDIA L4 data sheet, 2023"),
+    # A core of docs/benchmarks.md (2026-11-24), measured, so that it reaches all of it; fp32 is its fastest dtype.
+    Device("cpu", 80e9, 80e9, 8e9, 10e9, "shm", 16, 1.0, 2e-5, "a core of an AMD EPYC, docs/benchmarks.md"),
+)
+
+DEVICES: Mapping[str, Device] = {device.name: device for device in _SHEETS}
+
+MEASURE = (
+    "measure on one device: half and full (FLOP/s of an 8192 x 8192 x 8192 product in bf16 and fp32), memory (bytes), "
+    "bandwidth (bytes/s of a copy of 1 GB, read and written), and give them in a cluster file as [device]"
+)
+
+
+def device_faults(name: str) -> Iterator[str]:
+    """Yield a fault if there is no data sheet of a device, with what to measure instead."""
+    if name not in DEVICES:
+        close = nearest(name, DEVICES)
+        guess = f"did you mean {close!r}? " if close else ""
+        yield f"there is no data sheet of a device {name!r}: {guess}known are {', '.join(DEVICES)}; else {MEASURE}"

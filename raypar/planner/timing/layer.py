@@ -1,0 +1,163 @@
+"""The operations of a transformer's layer, embedding and head on one actor, for one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
+from raypar.planner.activations import ELEMENT_BYTES
+from raypar.planner.timing.roofline import Work, product
+
+Kind = Literal["linear", "scores", "fused", "beside"]
+
+#: Of a forward's FLOPs and bytes, what the backward takes: a product has two; a fused attention also makes its scores
+#: again; an operation on elements reads the gradient, what was kept, and writes a gradient.
+_BACKWARD: dict[Kind, float] = {"linear": 2.0, "scores": 2.0, "fused": 2.5, "beside": 1.5}
+_FP32 = ELEMENT_BYTES["fp32"]
+_LOSS_PASSES = 3  # over fp32 logits, in the forward and again in the backward: largest, sum of exponentials, result
+
+
+class Part(NamedTuple):
+    """An operation of a layer.
+
+    Attributes:
+        name: What it is.
+        kind: linear: a product with weights; scores: a product of attention; fused: attention in one operation; beside:
+            an operation on elements.
+        work: Of its forward.
+    """
+
+    name: str
+    kind: Kind
+    work: Work
+
+    @property
+    def backward(self) -> Work:
+        """Work of its backward."""
+        return self.work.times(_BACKWARD[self.kind])
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it is of attention's core, which selective recomputation runs again."""
+        return self.name in ("scores", "softmax", "dropout of scores", "values", "attention")
+
+
+class _Sizes:
+    """The sizes of a microbatch on an actor.
+
+    Attributes:
+        tokens: Its tokens.
+        whole: Tokens of the parts that tensor ranks do not divide, unless along the sequence.
+        ranks: Tensor ranks.
+        element: Bytes of an element.
+    """
+
+    def __init__(self, run: Run, model: GPT | Llama) -> None:
+        self.ranks = run.mesh.tensor_ranks
+        self.tokens = run.micro_batch_size * model.seq / run.mesh.cp
+        self.whole = self.tokens / self.ranks if run.sequence_parallel else self.tokens
+        self.element = ELEMENT_BYTES[run.precision.compute]
+
+
+def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[Part, ...]:
+    """Return the operations of a layer's forward.
+
+    Args:
+        run: The run, whose mesh, microbatch and precision say what an actor has of it.
+        model: Its model.
+        num_experts: Number of the layer's experts; 0 if it has an MLP.
+    """
+    sizes = _Sizes(run, model)
+    mlp = _experts(run, model, num_experts, sizes) if num_experts else _mlp(model, model.mlp_width, sizes)
+    return (*_attention(run, model, sizes), *mlp, *_around(model, sizes))
+
+
+def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
+    """Yield the projections, rotations and the core of attention."""
+    T, h, t, e = sizes.tokens, model.hidden, sizes.ranks, sizes.element
+    heads, width, keys = model.heads / t, model.head_size, max(model.num_kv_heads / t, 1.0)
+    both = heads + keys
+    yield Part("qkv", "linear", product(T, width * (heads + 2 * keys), h, e))
+    if model.positions == "rope":
+        yield Part("rope", "beside", Work(0.0, 2 * e * T * width * both))
+    if isinstance(model, Llama) and model.qk_norm:
+        yield Part("norms of heads", "beside", Work(0.0, 2 * e * T * width * both))
+    samples, seen = run.micro_batch_size * heads, model.seq
+    rows = seen / run.mesh.cp
+    if not is_materialised(model):  # one operation that skips what the causal mask hides, and writes no scores
+        moved = e * T * width * (2 * heads + 2 * keys)
+        yield Part("attention", "fused", Work(2.0 * samples * rows * seen * width, moved))
+    else:
+        scores = samples * rows * seen
+        yield Part("scores", "scores", product(rows, seen, width, e, samples))
+        yield Part("softmax", "beside", Work(0.0, 2 * e * scores))
+        if model.dropout:
+            yield Part("dropout of scores", "beside", Work(0.0, (2 * e + 1) * scores))
+        yield Part("values", "scores", product(rows, width, seen, e, samples))
+    yield Part("out", "linear", product(T, h, width * heads, e))
+
+
+def is_materialised(model: GPT | Llama) -> bool:
+    """Return whether attention on a GPU writes the scores of all pairs of tokens."""
+    return model.attention == "materialised" or (model.attention == "blocks" and model.dropout > 0)
+
+
+def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[Part]:
+    """Yield the operations of an MLP of a width, which tensor ranks divide."""
+    T, h, own, e = sizes.tokens, model.hidden, width / sizes.ranks, sizes.element
+    yield from _matrices(model, T, own, e)
+    inside = 3 if isinstance(model, Llama) else 2  # reads one or two, writes one
+    yield Part("activation", "beside", Work(0.0, inside * e * T * own))
+    yield Part("down", "linear", product(T, h, own, e))
+
+
+def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> Iterator[Part]:
+    """Yield the products into an MLP."""
+    for name in ("gate", "up")[2 - (model.mlp_matrices - 1) :]:
+        yield Part(name, "linear", product(rows, width, model.hidden, element))
+
+
+def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[Part]:
+    """Yield the operations of a layer with experts, at an even load."""
+    moe, h, e, mesh = model.moe, model.hidden, sizes.element, run.mesh
+    assert moe is not None
+    tokens = sizes.tokens / (sizes.ranks if mesh.folds_experts else 1)
+    rows, held = tokens * moe.top_k, max(1, num_experts // mesh.expert_parts)
+    width = model.expert_width / mesh.expert_ranks
+    yield Part("router", "linear", product(tokens, num_experts, h, e))
+    yield Part("to and from experts", "beside", Work(0.0, 8 * e * rows * h, 4))
+    for name in ("gate", "up", "down")[3 - model.mlp_matrices :]:
+        sides = (h, width) if name == "down" else (width, h)
+        yield Part(f"experts' {name}", "linear", product(rows / held, *sides, e, held))
+    yield Part("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
+    if moe.shared:
+        yield from _mlp(model, moe.shared * model.expert_width, sizes)
+    if moe.residual:
+        yield from _mlp(model, model.mlp_width, sizes)
+
+
+def _around(model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
+    """Yield the norms, and the sums of both residual branches, with their dropout."""
+    elements, e = sizes.whole * model.hidden, sizes.element
+    yield Part("norms", "beside", Work(0.0, 2 * 2 * e * elements, 2))
+    yield Part("residuals", "beside", Work(0.0, 2 * (3 * e + (1 if model.dropout else 0)) * elements, 2))
+
+
+def embedding_parts(run: Run, model: GPT | Llama) -> tuple[Part, ...]:
+    """Return the operations of the embedding's forward: rows are looked up, and dropped out."""
+    sizes = _Sizes(run, model)
+    each = (4 if model.dropout else 2) * sizes.element
+    return (Part("embedding", "beside", Work(0.0, each * sizes.whole * model.hidden)),)
+
+
+def head_parts(run: Run, model: GPT | Llama) -> tuple[Part, ...]:
+    """Return the operations of the head's forward: a norm, logits, and the loss over them in fp32."""
+    sizes = _Sizes(run, model)
+    logits, e = sizes.tokens * model.vocab / sizes.ranks, sizes.element
+    return (
+        Part("norm", "beside", Work(0.0, 2 * e * sizes.whole * model.hidden)),
+        Part("logits", "linear", product(sizes.tokens, model.vocab / sizes.ranks, model.hidden, e)),
+        Part("loss", "beside", Work(0.0, _LOSS_PASSES * _FP32 * logits, _LOSS_PASSES)),
+    )

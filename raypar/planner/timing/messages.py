@@ -1,0 +1,118 @@
+"""How long the messages of a training step take on a cluster on paper, by axis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raypar.actors.mesh.mesh import Axis, Mesh
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
+from raypar.planner.activations import ELEMENT_BYTES
+from raypar.planner.formulas.messages import Collective, collective_bytes
+from raypar.planner.hardware.cluster import Cluster, Route
+
+#: From the outermost axis to the innermost one; the ranks of the last lie next to each other.
+Order = tuple[Axis, ...]
+LADDER: Order = ("pp", "dp", "cp", "tp")
+RACKS: Order = ("dp", "pp", "cp", "tp")
+
+
+def stride_of(mesh: Mesh, axis: Axis, order: Order = LADDER) -> int:
+    """Return how many places a rank lies from its neighbour along an axis.
+
+    Args:
+        mesh: The mesh.
+        axis: The axis.
+        order: The axes from the outermost to the innermost one.
+    """
+    return math.prod(mesh.ways(inside) for inside in order[order.index(axis) + 1 :])
+
+
+def collective_seconds(op: Collective, nbytes: float, members: int, route: Route) -> float:
+    """Return how long a collective operation takes.
+
+    Its bytes go round a ring. Small messages take a hop for each level of a tree and back for an all_reduce, and for
+    the others a hop for each member.
+
+    Args:
+        op: The operation.
+        nbytes: Bytes of the whole tensor; of all_to_all, of what a member has.
+        members: Number of members.
+        route: What each has to its neighbour.
+    """
+    if members == 1 or not nbytes:
+        return 0.0
+    hops = 2 * math.ceil(math.log2(members)) if op == "all_reduce" else members - 1
+    return route.seconds(collective_bytes(op, nbytes, members), hops)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Seconds of the messages of one microbatch inside of a layer, and at the borders of stages.
+
+    Attributes:
+        tensor: Of one sum over tensor ranks; a layer's forward has two, and its backward two.
+        context: Of a layer's keys and values along cp in a forward.
+        hides: Whether ``context`` goes on beside attention, as round a ring.
+        experts: Of one all_to_all; a layer with experts has two in its forward, and two in its backward.
+        border: Of what goes from a stage to the next one.
+    """
+
+    tensor: float
+    context: float
+    hides: bool
+    experts: float
+    border: float
+
+
+def messages_of(
+    run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, *, scattered: bool = False
+) -> Messages:
+    """Return the seconds of the messages of a microbatch.
+
+    Args:
+        run: The run.
+        model: Its model.
+        cluster: The cluster.
+        order: In what order ranks fill it.
+        scattered: Whether each tensor rank sends a part of what goes to the next stage, which gathers it again
+            (Narayanan et al. 2021, section 4.1); with sequence parallelism it has only that part anyway.
+    """
+    mesh, element = run.mesh, ELEMENT_BYTES[run.precision.compute]
+    tokens = run.micro_batch_size * model.seq / mesh.cp
+    one = element * tokens * model.hidden
+    along = {axis: cluster.route(mesh.ways(axis), stride_of(mesh, axis, order)) for axis in order}
+    parts = mesh.tensor_ranks if run.sequence_parallel or scattered else 1
+    border = along["pp"].seconds(one / parts, 1) if mesh.pp > 1 else 0.0
+    if scattered and not run.sequence_parallel:
+        border += collective_seconds("all_gather", one, mesh.tensor_ranks, along["tp"]) if mesh.pp > 1 else 0.0
+    return Messages(
+        tensor=collective_seconds("all_reduce", one, mesh.tensor_ranks, along["tp"]),
+        context=_context(run, model, tokens * element, along["cp"]),
+        hides=run.context == "ring",
+        experts=_experts(run, model, one, cluster),
+        border=border,
+    )
+
+
+def _context(run: Run, model: GPT | Llama, token: float, route: Route) -> float:
+    """Return the seconds of a layer's forward along cp, of tokens with so many bytes for each unit of width."""
+    cp, ranks, width = run.mesh.cp, run.mesh.tensor_ranks, model.head_size
+    if cp == 1:
+        return 0.0
+    keys = 2 * token * width * max(model.num_kv_heads / ranks, 1.0)
+    queries = 2 * token * width * model.heads / ranks
+    if run.context == "ulysses":
+        return collective_seconds("all_to_all", keys, cp, route) + collective_seconds("all_to_all", queries, cp, route)
+    return collective_seconds("all_gather", keys * cp, cp, route)
+
+
+def _experts(run: Run, model: GPT | Llama, tokens: float, cluster: Cluster) -> float:
+    """Return the seconds of one all_to_all of tokens with so many bytes to their experts."""
+    mesh, moe = run.mesh, model.moe
+    if moe is None or mesh.ep == 1:
+        return 0.0
+    rows = moe.top_k * tokens / (mesh.tensor_ranks if mesh.folds_experts else 1)
+    stride = 1 if mesh.folds_experts else mesh.expert_ranks
+    return collective_seconds("all_to_all", rows, mesh.ep, cluster.route(mesh.ep, stride))

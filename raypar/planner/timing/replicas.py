@@ -1,0 +1,131 @@
+"""How long replicas take for gradients and weights: what each pipeline rank holds, and what it sends of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
+from raypar.planner.formulas.messages import Collective
+from raypar.planner.hardware.cluster import Cluster, Route
+from raypar.planner.memory import ElementBytes, element_bytes
+from raypar.planner.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
+from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters of a stage on one actor.
+
+    Attributes:
+        dense: Those that all replicas of the stage have.
+        experts: Those of experts that actors divide.
+        units: In how many units they are gathered and reduced: layers, an embedding, a head.
+    """
+
+    dense: int
+    experts: int
+    units: int
+
+    @property
+    def all(self) -> int:
+        """Number of all of them."""
+        return self.dense + self.experts
+
+
+def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[Held]:
+    """Return what each stage has on one actor.
+
+    Args:
+        run: The run.
+        model: Its model.
+        num_stages: Number of stages.
+    """
+    mesh, ranks, found = run.mesh, run.mesh.tensor_ranks, []
+    kinds = {model.num_experts(block): block for block in range(model.layers)}
+    whole = {kind: block_parameters(model, block, mesh) for kind, block in kinds.items()}
+    apart = {
+        kind: own_expert_parameters(model, block, mesh) if mesh.divides_experts else 0 for kind, block in kinds.items()
+    }
+    for stage, layers in enumerate(split_layers(run.split, transformer_costs(model), num_stages)):
+        counts = [model.num_experts(block) for block in layers] if model.moe else [0] * len(layers)
+        experts = sum(apart[count] for count in counts)
+        dense = sum(whole[count] for count in counts) - experts
+        first, last = stage == 0, stage == num_stages - 1
+        dense += embedding_weights(model, ranks) if first else 0
+        dense += head_weights(model, ranks, tied=model.tied and first) if last else 0
+        found.append(Held(dense, experts, len(layers) + first + last))
+    return found
+
+
+class Replicas:
+    """The messages between replicas of a run on a cluster.
+
+    Args:
+        run: The run.
+        world: Its ranks.
+        cluster: The cluster.
+        order: In what order ranks fill it.
+    """
+
+    def __init__(self, run: Run, world: World, cluster: Cluster, order: Order = LADDER) -> None:
+        self._world, self._each = world, element_bytes(run)
+        self._bucket = run.bucket_mb * 2**20
+        mesh, shards = run.mesh, world.owners if world.sharded else world.replicas
+        inner = stride_of(mesh, "cp", order)
+        adjacent = order.index("dp") + 1 == order.index("cp")
+        outer = inner if adjacent or mesh.dp == 1 else stride_of(mesh, "dp", order)
+        self._dense = shards, cluster.route(shards, outer)
+        copies = world.replicas // shards
+        self._copies = copies, cluster.route(copies, outer * shards)
+        same = world.expert_replicas if world.experts is not None else 1
+        self._experts = same, cluster.route(same, mesh.ep * mesh.expert_ranks)
+
+    def reduction(self, held: Held) -> float:
+        """Return the seconds in which a stage's gradients are reduced once."""
+        op: Collective = "reduce_scatter" if self._world.sharded else "all_reduce"
+        return self._exchanged(op, self._each.gradient, held)
+
+    def gather(self, held: Held) -> float:
+        """Return the seconds in which a stage's weights are gathered once, unit by unit."""
+        return self._exchanged("all_gather", self._each.weight, held, pieces=held.units)
+
+    def behind_update(self, held: Held) -> float:
+        """Return the seconds of the messages about a rank's parameters behind its update."""
+        seconds = 0.0
+        if self._world.sharded and not self._world.gathers:
+            seconds += self._exchanged("all_gather", self._each.weight, held)
+        if self._world.hybrid:
+            copies, route = self._copies
+            seconds += collective_seconds(
+                "all_reduce", self._each.gradient * held.dense / self._world.owners, copies, route
+            )
+        return seconds
+
+    def owned(self, held: Held) -> float:
+        """Return how many of a rank's parameters an actor updates."""
+        if not self._world.sharded:
+            return held.all
+        return held.dense / self._dense[0] + held.experts / self._experts[0]
+
+    def _exchanged(self, op: Collective, element: int, held: Held, pieces: int | None = None) -> float:
+        """Return the seconds of an operation on all parameters of a stage, in buckets or in so many pieces."""
+        seconds = 0.0
+        for count, (members, route) in ((held.dense, self._dense), (held.experts, self._experts)):
+            number = pieces or max(1, math.ceil(element * count / self._bucket))
+            seconds += number * collective_seconds(op, element * count / number, members, route)
+        return seconds
+
+
+def update_bytes(each: ElementBytes, states: int = 2) -> int:
+    """Return the bytes that the update of a parameter reads and writes: its gradient, master, states and weight.
+
+    Args:
+        each: The bytes of elements.
+        states: Values that the optimizer keeps for a parameter.
+    """
+    master = each.master or each.weight
+    return each.gradient + 2 * (master + states * each.state) + (each.weight if each.master else 0)

@@ -1,0 +1,123 @@
+"""How long the forward and backward of each pipeline stage take for a microbatch, messages inside of layers included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.recompute import word_of
+from raypar.actors.specs.run import Run
+from raypar.planner.hardware.devices import Device
+from raypar.planner.timing.layer import Part, embedding_parts, head_parts, layer_parts
+from raypar.planner.timing.messages import Messages
+from raypar.planner.timing.roofline import Roofline, Work
+
+
+class Seconds(NamedTuple):
+    """What a layer or a stage takes for a microbatch.
+
+    Attributes:
+        forward: Its forward's operations.
+        backward: Its backward's operations, but for what it computes again.
+        weights: Those of ``backward`` that make the gradients of weights, which a W can do.
+        again: What the backward computes again.
+        messages: Messages inside of its layers, of the forward.
+        replies: Messages inside of its layers, of the backward and of what it computes again.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+    again: float = 0.0
+    messages: float = 0.0
+    replies: float = 0.0
+
+    @property
+    def f(self) -> float:
+        """Seconds of an F."""
+        return self.forward + self.messages
+
+    @property
+    def b(self) -> float:
+        """Seconds of a B."""
+        return self.backward + self.again + self.replies
+
+    @property
+    def both(self) -> float:
+        """Seconds of an F and a B."""
+        return self.f + self.b
+
+
+def added(each: Iterable[tuple[Seconds, int]]) -> Seconds:
+    """Return the sum of some, each so many times."""
+    pairs = [*each]
+    return Seconds(*(sum(one[field] * times for one, times in pairs) for field in range(len(Seconds._fields))))
+
+
+def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[Seconds]:
+    """Return the seconds of each stage; the first one's with the embedding, and the last one's with the head.
+
+    Args:
+        run: The run.
+        model: Its model.
+        device: What each actor has.
+        messages: The seconds of messages of a microbatch.
+        num_stages: Number of stages.
+    """
+    roofline = Roofline.of(device, half=run.precision.is_half)
+    kinds = [(model.num_experts(block), word_of(run.recompute, range(model.layers), block)) for block in range(model.layers)]
+    each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
+    ends = _ends(run, model, roofline, messages)
+    stages = []
+    for stage, layers in enumerate(split_layers(run.split, transformer_costs(model), num_stages)):
+        counted = [(each[kind], times) for kind, times in Counter(kinds[layer] for layer in layers).items()]
+        counted += [(ends[0], 1)] if stage == 0 else []
+        counted += [(ends[1], 1)] if stage == num_stages - 1 else []
+        stages.append(added(counted))
+    return stages
+
+
+def _layer(
+    run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages, num_experts: int, word: str
+) -> Seconds:
+    """Return the seconds of a layer with so many experts, of which ``word`` says what is recomputed."""
+    parts = layer_parts(run, model, num_experts)
+    spent = _spent(parts, roofline)
+    core = sum(roofline.seconds(part.work) for part in parts if part.is_core)
+    core_back = sum(roofline.seconds(part.backward) for part in parts if part.is_core)
+    along, back = (
+        (max(0.0, messages.context - core), max(0.0, 2 * messages.context - core_back))
+        if messages.hides
+        else (messages.context, 2 * messages.context)
+    )
+    inside = 2 * messages.tensor + (2 * messages.experts if num_experts else 0.0)
+    forward, replies = inside + along, inside + back
+    if word == "full":
+        return spent._replace(again=spent.forward, messages=forward, replies=replies + forward)
+    again = core if word == "selective" and not any(part.kind == "fused" for part in parts) else 0.0
+    return spent._replace(again=again, messages=forward, replies=replies)
+
+
+def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) -> tuple[Seconds, Seconds]:
+    """Return the seconds of the embedding and of the head; each has one sum over tensor ranks."""
+    first = _spent(embedding_parts(run, model), roofline)._replace(messages=messages.tensor)
+    last = _spent(head_parts(run, model), roofline)._replace(replies=messages.tensor)
+    return first, last
+
+
+def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
+    """Return the seconds of operations, without messages."""
+    parts = [*parts]
+    forward = sum(roofline.seconds(part.work) for part in parts)
+    backward = sum(roofline.seconds(part.backward) for part in parts)
+    weights = sum(roofline.seconds(part.work) for part in parts if part.kind == "linear")
+    return Seconds(forward, backward, weights)
+
+
+def forward_table(run: Run, model: GPT | Llama, device: Device, num_experts: int = 0) -> Mapping[str, tuple[Work, float]]:
+    """Return the work and the seconds of each operation of a layer's forward, by name."""
+    roofline = Roofline.of(device, half=run.precision.is_half)
+    return {part.name: (part.work, roofline.seconds(part.work)) for part in layer_parts(run, model, num_experts)}

@@ -1,0 +1,188 @@
+"""How long a training step of a run takes on a cluster on paper, and of what its time consists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.run import Run
+from raypar.planner.formulas.flops import Recomputed, training_flops
+from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.memory import element_bytes
+from raypar.planner.timing.messages import LADDER, Order, messages_of
+from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, update_bytes
+from raypar.planner.timing.roofline import Roofline
+from raypar.planner.timing.stages import Seconds, added, stages_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted training step of one actor of the busiest pipeline rank.
+
+    Attributes:
+        layers: Seconds of forwards and backwards, without what is computed again and messages.
+        again: Seconds of what backwards compute again.
+        messages: Seconds of messages inside of layers: over tensor, context and expert ranks.
+        borders: Seconds in which it waits for values that are on their way from another stage.
+        bubble: Seconds in which the pipeline fills and empties.
+        replicas: Seconds of gathers and reductions that no computing hides.
+        update: Seconds of the optimizer's update, and of the messages behind it.
+    """
+
+    layers: float
+    again: float
+    messages: float
+    borders: float
+    bubble: float
+    replicas: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return sum(self.shares.values())
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The seconds by what they go into."""
+        return {
+            "layers": self.layers,
+            "computed again": self.again,
+            "messages in layers": self.messages,
+            "borders of stages": self.borders,
+            "bubble": self.bubble,
+            "gathers and reductions": self.replicas,
+            "update": self.update,
+        }
+
+
+class Paper:
+    """A run on a cluster on paper: what each stage takes.
+
+    Args:
+        run: The run, of a GPT or a Llama on tensor ranks in a row.
+        model: Its model.
+        cluster: The cluster.
+        order: In what order ranks fill it.
+        scattered: As in ``messages_of``.
+
+    Attributes:
+        world: The run's ranks.
+        chunks: Stages of a pipeline rank.
+        stages: The seconds of each stage for a microbatch.
+        held: The parameters of each stage on one actor.
+        border: Seconds in which a value gets to the next stage.
+        replicas: The messages between replicas.
+    """
+
+    def __init__(
+        self, run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, *, scattered: bool = False
+    ) -> None:
+        self.run, self.model, self.cluster = run, model, cluster
+        self.world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
+        self.chunks = run.chunks or 1
+        count = self.chunks * run.mesh.pp
+        messages = messages_of(run, model, cluster, order, scattered=scattered)
+        self.border = messages.border
+        self.stages = stages_of(run, model, cluster.device, messages, count)
+        self.held = held_by_stage(run, model, count)
+        self.replicas = Replicas(run, self.world, cluster, order)
+
+    def stages_on(self, rank: int) -> list[int]:
+        """Return the stages of a pipeline rank."""
+        pp = self.run.mesh.pp
+        if self.run.schedule in V_SHAPED:
+            return [rank, 2 * pp - 1 - rank]
+        return [*range(rank, self.chunks * pp, pp)]
+
+    def held_on(self, rank: int) -> Held:
+        """Return the parameters of a pipeline rank on one actor."""
+        each = [self.held[stage] for stage in self.stages_on(rank)]
+        return Held(sum(one.dense for one in each), sum(one.experts for one in each), sum(one.units for one in each))
+
+    def update(self, rank: int) -> float:
+        """Return the seconds of the update of a pipeline rank, and of the messages behind it."""
+        held = self.held_on(rank)
+        states = int(self.run.optim.momentum > 0) if isinstance(self.run.optim, SGD) else 2
+        roofline = Roofline.of(self.cluster.device, half=False)
+        own = update_bytes(element_bytes(self.run), states) * self.replicas.owned(held) / roofline.bandwidth
+        return own + self.replicas.behind_update(held)
+
+    def exchanged(self, stage: int) -> tuple[float, float]:
+        """Return the seconds of a stage's gather and of its reduction; 0 where there is none."""
+        held, world = self.held[stage], self.world
+        gather = self.replicas.gather(held) if world.gathers else 0.0
+        return gather, self.replicas.reduction(held) if world.reduces else 0.0
+
+
+#: Schedules that give a rank two stages, the second one on the way back.
+V_SHAPED = ("zb-v", "v-half", "v-min")
+
+
+def predicted(paper: Paper) -> Step:
+    """Predict a step in closed form.
+
+    The busiest rank computes all its microbatches. While the pipeline fills and empties, it waits for one microbatch of
+    one stage of each other rank. In 1F1B it waits in each microbatch for a value to come and go; with more stages a
+    rank there is other work meanwhile. Reductions hide under the last backward but for one unit's, and gathers under
+    the actions that they are for.
+
+    Args:
+        paper: The run on paper.
+
+    Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2, with stages that are not equal.
+    """
+    run = paper.run
+    ranks, m, v = run.mesh.pp, run.microbatches, paper.chunks
+    on = [added((paper.stages[stage], 1) for stage in paper.stages_on(rank)) for rank in range(ranks)]
+    most = max(range(ranks), key=lambda rank: on[rank].both)
+    busy = on[most]
+    waits, exposed = _of_replicas(paper, most, busy)
+    others = _empty(run.schedule, [one for rank, one in enumerate(on) if rank != most]) / v
+    if run.schedule == "interleaved" and m < ranks:
+        others *= (v * ranks - m) / max(1, ranks - 1)  # rounds that are not full
+    borders = 2 * paper.border * m if v == 1 and ranks > 1 else 0.0
+    return Step(
+        layers=m * (busy.forward + busy.backward),
+        again=m * busy.again,
+        messages=m * (busy.messages + busy.replies),
+        borders=borders,
+        bubble=others + (2 * (ranks - 1) * paper.border),
+        replicas=m * waits + exposed,
+        update=max(paper.update(rank) for rank in (0, ranks - 1)),
+    )
+
+
+def _empty(schedule: object, others: Sequence[Seconds]) -> float:
+    """Return the seconds in which a rank computes nothing, if each other rank has these for a microbatch."""
+    if schedule in ("zb-h1", "zb-interleaved"):
+        return sum(max(0.0, one.both - 2 * one.weights) for one in others)
+    if schedule in V_SHAPED:
+        return sum(max(0.0, one.both - 3 * one.weights) for one in others)
+    return sum(one.both for one in others)
+
+
+def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
+    """Return the seconds in which a rank waits for replicas: in each microbatch, and once a step."""
+    stages = paper.stages_on(rank)
+    gathers, reductions = (sum(each) for each in zip(*map(paper.exchanged, stages), strict=True))
+    units = sum(paper.held[stage].units for stage in stages)
+    beside = 1 - 1 / units
+    if not paper.world.lends:  # one reduction a step, under the last backward
+        return 0.0, max(reductions - beside * busy.b, reductions / units)
+    if paper.run.zero_gather == "step" and paper.world.gathers:
+        gathers, once = 0.0, gathers
+    else:
+        once = 0.0
+    forward = max(gathers - beside * busy.f, 0.0)
+    backward = max(gathers + reductions - beside * busy.b, 0.0)
+    return forward + backward, once + (gathers + reductions) / units
+
+
+def model_flops(run: Run, model: GPT | Llama, recomputed: Recomputed = "none") -> float:
+    """Return the FLOPs of a step of all replicas of a GPT with an MLP of 4 h, as published tables count them."""
+    samples = run.microbatches * run.micro_batch_size * run.mesh.dp
+    return training_flops(model.layers, model.hidden, model.seq, model.vocab, samples, recomputed=recomputed)
