@@ -40,7 +40,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
         each_tp = {tp: most_kept(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), model, timeline) for tp in {*mesh.rank_tp}}
         return [each_tp[mesh.tp_of(schedule.home_of(row))][row] for row in range(schedule.num_ranks)]
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
-    stage = _experts_apart if apart else _stage
+    stage = _experts_apart if apart else stage_activations
     each = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
     scores = [(0, 0) if apart else _scores(run, model, layers) for layers in stages]
     return [
@@ -81,7 +81,7 @@ def _scores(run: Run, model: GPT | Llama, layers: range) -> tuple[int, int]:
     return round(one * sum(word != "full" for word in words)), round(one * min(1, words.count("full")))
 
 
-def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
+def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
     """Return the bytes that a stage keeps of a microbatch, and those that its backward needs for a while."""
     ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
     logits, element = model.seq * run.micro_batch_size * model.vocab / ranks, _element(run)

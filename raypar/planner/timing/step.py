@@ -111,6 +111,11 @@ class Paper:
         own = update_bytes(element_bytes(self.run), states) * self.replicas.owned(held) / roofline.bandwidth
         return own + self.replicas.behind_update(held)
 
+    @property
+    def slowest_update(self) -> float:
+        """Seconds of the update of the first or the last pipeline rank, which have most parameters."""
+        return max(self.update(rank) for rank in {0, self.run.mesh.pp - 1})
+
     def exchanged(self, stage: int) -> tuple[float, float]:
         """Return the seconds of a stage's gather and of its reduction; 0 where there is none."""
         held, world = self.held[stage], self.world
@@ -152,7 +157,7 @@ def predicted(paper: Paper) -> Step:
         borders=borders,
         bubble=others + (2 * (ranks - 1) * paper.border),
         replicas=m * waits + exposed,
-        update=max(paper.update(rank) for rank in (0, ranks - 1)),
+        update=paper.slowest_update,
     )
 
 
@@ -177,9 +182,9 @@ def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
         gathers, once = 0.0, gathers
     else:
         once = 0.0
-    forward = max(gathers - beside * busy.f, 0.0)
-    backward = max(gathers + reductions - beside * busy.b, 0.0)
-    return forward + backward, once + (gathers + reductions) / units
+    forward = max(gathers - beside * busy.f, gathers / units)
+    backward = max(gathers + reductions - beside * busy.b, gathers / units) + reductions / units
+    return forward + backward, once
 
 
 def model_flops(run: Run, model: GPT | Llama, recomputed: Recomputed = "none") -> float:

@@ -1,0 +1,68 @@
+"""A step on paper by simulation: its schedule, with gathers and reductions beside the actions, performed at its costs."""
+
+from __future__ import annotations
+
+from raypar.actors.specs.run import Run
+from raypar.planner.timing.step import Paper
+from raypar.schedules.action import Op
+from raypar.schedules.catalog import build
+from raypar.schedules.passes.gather_weights import gather_weights
+from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.simulate import Costs, outcome
+
+_ROUNDS = 3  # of p microbatches, behind which every further one takes as long
+
+
+def simulated(paper: Paper) -> float:
+    """Return the seconds of a step by simulation.
+
+    Behind some rounds of p microbatches a pipeline is in its steady state: a longer step is told from two shorter ones.
+
+    Args:
+        paper: The run on paper. Its schedule is one by name.
+    """
+    ranks, m = paper.run.mesh.pp, paper.run.microbatches
+    rest = m % ranks
+    short, longer = (rounds * ranks + rest for rounds in (_ROUNDS, _ROUNDS + 1))
+    if m <= longer:
+        return _makespan(paper, m)
+    before, after = _makespan(paper, short), _makespan(paper, longer)
+    return after + (m - longer) * (after - before) / ranks
+
+
+def _makespan(paper: Paper, microbatches: int) -> float:
+    """Return the seconds of a step of so many microbatches, the update included."""
+    return outcome(schedule_of(paper, microbatches), costs_on(paper)).makespan + paper.slowest_update
+
+
+def schedule_of(paper: Paper, microbatches: int) -> Schedule:
+    """Return the schedule of a step of so many microbatches, with gathers and reductions where the run has them."""
+    run, world = paper.run, paper.world
+    assert isinstance(run.schedule, str)
+    schedule = build(run.schedule, run.mesh.pp, microbatches, run.chunks)
+    if world.reduces:
+        schedule = reduce_gradients(schedule, _reduced(run, lends=world.lends))
+    if world.gathers:
+        schedule = gather_weights(schedule, run.zero_gather, reshard_after_forward=run.reshard_after_forward)
+    return schedule
+
+
+def costs_on(paper: Paper) -> Costs:
+    """Return the seconds of the actions of a run on paper; its schedule has no STEP, which comes behind all others."""
+    of_stage: dict[tuple[int, Op], float] = {}
+    for stage, each in enumerate(paper.stages):
+        gather, reduction = paper.exchanged(stage)
+        ops = {Op.F: each.f, Op.B: each.b, Op.I: each.b - each.weights, Op.W: each.weights}
+        of_stage |= {(stage, op): seconds for op, seconds in (ops | {Op.UNSHARD: gather, Op.REDUCE_GRAD: reduction}).items()}
+    return Costs(
+        of_stage=of_stage,
+        link=paper.border,
+        reduce_beside=True,
+        units=min(held.units for held in paper.held),
+    )
+
+
+def _reduced(run: Run, *, lends: bool) -> ReduceWhen:
+    """Return how often a run reduces gradients."""
+    return run.zero_reduce or ("microbatch" if lends else "step")
