@@ -360,6 +360,11 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/specs raypar/planner/formulas schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/formulas": "",
+    "raypar/planner/hardware": "schedules",
+    "raypar/planner/timing": (
+        "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
+        "schedules schedules/passes schedules/simulation"
+    ),
     "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "

@@ -36,7 +36,11 @@ from raypar.schedules.schedule import Schedule
 def num_parameters(model: GPT | Llama) -> int:
     """Return the number of trainable parameters of a model. A tied weight counts once."""
     alone = Mesh()
-    return _blocks(model, range(model.layers), alone) + embedding_weights(model, 1) + head_weights(model, 1, tied=model.tied)
+    return (
+        _blocks(model, range(model.layers), alone)
+        + embedding_weights(model, 1)
+        + head_weights(model, 1, tied=model.tied)
+    )
 
 
 def active_parameters(model: GPT | Llama) -> int:
@@ -204,7 +208,9 @@ def unit_parameters(
         shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
             cuts = _cut(vocab, tile_count(tile, "head.out"))
-            groups.append((head_weights(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
+            groups.append(
+                (head_weights(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []])
+            )
             sizes += [] if shared else cuts
             tensors += _linear_tensors(model) + (0 if shared else len(cuts))
         experts = [(own_expert_parameters(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]

@@ -129,8 +129,8 @@ def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> I
     yield Part("router", "linear", product(tokens, num_experts, h, e))
     yield Part("to and from experts", "beside", Work(0.0, 8 * e * rows * h, 4))
     for name in ("gate", "up", "down")[3 - model.mlp_matrices :]:
-        sides = (h, width) if name == "down" else (width, h)
-        yield Part(f"experts' {name}", "linear", product(rows / held, *sides, e, held))
+        columns, depth = (h, width) if name == "down" else (width, h)
+        yield Part(f"experts' {name}", "linear", product(rows / held, columns, depth, e, held))
     yield Part("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
     if moe.shared:
         yield from _mlp(model, moe.shared * model.expert_width, sizes)

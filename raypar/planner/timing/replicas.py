@@ -10,7 +10,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective
-from raypar.planner.hardware.cluster import Cluster, Route
+from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory import ElementBytes, element_bytes
 from raypar.planner.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
 from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of

@@ -1,4 +1,4 @@
-"""A step on paper by simulation: its schedule, with gathers and reductions beside the actions, performed at its costs."""
+"""A step on paper by simulation: its schedule, with gathers and reductions beside actions, performed at its costs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def costs_on(paper: Paper) -> Costs:
     for stage, each in enumerate(paper.stages):
         gather, reduction = paper.exchanged(stage)
         ops = {Op.F: each.f, Op.B: each.b, Op.I: each.b - each.weights, Op.W: each.weights}
-        of_stage |= {(stage, op): seconds for op, seconds in (ops | {Op.UNSHARD: gather, Op.REDUCE_GRAD: reduction}).items()}
+        of_stage |= {
+            (stage, op): seconds for op, seconds in (ops | {Op.UNSHARD: gather, Op.REDUCE_GRAD: reduction}).items()
+        }
     return Costs(
         of_stage=of_stage,
         link=paper.border,

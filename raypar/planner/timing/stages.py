@@ -1,4 +1,4 @@
-"""How long the forward and backward of each pipeline stage take for a microbatch, messages inside of layers included."""
+"""How long forward and backward of each pipeline stage take for a microbatch, with the messages inside of layers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
         num_stages: Number of stages.
     """
     roofline = Roofline.of(device, half=run.precision.is_half)
-    kinds = [(model.num_experts(block), word_of(run.recompute, range(model.layers), block)) for block in range(model.layers)]
+    kinds = [
+        (model.num_experts(block), word_of(run.recompute, range(model.layers), block)) for block in range(model.layers)
+    ]
     each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
     ends = _ends(run, model, roofline, messages)
     stages = []
@@ -117,7 +119,9 @@ def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
     return Seconds(forward, backward, weights)
 
 
-def forward_table(run: Run, model: GPT | Llama, device: Device, num_experts: int = 0) -> Mapping[str, tuple[Work, float]]:
+def forward_table(
+    run: Run, model: GPT | Llama, device: Device, num_experts: int = 0
+) -> Mapping[str, tuple[Work, float]]:
     """Return the work and the seconds of each operation of a layer's forward, by name."""
     roofline = Roofline.of(device, half=run.precision.is_half)
     return {part.name: (part.work, roofline.seconds(part.work)) for part in layer_parts(run, model, num_experts)}
