@@ -4,7 +4,8 @@
 
 Three hosts of namespaces: a desk, from which the launcher works over ssh, and two machines. What must hold: a run
 trains across both machines, whose losses are those of one host; a job is submitted with the token, and refused without;
-another Ray of the first machine outlives ``ray down``, and nothing else is left. Exit code 1 if anything is not so.
+another Ray of the first machine outlives ``ray down``, the cluster can be started again at once, and in the end nothing
+else is left. Exit code 1 if anything is not so.
 """
 
 from __future__ import annotations
@@ -149,8 +150,7 @@ def main() -> int:
         )  # another Ray of that machine
         others = first.run("pgrep", "-f", "gcs_server|raylet").split()
         begin = time.monotonic()
-        said = desk.run(RAY, "up", "--yes", "--no-config-cache", FILE, env=ENV, timeout=300)
-        print(f"ray up took {time.monotonic() - begin:.0f} s")
+        bring_up(desk)
 
         def on_head(command: str, timeout: float = 300.0) -> str:
             return desk.run(RAY, "exec", FILE, command, env=ENV, timeout=timeout)
@@ -180,6 +180,11 @@ def main() -> int:
         first.run("ls", f"{logs}/monitor.log", f"{logs}/monitor.out")
         second.run("ls", f"{logs}/raylet.out")
         results.append(is_machine_awaited(desk, second, args.recipe))
+        desk.run(RAY, "down", "--yes", FILE, env=ENV, timeout=200)
+        bring_up(desk)
+        said = on_head(f"raypar train {args.recipe} --mesh.pp 2 --steps 2 --wait-for-nodes 120")
+        again = "on 2 nodes" in said and "step 2/2" in said
+        results.append(check("ray up right after ray down, and a run across both machines", again, said))
         begin = time.monotonic()
         desk.run(RAY, "down", "--yes", FILE, env=ENV, timeout=200)
         results.append(check("another Ray outlives ray down", alive(first, others)))
@@ -191,6 +196,13 @@ def main() -> int:
             time.sleep(1)
         results.append(check(f"nothing is left {time.monotonic() - begin:.0f} s after ray down", not left, left))
     return 0 if all(results) else 1
+
+
+def bring_up(desk: Host) -> None:
+    """Start the cluster from the desk, and print how long the launcher took."""
+    begin = time.monotonic()
+    desk.run(RAY, "up", "--yes", "--no-config-cache", FILE, env=ENV, timeout=300)
+    print(f"ray up took {time.monotonic() - begin:.0f} s")
 
 
 def is_machine_awaited(desk: Host, lost: Host, recipe: str) -> bool:
