@@ -182,7 +182,7 @@ def main() -> int:
         results.append(is_machine_awaited(desk, second, args.recipe))
         desk.run(RAY, "down", "--yes", FILE, env=ENV, timeout=200)
         bring_up(desk)
-        said = on_head(f"raypar train {args.recipe} --mesh.pp 2 --steps 2 --wait-for-nodes 120")
+        said = on_head(f"raypar train {args.recipe} --mesh.pp 2 --steps 2 --wait-for-nodes 120 2>&1 | cat")
         again = "on 2 nodes" in said and "step 2/2" in said
         results.append(check("ray up right after ray down, and a run across both machines", again, said))
         begin = time.monotonic()
