@@ -331,9 +331,14 @@ MAY_IMPORT = {
     ),
     "raypar/cli": (
         "actors actors/data actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config "
-        "raypar/config/validate raypar/doctor raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting "
+        "raypar/config/validate raypar/calibration raypar/doctor raypar/job raypar/parity raypar/planner "
+        "raypar/recovery raypar/reporting "
         "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
         "schedules/drawing schedules/passes schedules/simulation"
+    ),
+    "raypar/calibration": (
+        "actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster raypar/config raypar/job "
+        "raypar/planner raypar/reporting schedules"
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (
@@ -357,7 +362,8 @@ MAY_IMPORT = {
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": (
-        "actors/mesh actors/models actors/specs raypar/planner/formulas schedules schedules/passes schedules/simulation"
+        "actors actors/mesh actors/models actors/specs raypar raypar/planner/formulas schedules schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",

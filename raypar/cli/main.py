@@ -32,6 +32,7 @@ with actors:
   raypar chat RUN|FOLDER                        answer in the terminal, token by token
   raypar recipes                                list the recipes with their sizes
   raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
+  raypar calibrate [--out FILE] [--seconds N]    measure this machine or cluster, for predictions in seconds
 
 without actors, in no time:
   raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO
@@ -84,7 +85,7 @@ _RUNS = ("train", "sft", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
 _TEXTS = ("generate", "chat")
 _DISK = ("ckpt", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor", "calibrate")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
@@ -133,6 +134,8 @@ def _command(words: list[str]) -> int:
         return _side_by_side(command, rest)
     if command == "doctor":
         return _doctor(rest)
+    if command == "calibrate":
+        return _calibrate(rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":
@@ -188,6 +191,19 @@ def _doctor(words: list[str]) -> int:
             return OK if doctor.run(words, _say) else DIFFERENT
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)
+
+
+def _calibrate(words: list[str]) -> int:
+    from raypar.cli import calibrate
+    from raypar.errors import ConfigError, JobError
+
+    try:
+        with _messages(logging.WARNING), _terminable():
+            return _say(calibrate.run(words, _say))
+    except ConfigError as error:
+        return _fail(_mistakes(error.faults), MISTAKE)
+    except JobError as error:
+        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
 
 
 def _on_disk(command: str, words: list[str]) -> int:

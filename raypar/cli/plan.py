@@ -11,7 +11,7 @@ from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
 from raypar.planner.memory import worker_memory
 from raypar.planner.other_actors import others_memory
-from raypar.planner.prediction import FROM_FLOPS, from_flops
+from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, actors_told, counts_of, kinds_of, size
@@ -80,7 +80,7 @@ def _column(run: Run) -> Rows:
     """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
-    prediction = from_flops(run, world, counts, schedule)
+    prediction = before_run(run, world, counts, schedule)
     workers = worker_memory(run, world, counts, prediction.timeline)
     each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
     kind, others = "server" if world.servers else "experts", others_memory(run, world, counts, prediction.timeline)
@@ -91,7 +91,7 @@ def _column(run: Run) -> Rows:
             (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
         ]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
-    seconds["step"] = prediction.step if prediction.source == FROM_FLOPS else 0.0
+    seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
         rows.append((f"sent in a step, {axis} {op}", size(sent)))

@@ -7,13 +7,19 @@ it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.errors import ConfigError
+from raypar.planner.calibrated_costs import calibrated_costs
+from raypar.planner.calibration import Calibration
+from raypar.planner.calibration_file import found_calibration
 from raypar.planner.cost_model import seconds_of_run
+from raypar.planner.host import computes_here, device_kind, num_cores
 from raypar.planner.memory import Counts
 from raypar.planner.rates import rates_of
 from raypar.schedules.action import COMPUTE, Op
@@ -22,13 +28,17 @@ from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import outcome, simulate
 from raypar.schedules.timeline import Timeline
 
+log = logging.getLogger(__name__)
+
 FROM_FLOPS = "from FLOPs and bytes"
 IN_SLOTS = "in slots"  # of the user's own layers no FLOPs are known: every stage takes as long
+FROM_CALIBRATION = "from the calibration"
 FROM_STEPS = "from the measured costs of steps before"
 FROM_ITSELF = "from the measured costs of the step itself"
 
 _LEAVES_OUT = {
     FROM_FLOPS: "FLOPs and bytes leave out the optimizer, and other programs on these cores",
+    FROM_CALIBRATION: "a calibration leaves out how far messages hide, and other programs on these cores",
     IN_SLOTS: "slots take all stages to be as long, and leave out messages, the optimizer, and other programs",
     FROM_STEPS: "medians leave out waits that the schedule does not ask for",
     FROM_ITSELF: "medians leave out waits that the schedule does not ask for",
@@ -41,13 +51,15 @@ class Prediction:
 
     Attributes:
         timeline: The simulated step, in seconds; IN_SLOTS in forwards of a stage.
-        source: Where the costs come from: FROM_FLOPS, IN_SLOTS, FROM_STEPS or FROM_ITSELF.
+        source: Where the costs come from: FROM_FLOPS, FROM_CALIBRATION, IN_SLOTS, FROM_STEPS or FROM_ITSELF.
         alone: Makespan without the messages between replicas, as far as they are known, in the unit of the timeline.
+        between: Seconds between two steps, if they are known.
     """
 
     timeline: Timeline
     source: str
     alone: float
+    between: float = 0.0
 
     def most(self, op: Op) -> float:
         """Return how long the actions of an op in a step last together on the rank where they last longest."""
@@ -60,7 +72,7 @@ class Prediction:
     @property
     def step(self) -> float:
         """Seconds of a step; of steps that overlap, on average."""
-        return self.timeline.makespan / self.timeline.schedule.num_steps
+        return self.timeline.makespan / self.timeline.schedule.num_steps + self.between
 
     @property
     def bubble(self) -> str:
@@ -71,6 +83,50 @@ class Prediction:
     def leaves_out(self) -> str:
         """Why a measured bubble is another one, in a sentence."""
         return _LEAVES_OUT[self.source]
+
+
+def before_run(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:
+    """Predict a step of a run before it starts: from the calibration, if there is one that fits the run, else as
+    ``from_flops`` does.
+
+    A calibration that can't be read is told in the log, and not used. The arguments are those of ``from_flops``.
+    """
+    try:
+        calibration = found_calibration()
+    except ConfigError as error:
+        log.warning("predicted without a calibration: %s", "; ".join(error.faults))
+        calibration = None
+    if calibration is None or not fits(run, calibration):
+        return from_flops(run, world, counts, schedule)
+    return from_calibration(run, world, counts, schedule, calibration)
+
+
+def fits(run: Run, calibration: Calibration) -> bool:
+    """Return whether a calibration measured what a run would do: on its kind of device, in fp32, with its threads."""
+    known = isinstance(run.model, Transformer) and not run.precision.is_half and run.data_parallel == "all_reduce"
+    same = calibration.device == device_kind(run.device) and calibration.threads == run.threads
+    here = not computes_here(run.device) or calibration.origin.cores == num_cores()
+    return known and same and here
+
+
+def from_calibration(
+    run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration
+) -> Prediction:
+    """Predict a step of a run before it starts, from what was measured on its machine.
+
+    Args:
+        run: The run, which the calibration fits.
+        world: Its ranks.
+        counts: Its parameters.
+        schedule: The lowered schedule of a training step.
+        calibration: What was measured.
+    """
+    cores = num_cores() if computes_here(run.device) else None
+    costs = calibrated_costs(run, world, counts, schedule, calibration, cores)
+    computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
+    alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
+    timeline = simulate(schedule, costs)
+    return Prediction(timeline, FROM_CALIBRATION, alone.makespan / schedule.num_steps, calibration.call)
 
 
 def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:

@@ -18,7 +18,7 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import IN_SLOTS, Prediction, from_flops
+from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run
 from raypar.planner.rates import block_seconds
 from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
@@ -56,7 +56,7 @@ def plan_rows(
         Rows of a name and a figure.
     """
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
-    prediction = from_flops(run, world, counts_of(run, schedule, skeleton), schedule)
+    prediction = before_run(run, world, counts_of(run, schedule, skeleton), schedule)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
     if isinstance(run.data, Text) and run.model.seq is not None:
@@ -86,6 +86,7 @@ def plan_rows(
             sum(len(layers[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
         )
         least = blocks * run.microbatches * block_seconds(run) / (1 - prediction.timeline.bubble)
+        least = least if prediction.source == FROM_FLOPS else 0.0
         rows.append(("time", _time_told(run.steps - step, prediction, least)))
     return [
         *rows,
@@ -106,7 +107,17 @@ def _time_told(steps: int, prediction: Prediction, least: float) -> str:
     if least > step:
         step, source = least, f"as so small blocks take 1 ms a microbatch at least; {milliseconds(step)} {source}"
     whole = timedelta(seconds=round(steps * step))
+    if prediction.source == FROM_CALIBRATION:
+        return f"{whole}: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)}, {source}"
     return f"{whole} and more: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)} and more, {source}"
+
+
+def _error_told(reports: Sequence[Report], prediction: Prediction) -> str:
+    """Say how long steps took, and how far the prediction before the run was from that."""
+    measured = statistics.median(report.step_ms for report in reports) / 1e3
+    error = prediction.step / measured - 1
+    told = f"{milliseconds(measured)} measured (median), {milliseconds(prediction.step)} predicted {prediction.source}"
+    return f"{told} ({error:+.0%})"
 
 
 def _halves_told(run: Run) -> str:
@@ -213,7 +224,7 @@ def closing_rows(
     Returns:
         Rows of a name and a figure.
     """
-    prediction = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule)
+    prediction = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
     last = reports[-1]
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
@@ -233,6 +244,7 @@ def closing_rows(
         ("validation loss", f"{evaluation.loss:.4f}"),
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
+        *([] if prediction.source == IN_SLOTS else [("step time", _error_told(steady, prediction))]),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),

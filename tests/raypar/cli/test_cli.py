@@ -412,8 +412,8 @@ def test_a_dry_run_leaves_the_cache_as_it_is(said, tmp_path):
 
 def test_a_dry_run_predicts_once(said, data, monkeypatch):
     predicted = []
-    predict = summaries.from_flops
-    monkeypatch.setattr(summaries, "from_flops", lambda *given: predicted.append(given) or predict(*given))
+    predict = summaries.before_run
+    monkeypatch.setattr(summaries, "before_run", lambda *given: predicted.append(given) or predict(*given))
     assert said("train", "gpt-tiny", *data, "--dry-run")[0] == 0
     assert len(predicted) == 1
 

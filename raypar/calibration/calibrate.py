@@ -1,0 +1,135 @@
+"""The whole calibration: products and attention, memory, groups, then short runs, within about a minute."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.specs.types import DeviceKind
+from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
+from raypar.calibration.probes import Probed, probed
+from raypar.cluster.placement import Node
+from raypar.cluster.probes import answers, probes
+from raypar.cluster.ray_cluster import connected
+from raypar.errors import JobError
+from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
+
+_CALL = 60.0  # seconds in which an actor answers a call
+_LEAST_LEFT = 0.25  # part of the time that must be left for the second family of models
+_CPUINFO = Path("/proc/cpuinfo")
+Say = Callable[[str], object]
+
+
+def calibrate(seconds: float, say: Say) -> Calibration:
+    """Measure this machine, or the cluster at RAY_ADDRESS.
+
+    Args:
+        seconds: How long it may take, about. What is least important is left out where time is short.
+        say: Told what is measured, and what is left out.
+
+    Raises:
+        ConfigError: Ray can't be started or reached.
+        JobError: An actor failed or did not answer in time.
+    """
+    begin, date = time.monotonic(), datetime.now(UTC)
+    with connected() as nodes:
+        device: DeviceKind = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
+        first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))
+        with probes(Meter, [first]) as (meter,):
+            found = _kernels(meter, device, begin + seconds / 3, say)
+        groups = _groups(nodes, first, device, begin + seconds / 2, say)
+        count = len(nodes)
+        late = begin + seconds * (1 - _LEAST_LEFT)
+    actors = max(2, min(os.cpu_count() or 1, 4)) if device == "cpu" else 2
+    told = probed(device, actors, found, say, lambda: time.monotonic() > late)
+    taken = time.monotonic() - begin
+    origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=round(taken, 1))
+    return _joined(replace(found, origin=origin, groups=tuple(groups)), told)
+
+
+def _joined(found: Calibration, told: Probed) -> Calibration:
+    """Return a calibration with what the short runs have told."""
+    return replace(found, layers=told.layers, update=told.update, busy=told.busy, message=told.message, call=told.call)
+
+
+def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibration:
+    """Measure products, attention and memory on one actor; after ``end`` only one product of each shape of weights."""
+    (name,) = answers([meter.setup.remote(device, 1)], _CALL)
+    products, left_out = [], 0
+    for number, (inner, columns) in enumerate(WEIGHTS, 1):
+        say(f"products of (rows, {inner}) and ({inner}, {columns}): {number} of {len(WEIGHTS)}")
+        for rows in reversed(ROWS):
+            if rows == ROWS[-1] or time.monotonic() < end:
+                products += answers([meter.product.remote(rows, inner, columns)], _CALL)
+            else:
+                left_out += 1
+    say("attention and memory")
+    attention = answers([meter.attention.remote(tokens) for tokens in LENGTHS], _CALL)
+    (memory,) = answers([meter.memory.remote()], _CALL)
+    if left_out:
+        say(f"{left_out} products were left out, for lack of time: give --seconds more")
+    origin = Origin(platform.node(), name or processor(), os.cpu_count() or 1, 1, "", 0.0, _versions())
+    none = Update(0.0, 0.0, 0.0)
+    return Calibration(
+        FORMAT, origin, device, 1, tuple(products), tuple(attention), memory, (), none, (), 1.0, 0.0, 0.0
+    )
+
+
+def _groups(nodes: Sequence[Node], first: Node, device: DeviceKind, end: float, say: Say) -> list[GroupTime]:
+    """Measure groups of two and four members on a node, and of one member on each of two nodes."""
+    on_gpus = int(first.total.get("GPU", 0))
+    most = on_gpus if device == "cuda" else 4
+    places = [[first] * size for size in (2, 4) if size <= most]
+    places += [[first, other] for other in nodes if other is not first and device == "cpu"][:1]
+    found: list[GroupTime] = []
+    for members in places:
+        across = len({node.id for node in members})
+        where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
+        if found and time.monotonic() > end:
+            say(f"groups of {where}: left out, for lack of time")
+            continue
+        say(f"groups of {where}")
+        found += _group(members, across, device)
+    return found
+
+
+def _group(members: Sequence[Node], across: int, device: DeviceKind) -> list[GroupTime]:
+    """Measure all operations among actors on these nodes. Raises JobError."""
+    name, found = f"calibration-{uuid.uuid4().hex[:8]}", list[GroupTime]()
+    with probes(Meter, members) as meters:
+        answers([meter.setup.remote(device, 1) for meter in meters], _CALL)
+        answers([meter.join.remote(name, len(meters), rank) for rank, meter in enumerate(meters)], _CALL)
+        for op in GROUP_OPS:
+            for count in GROUP_BYTES:
+                calls = [meter.group.remote(op, count, across) for meter in meters]
+                found.append(slowest(answers(calls, _CALL), op))
+        with suppress(JobError):
+            answers([meter.leave.remote(name) for meter in meters], _CALL)
+    return found
+
+
+def processor() -> str:
+    """Return what this machine's processor is called."""
+    with suppress(OSError):
+        if named := re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE):
+            return named[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("raypar", "torch", "ray"):
+        found[package] = None
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

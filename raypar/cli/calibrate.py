@@ -1,0 +1,76 @@
+"""``raypar calibrate``: measure this machine or cluster, for predictions in seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypar.cli.arguments import parsed
+from raypar.errors import ConfigError
+from raypar.planner.calibration import Calibration
+from raypar.planner.calibration_file import VARIABLE, default_path, write_calibration
+
+_MOST = 3600.0
+
+
+@dataclass(frozen=True)
+class CalibrateArgs:
+    """The flags of ``raypar calibrate``."""
+
+    out: Path | None = None
+    """the file to write; None: where predictions look, which is what RAYPAR_CALIBRATION names, else
+    ~/.raypar/calibration.json"""
+    seconds: float = 60.0
+    """how long it may take, about; where time is short, the least important is left out"""
+
+    def faults(self) -> Iterator[str]:
+        """Yield which values are out of range."""
+        if not 10 <= self.seconds <= _MOST:
+            yield f"--seconds is {self.seconds:g}: give 10 to {_MOST:g}"
+
+
+def run(words: Sequence[str], say: Callable[[str], object]) -> str:
+    """Run ``raypar calibrate``.
+
+    Args:
+        words: The words after ``calibrate``.
+        say: Prints a line.
+
+    Returns:
+        What was measured, and where it is.
+
+    Raises:
+        ConfigError: The words have mistakes, Ray can't be reached, or the file can't be written.
+        JobError: An actor failed.
+    """
+    what = "Measure products, attention, memory, groups and short runs on this machine, or the cluster at RAY_ADDRESS."
+    args = parsed(CalibrateArgs(), words, "calibrate", what)
+    path = default_path() if args.out is None else args.out
+    if path is None:
+        raise ConfigError(["RAYPAR_CALIBRATION is empty, so that nothing is used: give --out FILE"])
+    os.environ[VARIABLE] = ""  # the short runs are predicted without the calibration that is being made
+    from raypar.calibration.calibrate import calibrate  # imports torch and Ray, which --help does not
+
+    found = calibrate(args.seconds, say)
+    write_calibration(found, path)
+    return f"{told(found)}\nwritten to {path}"
+
+
+def told(found: Calibration) -> str:
+    """Return the main figures of a calibration in lines."""
+    fastest = max(2 * one.rows * one.inner * one.columns / one.forward for one in found.products)
+    lines = [
+        f"{found.origin.processor}, {found.origin.cores} cores, in {found.origin.seconds:.0f} s",
+        f"products up to {fastest / 1e9:,.0f} GFLOP/s, memory {found.memory / 1e9:.1f} GB/s",
+        f"with all cores busy {found.busy:.2f} times as long",
+    ]
+    for layer in found.layers:
+        both = f"{layer.forward * 1e3:.2f} and {layer.backward * 1e3:.2f} ms forwards and backwards"
+        lines.append(f"a block of a {layer.family} takes {both} beside its products")
+    for group in found.groups:
+        if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):
+            rate = group.bytes / group.seconds / 1e9
+            lines.append(f"all_reduce of {group.bytes >> 20} MiB among {group.members}: {rate:.2f} GB/s")
+    return "\n".join(lines)

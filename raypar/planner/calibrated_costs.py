@@ -1,0 +1,160 @@
+"""The durations of a training step's actions on a machine that was calibrated.
+
+A forward of a stage takes what an action and its blocks take besides, its products and attention at their shapes, and
+the messages inside of layers. A backward takes its two products each, and what it runs again. Actors that compute at
+once take longer: on CPUs they share the memory, and beyond the number of cores the cores.
+
+Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
+an operation of the measured group of nearest size. Not counted is how far they hide behind products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.specs.recompute import word_of
+from raypar.actors.specs.run import Run
+from raypar.planner.calibration import Calibration
+from raypar.planner.cost_model import seconds_of_run
+from raypar.planner.memory import Counts, element_bytes
+from raypar.planner.products import block_products, head_products
+from raypar.planner.rates import Rates
+from raypar.schedules.action import COMPUTE, SENDS, Action, Op
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.timeline import Event, Timeline
+
+_ROUNDS = 4  # of finding out how many actors compute at once, from a simulation in which they take longer
+
+
+def calibrated_costs(
+    run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration, cores: int | None
+) -> Costs:
+    """Return the durations of the actions, in seconds.
+
+    Args:
+        run: The run, of a GPT or Llama.
+        world: Its ranks.
+        counts: Its parameters.
+        schedule: The lowered schedule of a training step.
+        calibration: What was measured.
+        cores: Number of cores that the actors share; None if each has its own device.
+    """
+    model = run.model
+    assert isinstance(model, Transformer)
+    costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
+    of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
+    for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
+        of_stage |= _computing(run, model, stage, blocks, run.mesh.tp_of(schedule.placement[stage]), calibration)
+        of_stage |= {(stage, op): calibration.message for op in SENDS}
+    tokens = run.micro_batch_size * model.seq / run.mesh.cp
+    boundary = element_bytes(run).weight * model.hidden * tokens
+    updated = max(held / (world.owners if run.zero != 0 else 1) for held in counts.held)
+    tensors = max(sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in _ranks(schedule))
+    update = calibration.update
+    found = replace(
+        costs,
+        of_stage=of_stage,
+        step=costs.step + update.step + tensors * update.tensor + updated * update.parameter,
+        link=calibration.group("p2p", 2, boundary) + calibration.message,
+        reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
+    )
+    return found if cores is None else _sharing(found, schedule, world.size / schedule.num_ranks, cores, calibration)
+
+
+def _ranks(schedule: Schedule) -> range:
+    return range(schedule.num_ranks)
+
+
+def _rates(calibration: Calibration, members: int) -> Rates:
+    """Return the rates of messages between replicas: of an all_reduce, which moves each byte twice."""
+    small, large = 4 << 10, 8 << 20
+    latency = calibration.group("all_reduce", members, small)
+    seconds = calibration.group("all_reduce", members, large) - latency
+    moved = 2 * (1 - 1 / members) * large
+    return Rates(1.0, moved / seconds if seconds > 0 else 1e12, latency)
+
+
+def _computing(
+    run: Run, model: Transformer, stage: int, blocks: range, tp: int, calibration: Calibration
+) -> dict[tuple[int, Op], float]:
+    """Return the seconds of a stage's F, B, I and W."""
+    layer = calibration.layer("llama" if isinstance(model, Llama) else "gpt")
+    elements = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
+    forward, backward, later = layer.action_forward, layer.action_backward, 0.0
+    for block in blocks:
+        one = block_products(run, model, block, calibration, tp)
+        sent = _messages(run, model, block, tp, calibration)
+        own = layer.forward + elements * layer.element_forward + one.forward + sent
+        forward += own
+        backward += layer.backward + elements * layer.element_backward + one.backward + sent
+        again = word_of(run.recompute, range(model.layers), block)
+        backward += own if again == "full" else one.core if again == "selective" else 0.0
+        later += one.later
+    if blocks[-1] == model.layers - 1:
+        head = head_products(run, model, calibration, tp)
+        forward, backward, later = forward + head.forward, backward + head.backward, later + head.later
+    seconds = {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
+    return {(stage, op): each for op, each in seconds.items()}
+
+
+def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration) -> float:
+    """Return the seconds of the messages inside of a block in one direction."""
+    tokens, each = run.micro_batch_size * model.seq / run.mesh.cp, element_bytes(run).weight
+    stream = tokens * model.hidden * each
+    seconds = 2 * calibration.group("all_reduce", tp, stream)
+    if run.mesh.cp > 1:
+        keys = 2 * tokens * model.num_kv_heads * model.head_size * each / tp
+        seconds += (run.mesh.cp - 1) * calibration.group("p2p", 2, keys)
+    if model.moe is not None and model.num_experts(block) and run.mesh.ep > 1:
+        seconds += 2 * calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k)
+    return seconds
+
+
+def _sharing(costs: Costs, schedule: Schedule, actors: float, cores: int, calibration: Calibration) -> Costs:
+    """Return the costs of actors that share cores, each action by how many compute while it runs.
+
+    Args:
+        costs: The costs of an actor that computes alone.
+        schedule: The schedule.
+        actors: Number of actors of a row.
+        cores: Number of cores.
+        calibration: How much longer an actor takes while all cores are busy.
+    """
+    alone = {action: costs.of(action) for row in schedule.rows for action in row if action.op in COMPUTE}
+    shared = dict(alone)
+    for _ in range(_ROUNDS):
+        timeline = simulate(schedule, replace(costs, of_action=shared))
+        slower = _slowdowns(timeline, actors, cores, calibration.busy)
+        shared = {action: seconds * slower.get(action, 1.0) for action, seconds in alone.items()}
+    return replace(costs, of_action=shared)
+
+
+def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> dict[Action, float]:
+    """Return how much longer each action of compute takes, by how many others run beside it."""
+    computing = [event for event in timeline.events if event.action.op in COMPUTE]
+    changes = sorted([(one.start, 1) for one in computing] + [(one.end, -1) for one in computing])
+    times, sums, slow, last, running = list[float](), list[float](), 0.0, 0.0, 0
+    for at, change in changes:  # the integral of the slowdown over time
+        slow += (at - last) * _slowdown(running * actors, cores, busy)
+        last, running = at, running + change
+        times.append(at)
+        sums.append(slow)
+    places = dict(zip(times, sums, strict=True))
+    return {one.action: _mean(one, places) for one in computing}
+
+
+def _mean(event: Event, places: dict[float, float]) -> float:
+    length = event.end - event.start
+    return (places[event.end] - places[event.start]) / length if length > 0 else 1.0
+
+
+def _slowdown(running: float, cores: int, busy: float) -> float:
+    """Return how much longer each of so many computing actors takes."""
+    if running <= 1 or cores < 2:
+        return max(1.0, running / cores)
+    crowded = 1 + (busy - 1) * min(1.0, (running - 1) / (cores - 1))
+    return crowded * max(1.0, running / cores)

@@ -1,0 +1,87 @@
+"""The file of a calibration: where it is, how it is written, and what is wrong with one that can't be used."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from raypar.actors.files import expanded, read_named, sync_folder, write_whole
+from raypar.errors import ConfigError
+from raypar.planner.calibration import FORMAT, Calibration
+
+VARIABLE = "RAYPAR_CALIBRATION"
+DEFAULT = Path("~/.raypar/calibration.json")
+_MOST = 16 << 20  # bytes
+_AGAIN = "measure again with raypar calibrate"
+
+
+def default_path() -> Path | None:
+    """Return the file that predictions use: what RAYPAR_CALIBRATION names, else ~/.raypar/calibration.json.
+
+    None if RAYPAR_CALIBRATION is empty: then predictions use none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is None:
+        return expanded(DEFAULT)
+    return expanded(named) if named else None
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration: aside, synced, then renamed, so that a reader finds the old one or the new one.
+
+    Raises:
+        ConfigError: It can't be written.
+    """
+    text = json.dumps(asdict(calibration), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, [memoryview(text.encode())])
+        sync_folder(path.parent)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([f"the calibration {str(path)!r} can't be written ({reason}): give another path"]) from error
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        ConfigError: It can't be read, or has faults, all of which are listed.
+    """
+    try:
+        text = read_named(path, _MOST)
+        written = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([f"the calibration {str(path)!r} can't be read ({reason}): {_AGAIN}"]) from error
+    if isinstance(written, dict) and written.get("format") != FORMAT:
+        told = f"the calibration {str(path)!r} has format {written.get('format')!r}, and this raypar reads {FORMAT}"
+        raise ConfigError([f"{told}: {_AGAIN}"])
+    try:
+        return TypeAdapter(Calibration).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(
+            [f"the calibration {str(path)!r}: {_place(one['loc'])} {one['msg']}: {_AGAIN}" for one in error.errors()]
+        ) from error
+
+
+def found_calibration() -> Calibration | None:
+    """Return the calibration that predictions use; None if there is no file, or none is wanted.
+
+    Raises:
+        ConfigError: There is a file, and it has faults; or the one that RAYPAR_CALIBRATION names is not there.
+    """
+    path = default_path()
+    if path is None or (VARIABLE not in os.environ and not path.exists()):
+        return None
+    return read_calibration(path)
+
+
+def _place(path: tuple[int | str, ...]) -> str:
+    """Spell where a fault is: ``products[3].forward``."""
+    text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).lstrip(".")
+    return text or "its text"

@@ -1,0 +1,178 @@
+"""A calibration: its file, what it says of other sizes, and the predictions that rest on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, replace
+
+import pytest
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.model import GPT
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, world_of
+from raypar.errors import ConfigError
+from raypar.planner.calibration import (
+    FORMAT,
+    AttentionTime,
+    Calibration,
+    GroupTime,
+    Layer,
+    Origin,
+    Product,
+    Update,
+)
+from raypar.planner.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
+from raypar.planner.host import num_cores
+from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
+from raypar.reporting.needs import counts_of
+from raypar.reporting.summary import plan_rows
+
+RATE = 1e10  # multiplications a second
+MODEL = GPT(layers=4, hidden=64, heads=2, seq=64)
+
+
+def known(**changed):
+    """A machine with simple numbers."""
+    products = tuple(
+        Product(m, k, n, m * k * n / RATE, 2 * m * k * n / RATE)
+        for m in (32, 512)
+        for k in (64, 256)
+        for n in (64, 256)
+    )
+    found = Calibration(
+        format=FORMAT,
+        origin=Origin("here", "a processor", num_cores(), 1, "2026-11-26T12:00:00+00:00", 50.0, {"torch": "2"}),
+        device="cpu",
+        threads=1,
+        products=products,
+        attention=(AttentionTime(64, 8, 32, 1e-3, 2e-3),),
+        memory=1e10,
+        layers=(Layer("gpt", 1e-4, 2e-4, 1e-3, 2e-3, 1e-9, 2e-9),),
+        update=Update(1e-3, 1e-5, 1e-9),
+        groups=tuple(
+            GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
+        ),
+        busy=1.0,
+        message=0.0,
+        call=5e-4,
+    )
+    return replace(found, **changed)
+
+
+def predicted(run, calibration, monkeypatch, cores=64):
+    monkeypatch.setattr("raypar.planner.prediction.num_cores", lambda: cores)
+    schedule = check_run(run)["train"]
+    return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration)
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "new" / "calibration.json"
+    write_calibration(known(), path)
+    assert read_calibration(path) == known()
+    assert [one.name for one in path.parent.iterdir()] == ["calibration.json"]
+
+
+def test_all_faults_of_a_file_are_told(tmp_path):
+    written = json.loads(json.dumps(asdict(known())))
+    written["products"][3]["forward"] = -1.0
+    written["device"] = "tpu"
+    del written["update"]["tensor"]
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as error:
+        read_calibration(path)
+    told = "\n".join(error.value.faults)
+    assert len(error.value.faults) == 3 and "raypar calibrate" in told
+    assert "products[3].forward" in told and "device" in told and "update.tensor" in told
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "null", '{"format": 7}', "{}", "\x00", "[" * 100_000])
+def test_what_is_no_calibration_is_told_in_one_fault(tmp_path, text):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="raypar calibrate"):
+        read_calibration(path)
+
+
+def test_the_file_is_named_by_the_variable_and_else_in_the_home(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    assert default_path().parts[-2:] == (".raypar", "calibration.json")
+    monkeypatch.setenv(VARIABLE, "/a/b.json")
+    assert str(default_path()) == "/a/b.json"
+    monkeypatch.setenv(VARIABLE, "")
+    assert default_path() is None
+
+
+def test_a_product_of_another_shape_is_made_at_the_speed_of_its_neighbours():
+    assert known().product(100, 128, 200) == pytest.approx((100 * 128 * 200 / RATE, 2 * 100 * 128 * 200 / RATE))
+    slow = known(products=(*known().products, Product(32, 64, 1024, 1.0, 2.0)))
+    assert slow.product(32, 64, 1024)[0] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_message_lies_between_those_that_were_measured():
+    assert known().group("all_reduce", 2, 3 << 20) == pytest.approx(1e-4 + (3 << 20) * 1e-9)
+    assert known().group("all_reduce", 1, 1 << 20) == 0.0
+    twice = known().group("all_reduce", 2, 16 << 20)
+    assert twice == pytest.approx(2 * (1e-4 + (8 << 20) * 1e-9))
+
+
+def test_a_step_on_one_actor_is_the_sum_of_what_was_measured(monkeypatch):
+    run = Run(model=MODEL, microbatches=4, micro_batch_size=2, device="cpu", backward="whole")
+    tokens, hidden = 128, 64
+    products = 4 * tokens * (4 * hidden**2 + 8 * hidden**2) + tokens * hidden * 256
+    core = 4 * 1e-3 * (4 * 64**2 * 4 * 32) / (4 * 64**2 * 8 * 32)
+    elements = 4 * tokens * hidden * 1e-9
+    forward = 1e-4 + 4 * 1e-3 + products / RATE + core + elements
+    counts = counts_of(run, check_run(run)["train"], None)
+    update = 1e-3 + counts.units[0].tensors * 1e-5 + counts.held[0] * 1e-9
+    found = predicted(run, known(), monkeypatch)
+    assert found.step == pytest.approx(4 * (forward + 2 * forward) + update + 5e-4)
+
+
+def test_actors_share_the_cores_there_are(monkeypatch):
+    run = Run(model=MODEL, mesh=Mesh(pp=4), microbatches=16, device="cpu", backward="whole")
+    apart, together = (predicted(run, known(), monkeypatch, cores).step for cores in (4, 1))
+    one = predicted(replace(run, mesh=Mesh()), known(), monkeypatch).step
+    assert apart < 0.5 * one
+    assert together == pytest.approx(one, rel=0.1)  # the same work on one core
+    crowded = predicted(run, known(busy=1.5), monkeypatch, 4).step
+    assert 1.2 * apart < crowded < 1.5 * apart
+
+
+def test_what_is_run_again_and_what_is_divided_counts(monkeypatch):
+    run = Run(model=MODEL, device="cpu", backward="whole")
+    plain = predicted(run, known(), monkeypatch).step
+    assert predicted(replace(run, recompute="full"), known(), monkeypatch).step > 1.2 * plain
+    layers = known(layers=(Layer("gpt", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),), groups=())
+    halves = predicted(replace(run, mesh=Mesh(tp=2)), layers, monkeypatch).step
+    assert 0.4 < halves / predicted(run, layers, monkeypatch).step < 0.7
+
+
+def test_a_run_is_predicted_from_the_calibration_if_it_fits(monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    write_calibration(known(), path)
+    monkeypatch.setenv(VARIABLE, str(path))
+    run = Run(model=MODEL, device="cpu")
+
+    def source(run):
+        schedule = check_run(run)["train"]
+        return before_run(run, world_of(run), counts_of(run, schedule, None), schedule).source
+
+    assert source(run) == FROM_CALIBRATION
+    assert FROM_CALIBRATION in dict(plan_rows(run, check_run(run)["train"]))["time"]
+    assert source(replace(run, threads=2)) == FROM_FLOPS
+    write_calibration(known(origin=replace(known().origin, cores=num_cores() + 1)), path)
+    assert source(run) == FROM_FLOPS
+
+
+def test_a_calibration_that_cant_be_read_is_told_and_not_used(monkeypatch, tmp_path, caplog):
+    path = tmp_path / "calibration.json"
+    path.write_text("{}")
+    monkeypatch.setenv(VARIABLE, str(path))
+    run = Run(model=MODEL, device="cpu")
+    schedule = check_run(run)["train"]
+    with caplog.at_level(logging.WARNING):
+        found = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
+    assert found.source == FROM_FLOPS and "raypar calibrate" in caplog.text
