@@ -1,0 +1,26 @@
+"""``raypar calibrate``: its mistakes, and what it says of what was measured."""
+
+from __future__ import annotations
+
+from raypar.cli.calibrate import told
+from raypar.planner.calibration_file import VARIABLE, read_calibration
+from tests.raypar.planner.test_calibration import known
+
+
+def test_a_short_time_is_told_with_what_it_may_be(said):
+    code, _, errors = said("calibrate", "--seconds", "1")
+    assert code == 2 and "--seconds is 1: give 10 to 3600" in errors
+
+
+def test_without_a_place_nothing_is_measured(said):
+    code, _, errors = said("calibrate")
+    assert code == 2 and "give --out FILE" in errors
+
+
+def test_what_was_measured_is_written_where_predictions_look(said, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
+    monkeypatch.setattr("raypar.calibration.calibrate.calibrate", lambda seconds, say: known())
+    code, out, _ = said("calibrate")
+    assert code == 0 and "products up to 20 GFLOP/s" in out and "mine.json" in out
+    assert read_calibration(tmp_path / "mine.json") == known()
+    assert "all_reduce of 8 MiB among 2: 0.99 GB/s" in told(known())
