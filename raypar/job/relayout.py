@@ -120,7 +120,8 @@ def differences(before: Run, after: Run) -> tuple[str, str]:
     if before.precision != after.precision:
         was.append(before.precision.compute)
         now.append(after.precision.compute)
-    return " ".join(was) or "the layout before", " ".join(now) or "one actor"
+    alone = "one replica of one stage" if before.mesh != after.mesh else "other settings"
+    return " ".join(was) or "those before", " ".join(now) or alone
 
 
 def _demand_actors(actors: Actors, layout: Layout, name: str) -> int:

@@ -217,8 +217,8 @@ def own_dice():
     def uniform(noise, like, width, low=0.0, high=1.0):
         return noise._own(torch.rand(noise._shape(like, width), generator=dice()) * (high - low) + low)
 
-    def init(core, kind, p, *others):
-        made(core, "materialised" if p else kind, p, *others)
+    def init(core, kind, p, *others, **more):
+        made(core, "materialised" if p else kind, p, *others, **more)
 
     made = attention.Core.__init__
     with pytest.MonkeyPatch.context() as patch:

@@ -70,7 +70,8 @@ def test_all_faults_are_told_at_once():
 def test_layouts_are_told_by_what_differs():
     other = replace(RUN, mesh=rp.Mesh(dp=2), zero=3, precision=rp.Precision(compute="bf16"))
     assert differences(RUN, other) == ("pp=2 fp32", "dp=2 zero=3 bf16")
-    assert differences(RUN, replace(RUN, mesh=rp.Mesh())) == ("pp=2", "one actor")
+    assert differences(RUN, replace(RUN, mesh=rp.Mesh())) == ("pp=2", "one replica of one stage")
+    assert differences(RUN, replace(RUN, bucket_mb=1.0)) == ("those before", "other settings")
 
 
 @pytest.fixture(scope="module")
