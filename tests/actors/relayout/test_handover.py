@@ -37,26 +37,26 @@ def test_a_chain_of_layouts_has_the_losses_of_one():
         assert loss(team, step) == pytest.approx(loss(undisturbed, step), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({}, {"schedule": "gpipe", "zero": None}),
-        ({"optim": rp.SGD(lr=0.1, momentum=0.9)}, {"mesh": rp.Mesh(pp=1)}),
-        ({"optim": rp.Muon(lr=1e-2)}, {"mesh": rp.Mesh(tp=2)}),
-        ({"mesh": rp.Mesh(dp=2), "microbatches": 2}, {"zero": 2}),
-        ({"mesh": rp.Mesh(dp=2), "microbatches": 2}, {"data_parallel": "parameter_server", "servers": 2}),
-        (
-            {"data_parallel": "parameter_server", "mesh": rp.Mesh(dp=2), "microbatches": 2},
-            {"data_parallel": "all_reduce"},
-        ),
-        ({"mesh": rp.Mesh(cp=2)}, {"mesh": rp.Mesh(tp=2), "sequence_parallel": True}),
-        ({"tile": 2}, {"tile": 1, "mesh": rp.Mesh(tp=2)}),
-        ({"tile": 2, "mesh": rp.Mesh(dp=2), "microbatches": 2, "zero": 3}, {"tile": 1}),
-        ({"mesh": rp.Mesh(tp="2d:2x2")}, {"mesh": rp.Mesh(tp=2)}),
-        ({"offload": "optimizer"}, {"offload": "none", "mesh": rp.Mesh(dp=2), "microbatches": 2}),
-    ],
-    ids=str,
+LONG, TWO = pytest.mark.long, {"mesh": rp.Mesh(dp=2), "microbatches": 2}
+SERVED = {"data_parallel": "parameter_server", "servers": 2}
+PAIRS = (
+    pytest.param({}, {"schedule": "gpipe"}, id="schedule", marks=LONG),
+    pytest.param({"optim": rp.SGD(lr=0.1, momentum=0.9)}, {"mesh": rp.Mesh(pp=1)}, id="alone", marks=LONG),
+    pytest.param({"optim": rp.Muon(lr=1e-2)}, {"mesh": rp.Mesh(tp=2)}, id="muon", marks=LONG),
+    pytest.param(TWO, {"zero": 2}, id="zero", marks=LONG),
+    pytest.param(TWO, SERVED, id="to servers"),
+    pytest.param(TWO | SERVED, {"data_parallel": "all_reduce", "servers": 1}, id="from servers"),
+    pytest.param(
+        {"mesh": rp.Mesh(cp=2)}, {"mesh": rp.Mesh(tp=2), "sequence_parallel": True}, id="sequence", marks=LONG
+    ),
+    pytest.param({"tile": 2}, {"tile": 1, "mesh": rp.Mesh(tp=2)}, id="tiles"),
+    pytest.param(TWO | {"tile": 2, "zero": 3}, {"tile": 1}, id="tiles of zero 3", marks=LONG),
+    pytest.param({"mesh": rp.Mesh(tp="2d:2x2")}, {"mesh": rp.Mesh(tp=2)}, id="grid"),
+    pytest.param({"offload": "optimizer"}, TWO | {"offload": "none"}, id="offload"),
 )
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_pairs(before, after):
     run = replace(RUN, **before)
     team, undisturbed = Team.of(run), Team.of(run)

@@ -125,7 +125,7 @@ class TestOnActors:
         ],
     )
     def test_an_actor_that_is_killed_leaves_the_layout_before(self, undisturbed, monkeypatch, place):
-        """The next try succeeds."""
+        """The next try succeeds, and then the new layout survives as much."""
         killed, real = [], pkgutil.resolve_name(place.replace(".Standing", ":Standing"))
         with rp.launch(replace(RUN, max_failures=2)) as job:
             job.train(2)
@@ -144,6 +144,9 @@ class TestOnActors:
             assert job.run.mesh == RUN.mesh and job.next_step == 2
             losses = [report.loss for report in job.train(1)]
             job.relayout(**TP)
+            losses += [report.loss for report in job.train(1)]
+            os.kill(ray.get(job._lifetime.actors.handles[0].located.remote()).pid, signal.SIGKILL)
             losses += [report.loss for report in job.train(2)]
-            assert len(job.failures) == 1
-        assert losses == pytest.approx(undisturbed[2:5], rel=1e-5)
+            assert [failure.back_to for failure in job.failures] == [2, 4], "the second one in the new layout"
+            assert job.failures[1].replaced == ("pp=0 tp=0",) and job.run.mesh.tp == 2
+        assert losses == pytest.approx(undisturbed[2:6], rel=1e-5)
