@@ -145,13 +145,18 @@ TABLES: Mapping[str, Table] = {  # by the model_type of config.json
 }
 
 
+THEIRS = ".net."  # what is behind it, in the names of weights of modules that are theirs, is a tensor's name
+
+
 def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
     """Return the conversion of each weight of ours that the table has, by logical name, its numbers filled in.
 
     Args:
-        model_type: Type of the model, a key of TABLES.
+        model_type: Type of the model. If it is no key of TABLES, the modules are those of transformers.
         names: Logical names of weights.
     """
+    if model_type not in TABLES:
+        return {name: Conversion(name, name.partition(THEIRS)[2]) for name in names if THEIRS in name}
     table = {one.ours: one for one in TABLES[model_type].conversions}
     starred = {name: _NUMBER.sub("*", name) for name in names}
     return {name: table[key].numbered(_NUMBER.findall(name)) for name, key in starred.items() if key in table}
@@ -159,9 +164,11 @@ def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
 
 def is_ignored(model_type: str, name: str) -> bool:
     """Return whether a tensor of a folder is no weight."""
+    if model_type not in TABLES:
+        return name.endswith(".rotary_emb.inv_freq")
     return _NUMBER.sub("*", name) in TABLES[model_type].ignored
 
 
 def is_zero(model_type: str, name: str) -> bool:
     """Return whether a weight of ours is zeros in their model if ours has none."""
-    return _NUMBER.sub("*", name) in TABLES[model_type].zeros
+    return model_type in TABLES and _NUMBER.sub("*", name) in TABLES[model_type].zeros

@@ -57,11 +57,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_type_of(folder: Path) -> str:
-    """Return the type of the model in a folder, a key of TABLES. Raises CheckpointError if it is none."""
+    """Return the type of the model in a folder, of raypar or of transformers. Raises CheckpointError if it has none."""
     found = read_json(folder / CONFIG).get("model_type")
-    if found not in TABLES:
-        raise CheckpointError([f"{str(folder)!r} holds a {found!r}, and raypar has {', '.join(TABLES)}"])
-    assert isinstance(found, str)
+    if not isinstance(found, str) or not found:
+        raise CheckpointError([f"{str(folder / CONFIG)!r} has no model_type: copy it again"])
     return found
 
 
@@ -94,7 +93,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
         found |= {name: kept for name, kept in inside.items() if name in wanted}
     if faults:
         raise CheckpointError(first_of(faults))
-    prefix = TABLES[model_type].prefix
+    prefix = TABLES[model_type].prefix if model_type in TABLES else ""
     if prefix and not any(name.startswith(prefix) for name in found):
         found = {name if name.startswith("lm_head.") else f"{prefix}{name}": kept for name, kept in found.items()}
     return found

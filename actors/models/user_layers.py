@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from raypar.actors.errors import blame
+from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
 from raypar.actors.models.made_at import made_at, noted_lines
@@ -63,6 +67,8 @@ class LayersModel(Model):
         if parallelize is not unsharded:
             return self._materialize_shards(layers, seed, parallelize)
         own = [self.skeleton[index] for index in layers]
+        if self._folder is not None:
+            self._read(own, layers)
         if self._recording is not None:
             self._recording.materialize(own, seed)
             demand_real(own)
@@ -79,10 +85,16 @@ class LayersModel(Model):
         whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
         named = _parallelized(parallelize, own)
         shards = {id(whole[name]): shard for name, shard in named.items()}
+        names = {id(tensor): f"layers.{name}" for name, tensor in whole.items()}
         made: dict[int, Tensor] = {}
         for index in layers:
             slots = [slot for slot in _slots(str(index), own[str(index)]) if slot[2] in whole]
             new = {id(whole[name]): whole[name] for *_, name, _ in slots if id(whole[name]) not in made}
+            read = {key: tensor for key, tensor in new.items() if self._folder is not None and _is_weight(tensor)}
+            for key, tensor in read.items():
+                part = self._part(names[key], tensor, shards.get(key, Shard(tuple(tensor.shape))))
+                made[key] = as_kind_of(tensor, part)
+            new = {key: tensor for key, tensor in new.items() if key not in read}
             values = new.values() if self._recording is None else self._recording.values(new.values(), seed)
             for (key, tensor), value in zip(new.items(), values, strict=True):
                 part = value if key not in shards else shards[key].take(value).clone()
@@ -92,6 +104,28 @@ class LayersModel(Model):
         self._sharded |= {int(name.partition(".")[0]) for name in named}
         demand_real(list(own.values()), [tensor for tensor in whole.values() if made.get(id(tensor)) is not tensor])
         return [own[str(index)] for index in layers]
+
+    @cached_property
+    def _folder(self) -> FolderWeights | None:
+        """The weights that the layers begin with; None if they are random."""
+        return None if self._spec.hf is None else FolderWeights(Path(self._spec.hf))
+
+    def _read(self, own: Sequence[nn.Module], layers: Sequence[int]) -> None:
+        """Read the whole weights of some layers from the folder."""
+        made: dict[int, Tensor] = {}
+        for index, module in zip(layers, own, strict=True):
+            for table, inner, name, tensor in _slots(self.names[index], module):
+                if _is_weight(tensor) and tensor.is_meta:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = as_kind_of(tensor, self._part(name, tensor, Shard(tuple(tensor.shape))))
+                    table[inner] = made[id(tensor)]
+
+    def _part(self, name: str, tensor: Tensor, shard: Shard) -> Tensor:
+        """Read this actor's part of a weight from the folder."""
+        assert self._folder is not None
+        part = torch.empty(shard.shape, dtype=tensor.dtype)
+        self._folder.fill(dict(map(reversed, self.ties)).get(name, name), part, shard)
+        return part
 
     def note(self, layer: int, error: Exception) -> str:
         """Return the note to add to an error that a layer raised; a sharded layer's often has a typical cause."""
@@ -204,6 +238,10 @@ def _parallelized(parallelize: Parallelize, own: nn.ModuleDict) -> Mapping[str, 
 
     on_meta(build)
     return shards
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
 
 
 def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:

@@ -287,6 +287,9 @@ class Layers:
     """whether weight gradients may be computed separately: later, as the W of a schedule, and those of nn.Linear layers
     also directly in the buffer in which they are reduced. This is faster and gives the same bits. It requires that
     modules just call their layers: no forward or hook may compute gradients, and no hook may change one"""
+    hf: str | None = None
+    """folder of a Hugging Face model whose weights the layers begin with, as rp.HF("folder") gives it; None: what fn
+    gives them"""
 
 
 def _divisor_near(wanted: int, whole: int) -> int:

@@ -138,19 +138,27 @@ def export(
         CheckpointError: The checkpoint can't be read, or the folder can't be written. Nothing is left behind.
     """
     path = absolute(folder)
-    run, model, kind = demand_exportable(found.manifest.run, path)
-    chosen, begun = dtype or run.precision.compute, _begun(model)
+    plain = found.manifest.run
+    run, model, kind = demand_exportable(plain, path)
+    chosen, home = dtype or run.precision.compute, plain["model"].get("hf")
+    home = None if home == "none" else home
+    if model is None:
+        config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
+    else:
+        config = config_of(model, kind, _begun(model), _NAMES[chosen])
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     with told(f"{str(path)!r} can't be written"):
         aside.mkdir()
         try:
-            tensors = _merged(run, model, found, kind) if model.lora else _tensors(found.manifest.tensors, kind)
+            tensors = (
+                _merged(run, model, found, kind) if model and model.lora else _tensors(found.manifest.tensors, kind)
+            )
             _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
-            texts = {CONFIG: _json(config_of(model, kind, begun, _NAMES[chosen]))}
-            texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss).encode()
+            texts = {CONFIG: _json(config)}
+            texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
             for name, text in texts.items():
                 write_whole(aside / name, [memoryview(text)])
-            _copy_files(run, model, aside)
+            _copy_files(run, None if home is None else Path(home), aside)
             sync_folder(aside)
             aside.rename(path)
             sync_folder(path.parent)
@@ -160,8 +168,14 @@ def export(
     return path
 
 
-def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | Llama, str]:
-    """Return a run, its model, and the type of that at Hugging Face.
+def their_config(plain: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json of a run's model if that is of the modules of transformers, as rp.HF gives it."""
+    fn = plain["model"]["fn"]
+    return json.loads(fn["config"]) if isinstance(fn, Mapping) and "config" in fn else None
+
+
+def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | Llama | None, str]:
+    """Return a run, its model (None for one of the modules of transformers), and its type at Hugging Face.
 
     Args:
         plain: The run as plain data.
@@ -176,11 +190,14 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
     if not path.parent.is_dir():
         faults.append(f"{str(path.parent)!r} is no folder: create it, or give another path")
     own = {part for part in ("model", "data") if isinstance(plain.get(part), dict) and "fn" in plain[part]}
-    if "model" in own:
+    config = their_config(plain) if "model" in own else None
+    if "model" in own and config is None:
         faults.append("the model is your own Layers, and only a GPT or a Llama is one of Hugging Face's")
         raise ConfigError([f"export: {fault}" for fault in faults])
     run = run_of({name: plain[name] for name in _TOLD if name in plain and name not in own})
     assert isinstance(run.model, GPT | Llama)
+    if config is not None and not faults:
+        return run, None, config["model_type"]
     if run.model.lora is not None and run.model.hf is None:
         faults.append("the adapters are of random weights, which no checkpoint has: train them on rp.HF(folder)")
     kind, unfit = type_of(run.model, _begun(run.model).get("model_type"))
@@ -331,9 +348,8 @@ def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[in
     return found
 
 
-def _copy_files(run: Run, model: GPT | Llama, folder: Path) -> None:
+def _copy_files(run: Run, home: Path | None, folder: Path) -> None:
     """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from."""
-    home = None if model.hf is None else Path(model.hf)
     for name in COPIED:
         if home is not None and (home / name).is_file():
             _copy(home / name, folder / name)

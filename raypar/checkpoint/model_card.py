@@ -7,25 +7,32 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 
 
-def model_card(run: Run, model: GPT | Llama, kind: str, step: int, dtype: str, loss: float | None) -> str:
+def model_card(
+    run: Run, model: GPT | Llama | None, kind: str, step: int, dtype: str, loss: float | None, home: str | None
+) -> str:
     """Return the card.
 
     Args:
         run: The run that trained the model.
-        model: The model.
+        model: The model; None for one of the modules of transformers.
         kind: Its type at Hugging Face.
         step: Number of steps taken.
         dtype: Dtype of the weights.
         loss: The last loss of the run in nats per token; None if it is not known.
+        home: The folder whose weights the run began with; None if they were random.
     """
     data = "batches of a function" if isinstance(run.data, Batches) else run.data.path
     each = run.microbatches * run.micro_batch_size * run.mesh.dp
+    sizes, length = "its sizes are in config.json", ""
+    if model is not None:
+        sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}"
+        length = f" of up to {model.seq} tokens"
     rows = {
-        "type": f"{kind}: {model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}",
+        "type": f"{kind}: {sizes}",
         "weights": dtype,
-        "began with": f"the weights in {model.hf}" if model.hf else "random weights",
+        "began with": f"the weights in {home}" if home else "random weights",
         "data": data,
-        "steps": f"{step} of {run.steps}, of {each} sequences of up to {model.seq} tokens",
+        "steps": f"{step} of {run.steps}, of {each} sequences{length}",
         "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
         "layout": f"pp={run.mesh.pp} dp={run.mesh.dp} cp={run.mesh.cp} tp={run.mesh.tp} ep={run.mesh.ep}, "
         f"zero {run.zero or 0}, {run.precision.compute}",

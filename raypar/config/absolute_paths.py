@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from raypar.actors.files import expanded
 from raypar.actors.specs.data import Batches, Examples
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 
 
@@ -17,7 +17,7 @@ def rooted(run: Run) -> Run:
         return path if path is None else str(expanded(path).absolute())
 
     run, data = replace(run, offload_folder=root(run.offload_folder)), run.data
-    if isinstance(run.model, Transformer) and run.model.hf is not None:
+    if isinstance(run.model, Transformer | Layers) and run.model.hf is not None:
         run = replace(run, model=replace(run.model, hf=root(run.model.hf)))
     if isinstance(data, Batches):
         return run

@@ -11,24 +11,25 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
 from raypar.actors.hugging_face.folder import CONFIG, read_json, tensors_in
 from raypar.actors.known_fields import unknown_faults
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
 from raypar.config.hugging_face_config import SCALING
+from raypar.config.their_model import MOST_SEQ, their_model
 from raypar.errors import ConfigError
 from raypar.paths import absolute
-from raypar.schedules.nearest_name import nearest
 
-MOST_SEQ = 1024  # tokens of a sequence, unless the user says another number
 _REQUIRED = object()
 _EXACT, _TANH = ("gelu",), ("gelu_new", "gelu_pytorch_tanh")
 _SILU = ("silu", "swish")
 
 
 @checked_arguments
-def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama:  # noqa: N802  (it stands where a class would)
+def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # noqa: N802  (it stands where a class would)
     """Return the model in a folder of Hugging Face, whose weights a run with it begins with.
+
+    A type of model that raypar has not is one of Layers, made of the modules of transformers, which must be installed.
 
     Only config.json and the headers of safetensors files are read; nothing of the folder is run. When the run starts,
     every actor reads its own slices of the weights.
@@ -41,9 +42,12 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama:  # noqa: N80
         ConfigError: The folder holds no model that raypar has, or its files are not sound. Lists all faults.
     """
     path, faults = absolute(folder), list[str]()
+    model: GPT | Llama | Layers | None = None
     try:
         config = read_json(path / CONFIG)
-        model, faults = model_of(config, changes)
+        kind = config.get("model_type")
+        read = model_of if kind in TABLES or not isinstance(kind, str) else their_model
+        model, faults = read(config, changes)
         if model is not None:
             tensors_in(path, config["model_type"])
     except CheckpointError as error:
@@ -67,7 +71,7 @@ def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT
     kind = config.get("model_type")
     make = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if make is None:
-        return None, [_unknown(config)]
+        return None, [f"{CONFIG} has no model_type: give a model's folder"]
     reader = _Reader(config, changes)
     if "quantization_config" in config:
         reader.faults.append("its weights are quantized: save it in float32 or bfloat16 first, with transformers")
@@ -322,16 +326,3 @@ _FAMILIES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
 }
 assert _FAMILIES.keys() == TABLES.keys()
-
-
-def _unknown(config: Mapping[str, Any]) -> str:
-    """Say that there is no such model, and what there is."""
-    kind, named = config.get("model_type"), config.get("architectures") or []
-    told = f"{kind!r} ({named[0]})" if isinstance(named, list) and named else repr(kind)
-    close = nearest(str(kind), list(TABLES))
-    near = f"; {close!r} is the nearest" if close else ""
-    every = ", ".join(TABLES)
-    return (
-        f"its model_type is {told}, and raypar has {every}{near}: give one of these, or build it from the modules of "
-        "transformers as rp.Layers (docs/hugging-face.md)"
-    )

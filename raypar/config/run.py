@@ -100,8 +100,8 @@ def check_run(
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
     faults += _module_faults(run, skeleton, right)
-    begins = isinstance(run.model, Transformer) and (resumed is None or run.model.lora is not None)
-    if begins and right("model") and isinstance(run.model, Transformer) and not any(run.model.faults(right)):
+    begins = resumed is None or (isinstance(run.model, Transformer) and run.model.lora is not None)
+    if begins and right("model") and not (isinstance(run.model, Transformer) and any(run.model.faults(right))):
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
     if right("data"):
         faults += _data_faults(run, right)

@@ -65,7 +65,7 @@ def begun(run: Run) -> Run:
 
     With adapters it does, because a checkpoint has only what learns.
     """
-    if not isinstance(run.model, Transformer) or run.model.hf is None or run.model.lora is not None:
+    if run.model.hf is None or (isinstance(run.model, Transformer) and run.model.lora is not None):
         return run
     return replace(run, model=replace(run.model, hf=None))
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import converted, is_ignored
 from raypar.actors.hugging_face.folder import Kept, model_type_of, tensors_in
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.config.skeleton import Skeleton
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 
 
-def folder_faults(model: GPT | Llama, skeleton: Skeleton) -> Iterator[str]:
+def folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
     """Yield what is wrong in the folder that a model's weights come from: its files, or tensors of other models.
 
     Args:

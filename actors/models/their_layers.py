@@ -1,0 +1,206 @@
+"""A model of transformers as a list of layers, made of its own modules: for types of models that raypar has not.
+
+transformers is imported when a model is built, and runs no code of a folder: only the config is taken from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.hugging_face.conversions import THEIRS
+from raypar.actors.models.base import IGNORED
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats per token, of labels (B, S) int64; those of -100 do not count."""
+    total = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels_BS != IGNORED).sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TheirLayers:
+    """Builds the layers of a model of transformers: embedding with the first block, other blocks, head.
+
+    Parameters are called ``layers.<i>.net.`` and then as in a folder of the model.
+
+    Attributes:
+        config: The content of its config.json.
+    """
+
+    config: str
+
+    def __call__(self) -> list[nn.Module]:
+        """Build the layers, in float32. Raises ValueError if the model's parts are not those that its plan names."""
+        whole = _built(json.loads(self.config))
+        parts = parts_of(whole.config.base_model_pp_plan or {})
+        base = whole.base_model
+        blocks = base.get_submodule(parts.blocks)
+        apart = [(name, part) for name, part in base.named_children() if name not in parts]
+        others = [name for name, part in apart if any(True for _ in part.parameters())]
+        beside = [name for name, part in whole.named_children() if part is not base and name != "lm_head"]
+        if not isinstance(blocks, nn.ModuleList) or others or beside:
+            told = ", ".join([*others, *beside]) or parts.blocks
+            raise ValueError(f"its parts are not those that its plan names: {told}")
+        return [_Piece(whole, parts, index) for index in range(len(blocks) + 1)]
+
+
+@dataclass(frozen=True)
+class Parts(Sequence[str]):
+    """Names of the modules of a base model: its embedding, its list of blocks, its last norm."""
+
+    embedding: str
+    blocks: str
+    norm: str
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.embedding, self.blocks, self.norm)[index]
+
+    def __len__(self) -> int:
+        return 3
+
+
+def parts_of(plan: Mapping[str, Any]) -> Parts:
+    """Return the parts that a ``base_model_pp_plan`` names. Raises ValueError if they are not three, or in disorder."""
+    names = list(plan)
+    if len(names) != 3 or "input_ids" not in plan[names[0]][0]:
+        raise ValueError("its base_model_pp_plan has not an embedding, blocks and a norm")
+    return Parts(*names)
+
+
+def _built(config: dict[str, Any]) -> Any:
+    """Build a whole model of transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config_object(config), dtype=torch.float32)
+
+
+def config_object(config: Mapping[str, Any]) -> Any:
+    """Return the config of transformers that a config.json describes. Raises what transformers raises."""
+    from transformers import CONFIG_MAPPING
+
+    kept = {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
+    return CONFIG_MAPPING[kept["model_type"]].from_dict(kept)
+
+
+class _Given(nn.Module):
+    """Takes the place of the first block, and returns what the layer before has made: (B, S, D).
+
+    What the model does with embeddings ahead of its blocks is then left out, as the first layer has done it.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        _like(self, block)
+        self.held: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        return hidden_states if self.held is None else self.held
+
+
+class _Passed(nn.Module):
+    """Takes the place of a block that another layer computes: returns its input."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        _like(self, block)
+
+    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        return hidden_states
+
+
+class _Piece(nn.Module):
+    """A layer: the model, in which only some modules are there, and share their parameters with those of ``whole``.
+
+    Args:
+        whole: The model.
+        parts: Names of the parts of its base model.
+        index: Which layer: 0 has the embedding and the first block, the last one the norm and the head.
+    """
+
+    def __init__(self, whole: Any, parts: Parts, index: int) -> None:
+        super().__init__()
+        base, prefix = whole.base_model, whole.base_model_prefix
+        blocks = list(base.get_submodule(parts.blocks))
+        self._is_head, self._is_first, self._prefix = index == len(blocks), index == 0, prefix
+        others: list[nn.Module] = [block if at == index else _Passed(block) for at, block in enumerate(blocks)]
+        if not self._is_first:
+            others[0] = _Given(blocks[0])
+        changes: dict[str, nn.Module] = {parts.blocks: nn.ModuleList(others)}
+        if not self._is_first:
+            changes[parts.embedding] = nn.Identity()
+        if not self._is_head:
+            changes[parts.norm] = nn.Identity()
+        outside: dict[str, nn.Module] = {prefix: _shell(base, changes)}
+        if not self._is_head:
+            outside["lm_head"] = nn.Identity()
+        self.net, self._given = _shell(whole, outside), None if self._is_first else others[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer: token ids (B, S) or (B, S, D) -> (B, S, D), or logits (B, S, V)."""
+        if self._given is None:
+            out: Tensor = self.net.get_submodule(self._prefix)(input_ids=x, use_cache=False).last_hidden_state
+            return out
+        self._given.held = x
+        try:
+            if self._is_head:
+                out = self.net(inputs_embeds=x, use_cache=False).logits
+            else:
+                out = self.net.get_submodule(self._prefix)(inputs_embeds=x, use_cache=False).last_hidden_state
+        finally:
+            self._given.held = None
+        return out
+
+
+def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a copy of a module that shares its children and tensors, but for these children."""
+    made = copy.copy(module)
+    for name in ("_parameters", "_buffers"):
+        vars(made)[name] = dict(vars(module)[name])
+    vars(made)["_modules"] = {**module._modules, **changes}
+    return made
+
+
+def _like(module: nn.Module, block: nn.Module) -> None:
+    """Give a module the plain attributes of a block, which tell the model what kind of mask it takes."""
+    for name, value in vars(block).items():
+        if isinstance(value, _PLAIN) and not name.startswith("_") and name != "training":
+            setattr(module, name, value)
+
+
+def plan_of(config: Any) -> dict[str, str]:
+    """Return the plan of tensor parallelism that a config declares, for the names of ``TheirLayers``.
+
+    Args:
+        config: The config of transformers.
+
+    Raises:
+        ValueError: It declares none, or one with a style that raypar does not have.
+    """
+    declared = config.base_model_tp_plan or {}
+    if not declared:
+        raise ValueError("its config declares no base_model_tp_plan")
+    if unknown := sorted({style for style in declared.values() if style not in _STYLES}):
+        raise ValueError(f"its base_model_tp_plan has styles that raypar has not: {', '.join(unknown)}")
+    return {f"layers.*{THEIRS}model.{name}": _STYLES[style] for name, style in declared.items()}
+
+
+_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gather_output",
+    "colwise_rep": "column_gather_output",
+    "rowwise_split_input": "row_split_input",
+    "rowwise_rep": "row_split_input",
+    "replicated_with_grad_allreduce": "shared",
+    "embedding_rowwise": "embedding",
+}

@@ -1,0 +1,89 @@
+"""Types of models that raypar has not compute with the modules of transformers, alone and divided, on threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import raypar as rp
+from raypar.checkpoint.hugging_face import export
+from raypar.reporting.report import losses_of, mean_loss
+from tests.support.hugging_face import _LLAMA, CONFIGS, checkpoint_of, logits_of, saved, some_ids
+from tests.support.team import Team
+
+pytest.importorskip("transformers")
+
+OTHERS = {  # plans that gather and split, that fuse projections, that scale what goes in and out, other norms
+    "olmo2": ("Olmo2Config", _LLAMA),
+    "phi3": ("Phi3Config", _LLAMA | {"pad_token_id": None, "tie_word_embeddings": True}),
+    "granite": ("GraniteConfig", _LLAMA | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "cohere": ("CohereConfig", _LLAMA | {"pad_token_id": None, "vocab_size": 64, "tie_word_embeddings": False}),
+}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def given(request, tmp_path_factory):
+    """A folder, and the model in it."""
+    CONFIGS[request.param] = OTHERS[request.param]
+    try:
+        folder = tmp_path_factory.mktemp("hf")
+        return folder, saved(request.param, folder)
+    finally:
+        del CONFIGS[request.param]
+
+
+def batch(step, microbatch, dp):
+    ids = some_ids(step + 10 * dp)[microbatch : microbatch + 1]
+    return ids, torch.roll(ids, -1, 1)
+
+
+def team_of(folder, mesh, **changes):
+    fields = {"model": rp.HF(folder, seq=12), "data": rp.Batches(batch, batch), "microbatches": 2, "timeout": 20.0}
+    return Team.of(rp.Run(mesh=mesh, **{"optim": rp.AdamW(lr=1e-2)} | fields | changes))
+
+
+@pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(tp=2), rp.Mesh(pp=2, tp=2)], ids=str)
+def test_the_logits_are_theirs_and_so_is_what_was_trained(given, mesh, tmp_path):
+    import transformers
+
+    folder, theirs = given
+    team = team_of(folder, mesh)
+    with torch.no_grad():
+        wanted = theirs(some_ids()).logits
+    found = logits_of(team, some_ids())[..., : wanted.shape[-1]]  # every tensor rank has all of them
+    assert wanted.std() > 0.05
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    team.step(0)
+    out = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to", shard=2000)
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    with torch.no_grad():
+        trained = [again(batch(5, number, 0)[0]).logits for number in range(2)]
+        assert (again(some_ids()).logits - wanted).abs().max() > 1e-3
+    losses = [cross_entropy(one[0], batch(5, number, 0)[1][0]).item() for number, one in enumerate(trained)]
+    assert mean_loss(*losses_of(team.step(5, "evaluate"))) == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_layouts_learn_the_same(given):
+    folder, _ = given
+
+    def weights(mesh=None, **changes):
+        team = team_of(folder, mesh or rp.Mesh(), **changes)
+        team.step(0)
+        return dict(team.weights())
+
+    plain = weights(optim=rp.SGD(lr=0.5))
+    for name, weight in weights(rp.Mesh(pp=2, tp=2), optim=rp.SGD(lr=0.5)).items():
+        torch.testing.assert_close(weight, plain[name], atol=1e-5, rtol=1e-4)
+
+
+def test_replicas_share_their_weights(given):
+    folder, theirs = given
+    losses, _ = losses_of(team_of(folder, rp.Mesh(dp=2), zero=3).step(0, "evaluate"))
+    with torch.no_grad():
+        wanted = []
+        for number in range(2):
+            for dp in range(2):
+                ids, labels = batch(0, number, dp)
+                wanted.append(cross_entropy(theirs(ids).logits[0], labels[0]).item())
+    assert sorted(losses) == pytest.approx(sorted(wanted), rel=1e-5)
