@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,19 +55,12 @@ class TheirLayers:
         return [_Piece(whole, parts, index) for index in range(len(blocks) + 1)]
 
 
-@dataclass(frozen=True)
-class Parts(Sequence[str]):
+class Parts(NamedTuple):
     """Names of the modules of a base model: its embedding, its list of blocks, its last norm."""
 
     embedding: str
     blocks: str
     norm: str
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.embedding, self.blocks, self.norm)[index]
-
-    def __len__(self) -> int:
-        return 3
 
 
 def parts_of(plan: Mapping[str, Any]) -> Parts:
@@ -79,17 +73,13 @@ def parts_of(plan: Mapping[str, Any]) -> Parts:
 
 def _built(config: dict[str, Any]) -> Any:
     """Build a whole model of transformers in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config_object(config), dtype=torch.float32)
+    return import_module("transformers").AutoModelForCausalLM.from_config(config_object(config), dtype=torch.float32)
 
 
 def config_object(config: Mapping[str, Any]) -> Any:
     """Return the config of transformers that a config.json describes. Raises what transformers raises."""
-    from transformers import CONFIG_MAPPING
-
     kept = {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
-    return CONFIG_MAPPING[kept["model_type"]].from_dict(kept)
+    return import_module("transformers").CONFIG_MAPPING[kept["model_type"]].from_dict(kept)
 
 
 class _Given(nn.Module):
@@ -131,7 +121,8 @@ class _Piece(nn.Module):
         super().__init__()
         base, prefix = whole.base_model, whole.base_model_prefix
         blocks = list(base.get_submodule(parts.blocks))
-        self._is_head, self._is_first, self._prefix = index == len(blocks), index == 0, prefix
+        self._is_head, self._is_first = index == len(blocks), index == 0
+        self._prefix, self._blocks = prefix, f"{prefix}.{parts.blocks}"
         others: list[nn.Module] = [block if at == index else _Passed(block) for at, block in enumerate(blocks)]
         if not self._is_first:
             others[0] = _Given(blocks[0])
@@ -143,22 +134,30 @@ class _Piece(nn.Module):
         outside: dict[str, nn.Module] = {prefix: _shell(base, changes)}
         if not self._is_head:
             outside["lm_head"] = nn.Identity()
-        self.net, self._given = _shell(whole, outside), None if self._is_first else others[0]
+        self.net = _shell(whole, outside)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer: token ids (B, S) or (B, S, D) -> (B, S, D), or logits (B, S, V)."""
-        if self._given is None:
+        if self._is_first:
             out: Tensor = self.net.get_submodule(self._prefix)(input_ids=x, use_cache=False).last_hidden_state
             return out
-        self._given.held = x
+        given = self._given
+        given.held = x
         try:
             if self._is_head:
                 out = self.net(inputs_embeds=x, use_cache=False).logits
             else:
                 out = self.net.get_submodule(self._prefix)(inputs_embeds=x, use_cache=False).last_hidden_state
         finally:
-            self._given.held = None
+            given.held = None
         return out
+
+    @property
+    def _given(self) -> _Given:
+        """What stands in the place of the first block."""
+        given = self.net.get_submodule(f"{self._blocks}.0")
+        assert isinstance(given, _Given)
+        return given
 
 
 def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:

@@ -124,7 +124,8 @@ class LayersModel(Model):
         """Read this actor's part of a weight from the folder."""
         assert self._folder is not None
         part = torch.empty(shard.shape, dtype=tensor.dtype)
-        self._folder.fill(dict(map(reversed, self.ties)).get(name, name), part, shard)
+        homes = {copy: home for home, copy in self.ties}
+        self._folder.fill(homes.get(name, name), part, shard)
         return part
 
     def note(self, layer: int, error: Exception) -> str:

@@ -166,6 +166,9 @@ class Run:
     of a sequence, else samples"""
     track: tuple[Tracker, ...] = ()
     """trackers that get every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
+    compile: bool = False
+    """let torch's compiler make each layer's forward and backward: other bits, some minutes at the start, and on CPUs a
+    C++ compiler; where it fails, layers are computed as they are, and one line says so"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1
     """CPU threads of an actor"""
     device: DeviceChoice = "auto"

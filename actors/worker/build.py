@@ -27,6 +27,7 @@ from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
+from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.data import Examples
@@ -95,6 +96,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         )
         for number in own
     }
+    if run.compile:
+        compile_layers([module for stage in stages.values() for module in stage.modules])
     parameters = {
         name: parameter
         for stage in stages.values()

@@ -138,7 +138,7 @@ def export(
         CheckpointError: The checkpoint can't be read, or the folder can't be written. Nothing is left behind.
     """
     path = absolute(folder)
-    plain = found.manifest.run
+    plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
     chosen, home = dtype or run.precision.compute, plain["model"].get("hf")
     home = None if home == "none" else home

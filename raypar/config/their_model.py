@@ -54,7 +54,7 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
     except Exception as error:  # transformers', of whatever type
         return None, [_refused(config, kind, error)]
     if not theirs.tie_word_embeddings and theirs.vocab_size % _DIVIDED == 0:
-        plan[f"layers.*{THEIRS}lm_head"] = "column_gather_output"
+        plan[f"layers.{theirs.num_hidden_layers}{THEIRS}lm_head"] = "column_gather_output"
     seq = min(MOST_SEQ, int(getattr(theirs, "max_position_embeddings", MOST_SEQ) or MOST_SEQ))
     fields: dict[str, Any] = {"seq": seq, "vocab": theirs.vocab_size, "plan": plan}
     fn = TheirLayers(json.dumps(plain, sort_keys=True))

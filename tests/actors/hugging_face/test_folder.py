@@ -205,12 +205,14 @@ def test_a_folder_that_is_no_model_is_told(tmp_path):
     assert "is not JSON" in faults_of(rp.HF, tmp_path)[0]
 
 
-def test_an_unknown_architecture_is_told_with_what_would_work(tmp_path):
+def test_an_unknown_architecture_is_told_with_what_would_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     folder = made(tmp_path / "hf", CONFIG | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
     (fault,) = faults_of(rp.HF, folder)
     assert "its model_type is 'mamba' (MambaForCausalLM), and raypar has " + ", ".join(TABLES) in fault
-    assert "rp.Layers" in fault
+    assert "pip install 'raypar[transformers]'" in fault
     assert "'llama' is the nearest" in faults_of(rp.HF, made(tmp_path / "b", CONFIG | {"model_type": "llamas"}))[0]
+    assert "has no model_type" in faults_of(rp.HF, made(tmp_path / "c", CONFIG | {"model_type": 3}))[0]
 
 
 def test_all_that_a_model_of_ours_can_not_do_is_told_at_once(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -73,8 +75,27 @@ def test_layouts_learn_the_same(given):
         return dict(team.weights())
 
     plain = weights(optim=rp.SGD(lr=0.5))
-    for name, weight in weights(rp.Mesh(pp=2, tp=2), optim=rp.SGD(lr=0.5)).items():
-        torch.testing.assert_close(weight, plain[name], atol=1e-5, rtol=1e-4)
+    divided = weights(rp.Mesh(pp=2, tp=2), optim=rp.SGD(lr=0.5))
+    for name, weight in plain.items():
+        torch.testing.assert_close(divided[name], weight, atol=1e-5, rtol=1e-4)
+
+
+def test_what_transformers_can_not_give_is_told_with_what_would_work(given, tmp_path):
+    folder, _ = given
+    config = json.loads((folder / "config.json").read_text())
+
+    def faults(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(rp.ConfigError) as error:
+            rp.HF(tmp_path)
+        return "\n".join(error.value.faults)
+
+    assert "its base_model_pp_plan has not an embedding, blocks and a norm. Give one of" in faults(
+        model_type="stablelm"
+    )
+    assert "transformers has no model of this type; 'mixtral' is the nearest" in faults(model_type="mixtral8")
+    assert "it has attention_dropout, which actors would draw apart: give dropout=0.0" in faults(attention_dropout=0.1)
+    assert rp.HF(folder, dropout=0.0).hf == str(folder)
 
 
 def test_replicas_share_their_weights(given):
