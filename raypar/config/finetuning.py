@@ -9,10 +9,12 @@ from raypar.actors.data.example_batches import open_sequences
 from raypar.actors.data.text_files import TextError
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
 from raypar.config.hugging_face import HF
+from raypar.errors import ConfigError
 
 _PASSES = 3  # over the examples, if nobody says how many steps to take
 _RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
@@ -31,7 +33,16 @@ def finetuning(path: str, folder: str, *, adapters: bool = True) -> Run:
         ConfigError: The folder holds no model that raypar has. Lists all faults.
     """
     model = HF(folder, dropout=0.0)
-    model = replace(model, seq=min(model.seq, _SEQ), lora=Lora() if adapters else None)
+    seq = min(model.seq or _SEQ, _SEQ)
+    if isinstance(model, Layers):
+        if adapters:
+            why = "the modules of transformers have none here"
+            raise ConfigError(
+                [f"model.lora: {folder!r} is of a type without adapters, as {why}: give --model.lora none"]
+            )
+        model = replace(model, seq=seq)
+    else:
+        model = replace(model, seq=seq, lora=Lora() if adapters else None)
     run = Run(
         model=model,
         data=Examples(path, tokenizer=folder),
@@ -40,7 +51,7 @@ def finetuning(path: str, folder: str, *, adapters: bool = True) -> Run:
         microbatches=8,
         folder="auto",
     )
-    steps = _steps(run, model.seq)
+    steps = _steps(run, seq)
     optim = replace(run.optim, warmup=steps // 20)
     return rooted(replace(run, steps=steps, eval_every=max(1, steps // 5), optim=optim))
 

@@ -20,7 +20,10 @@ OTHERS = {  # plans that gather and split, that fuse projections, that scale wha
     "olmo2": ("Olmo2Config", _LLAMA),
     "phi3": ("Phi3Config", _LLAMA | {"pad_token_id": None, "tie_word_embeddings": True}),
     "granite": ("GraniteConfig", _LLAMA | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
-    "cohere": ("CohereConfig", _LLAMA | {"pad_token_id": None, "vocab_size": 64, "tie_word_embeddings": False}),
+    "cohere": (
+        "CohereConfig",
+        _LLAMA | {"logit_scale": 0.5, "pad_token_id": None, "vocab_size": 64, "tie_word_embeddings": False},
+    ),
 }
 
 
