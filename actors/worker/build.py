@@ -96,8 +96,6 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         )
         for number in own
     }
-    if run.compile:
-        compile_layers([module for stage in stages.values() for module in stage.modules])
     parameters = {
         name: parameter
         for stage in stages.values()
@@ -202,6 +200,8 @@ def assemble(seat: Seat) -> Assembly:
     """Build everything that the worker on a seat needs for a run."""
     plan, groups, place = seat.plan, seat.groups, seat.place
     part, run = build_part(plan, place, groups), plan.run
+    if run.compile:
+        compile_layers([module for stage in part.stages.values() for module in stage.modules])
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(seat, part, scaler)
     if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_apart):

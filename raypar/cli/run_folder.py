@@ -14,6 +14,7 @@ from raypar.cli.arguments import parsed
 from raypar.cli.output_files import file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
+from raypar.reporting.device_peaks import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
@@ -46,8 +47,8 @@ class ReportArgs:
     """serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C"""
     port: int = PORT
     """where --live serves it; 0: any port that is free"""
-    peak: float | None = None
-    """peak FLOP/s of the device of one actor, for model FLOPs utilisation; None: that is left out"""
+    peak: float | DeviceName | None = None
+    """peak FLOP/s of the device of one actor, or its name, for model FLOPs utilisation; None: that is left out"""
 
     def faults(self) -> Iterator[str]:
         """Yield which values are out of range or do not go together."""
@@ -60,7 +61,7 @@ class ReportArgs:
             yield f"--port {self.port} is where --live serves the page: add --live"
         if not 0 <= self.port < 1 << 16:
             yield f"--port is {self.port}: it must be from 0 to 65535"
-        if self.peak is not None and not 0 < self.peak < float("inf"):
+        if isinstance(self.peak, int | float) and not 0 < self.peak < float("inf"):
             yield f"--peak is {self.peak}: give the FLOP/s that the device of one actor could do, such as 312e12"
 
 
@@ -135,7 +136,7 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Wri
 
 def report(args: ReportArgs) -> Written | Live:
     """Run ``raypar report``, and return which file was written, or the server of the page."""
-    folders, peak = args.folders, args.peak
+    folders, peak = args.folders, peak_of(args.peak)
     if args.live:
         _page(folders, peak)
         return Live(lambda: _served(folders, peak), args.port)

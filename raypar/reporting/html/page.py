@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from raypar.actors.specs.run import Run
@@ -32,6 +33,7 @@ from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 
+_DAY = 86_400  # seconds
 _NONE = "No step was taken yet."
 _BUBBLE = (
     "The share of the actors' time, from the first action of a step to the last, in which they compute nothing. "
@@ -76,8 +78,10 @@ def speed(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw the throughput and the bubble over steps, without those taken by hand, whose times say nothing."""
     name, by_hand = f"{history.unit}/s", history.by_hand
     told = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
+    points = history.throughput()
+    daily = [note(f"{amount(_DAY * median(value for _, value in points))} {history.unit} a day.")] if points else []
     return _pair(
-        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks), *told),
+        section(name.capitalize(), _curve(history, name, points, significant, marks), *daily, *told),
         section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), note(_BUBBLE), *told),
     )
 
