@@ -15,10 +15,13 @@ import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.arguments import parsed
+from raypar.cli.fleet_table import fleet_figures, fleet_told
 from raypar.cli.placements import RESHARDS, Reshard, placements, table
 from raypar.cli.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
+from raypar.planner.fleet import FleetOutcome, simulate_fleet
+from raypar.planner.fleet_file import read_fleet
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.checking.errors import CheckError
@@ -109,6 +112,9 @@ class SimulateArgs(PaperArgs):
     """MiB of a stage's whole weights, for the table's peaks"""
     activations_mib: float = 0.0
     """MiB that a forward of a microbatch keeps in a stage, likewise"""
+    cluster: Path | None = None
+    """a TOML file of a cluster with stragglers, slow links, failures and checkpoints: how much of the time of a
+    training there is of use; durations are in seconds then"""
     format: Literal["text", "json"] = "text"
     """json: one JSON object, for programs"""
 
@@ -215,13 +221,15 @@ def measure(words: Sequence[str]) -> str:
     loaded = _load(args, costs)
     schedule = loaded.lowered(passes=_passes(args))
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
+    fleet = None if args.cluster is None else _fleet(args.cluster, schedule, costs)
     compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes) if args.gather else []
     if args.format == "text":
         told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         told += f", UNSHARD {args.unshard:g}" if args.gather else ""
         told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
         text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
-        return f"{text}\n\n{table(compared)}" if compared else text
+        text = f"{text}\n\n{table(compared)}" if compared else text
+        return text if fleet is None else f"{text}\n\n{fleet_told(fleet)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
@@ -234,8 +242,21 @@ def measure(words: Sequence[str]) -> str:
         "busy": list(found.busy),
         "in_flight": list(found.in_flight),
         "placements": [asdict(one) for one in compared],
+        "cluster": None if fleet is None else fleet_figures(fleet),
     }
     return json.dumps(figures)
+
+
+def _fleet(path: Path, schedule: Schedule, costs: Costs) -> FleetOutcome:
+    """Simulate a training on the cluster of a file. Raises ScheduleError."""
+    if schedule.stream:
+        raise ScheduleError(f"--cluster: {schedule.name} is asynchronous: take a synchronous schedule")
+    if any(costs.is_beside(action) for row in schedule.rows for action in row):
+        raise ScheduleError("--cluster simulates no gathers: leave out --gather, and give reduce_seconds in the file")
+    try:
+        return simulate_fleet(schedule, costs, read_fleet(path, schedule.num_ranks))
+    except ConfigError as error:
+        raise ScheduleError("\n".join(error.faults)) from error
 
 
 def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:

@@ -6,6 +6,7 @@ are l layers, h hidden, a heads, s tokens of a sequence, V vocabulary, b sequenc
 
 from raypar.planner.formulas.activations import ActivationForm, layer_activation_bytes
 from raypar.planner.formulas.bubbles import bubble, dualpipe_bubble, zero_bubble_memory
+from raypar.planner.formulas.checkpoints import daly_interval, goodput, young_interval
 from raypar.planner.formulas.flops import forward_flops, training_flops
 from raypar.planner.formulas.messages import collective_bytes, tensor_parallel_bytes, zero_bytes
 from raypar.planner.formulas.parameters import embedding_parameters, layer_parameters, parameters
@@ -17,10 +18,12 @@ __all__ = [
     "bubble",
     "bytes_per_parameter",
     "collective_bytes",
+    "daly_interval",
     "days",
     "dualpipe_bubble",
     "embedding_parameters",
     "forward_flops",
+    "goodput",
     "gpus_for",
     "hfu",
     "hours_like",
@@ -30,6 +33,7 @@ __all__ = [
     "parameters",
     "tensor_parallel_bytes",
     "training_flops",
+    "young_interval",
     "zero_bubble_memory",
     "zero_bytes",
 ]

@@ -1,0 +1,104 @@
+"""The file of ``raypar simulate --cluster``: a cluster with stragglers, slow links, failures and saves, as TOML."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from raypar.actors.bounds import Count, Share
+from raypar.actors.files import read_named
+from raypar.errors import ConfigError
+
+_MOST = 1 << 20  # bytes
+_MOST_ACTORS = 1_000_000  # times sampled steps, so that what is drawn takes some hundred MiB at most
+Seconds = Annotated[float, Ge(0), Le(1e9)]
+Factor = Annotated[float, Ge(1), Le(1e3)]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A cluster and a training on it. All fields but the first three may be left out."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    replicas: Count
+    """replicas of the pipeline (dp x cp)"""
+    actors_per_node: Count
+    """actors on a node, which fail together"""
+    steps: Annotated[int, Ge(1), Le(10_000_000)]
+    """steps of the training"""
+    tensor_ranks: Count = 1
+    """actors of a replica's pipeline rank, which wait for one another in every action"""
+    reduce_seconds: Seconds = 0.0
+    """what of the reduction between replicas no computing hides, in each step"""
+    straggler_share: Share = 0.0
+    """share of the actors that are slow, all the time"""
+    straggler_slowdown: Factor = 1.0
+    """how many times as long they take"""
+    jitter: Annotated[float, Ge(0), Le(2)] = 0.0
+    """by how much every actor differs from step to step: the standard deviation of the logarithm of its durations"""
+    slow_link_share: Share = 0.0
+    """share of the actors whose link to other pipeline ranks is slow"""
+    slow_link_slowdown: Factor = 1.0
+    """how many times as long a message over it takes"""
+    node_mtbf_hours: Seconds = 0.0
+    """mean time between two failures of one node; 0: none fails"""
+    restart_seconds: Seconds = 0.0
+    """from a failure until all train again from the last checkpoint"""
+    save_seconds: Seconds = 0.0
+    """for how long a save stops the training"""
+    save_every: Annotated[int, Ge(1), Le(10_000_000)] | Literal["young", "daly"] = "daly"
+    """steps between two saves, or the formula that says how many"""
+    sampled_steps: Annotated[int, Ge(1), Le(10_000)] = 32
+    """how many different steps are drawn, from which the training's are taken"""
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
+    """seed of all that is drawn"""
+
+
+def read_fleet(path: Path, num_ranks: int) -> Fleet:
+    """Read a cluster's file.
+
+    Args:
+        path: The file.
+        num_ranks: Number of pipeline ranks of the schedule.
+
+    Raises:
+        ConfigError: It can't be read, or has faults, all of which are listed.
+    """
+    named = f"--cluster {str(path)!r}"
+    try:
+        written = tomllib.loads(read_named(path, _MOST).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([f"{named} can't be read ({reason}): correct the path or the text"]) from error
+    try:
+        fleet = TypeAdapter(Fleet).validate_json(json.dumps(written, default=str))
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{named}: {_fault(one['loc'], one['type'], one['msg'])}" for one in error.errors()]
+        ) from error
+    faults = []
+    if num_ranks * fleet.replicas * fleet.tensor_ranks * fleet.sampled_steps > _MOST_ACTORS * 32:
+        faults.append(f"{named}: more than {_MOST_ACTORS:,} actors: use fewer replicas, or fewer sampled_steps")
+    if fleet.node_mtbf_hours and not fleet.save_seconds and isinstance(fleet.save_every, str):
+        told = f"{named}: nodes fail, and save_seconds is 0, so that {fleet.save_every} has no interval"
+        faults.append(f"{told}: give save_seconds, or save_every in steps")
+    if faults:
+        raise ConfigError(faults)
+    return fleet
+
+
+def _fault(path: tuple[int | str, ...], kind: str, said: str) -> str:
+    """Say what is wrong with a field, and what helps."""
+    name = str(path[0]) if path else "the file"
+    if kind == "missing":
+        return f"{name} is missing: say it, as replicas = 64, actors_per_node = 8 or steps = 10000"
+    if kind == "unexpected_keyword_argument":
+        return f"there is no {name}: known are {', '.join(field.name for field in fields(Fleet))}"
+    return f"{name}: {said}"

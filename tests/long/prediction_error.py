@@ -1,0 +1,140 @@
+"""How far predictions from the calibration are from what runs take: step time and peak memory of 20 layouts.
+
+    raypar calibrate && python -m tests.long.prediction_error [--steps 8] [--only 5]
+
+None of the layouts is one of the calibration's short runs. Prints a line for each and the medians. Exit code 1 if a
+step is off by more than 10 %, the median by more than 5 %, or a peak by more than 5 %. For a machine that does nothing
+else: other programs on its cores are in no prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, world_of
+from raypar.job.launch import launch
+from raypar.planner.calibration_file import found_calibration
+from raypar.planner.memory import worker_memory
+from raypar.planner.prediction import from_calibration, from_flops
+from raypar.reporting.needs import counts_of
+
+_MOST, _MOST_MEDIAN, _MOST_MEMORY = 0.10, 0.05, 0.05
+GPT_S = GPT(layers=4, hidden=128, heads=4, seq=128)
+GPT_M = GPT(layers=4, hidden=192, heads=6, seq=192)
+LLAMA = Llama(layers=4, hidden=128, heads=4, kv_heads=2, seq=128)
+EXPERTS = GPT(layers=2, hidden=128, heads=4, seq=128, moe=MoE(experts=4, top_k=2))
+
+
+def layouts() -> dict[str, Run]:
+    """The runs by name."""
+    one = Run(model=GPT_S, microbatches=4, micro_batch_size=2, steps=1000, device="cpu")
+    wide = Run(model=GPT_M, microbatches=4, micro_batch_size=2, steps=1000, device="cpu")
+    llama = Run(model=LLAMA, microbatches=4, micro_batch_size=2, steps=1000, device="cpu")
+    moe = Run(model=EXPERTS, microbatches=2, micro_batch_size=2, steps=1000, device="cpu")
+
+    def on(run: Run, mesh: Mesh | None = None, **changed: object) -> Run:
+        return replace(run, mesh=mesh or Mesh(), **changed)
+
+    return {
+        "pp2 dp2": on(one, Mesh(pp=2, dp=2)),
+        "pp4": on(one, Mesh(pp=4), microbatches=8),
+        "dp2 tp2": on(one, Mesh(dp=2, tp=2)),
+        "one, small": on(one),
+        "one, wide": on(wide),
+        "one, recomputed": on(wide, recompute="full"),
+        "one, llama": on(llama),
+        "dp2": on(one, Mesh(dp=2)),
+        "dp2, wide": on(wide, Mesh(dp=2)),
+        "dp2 zero2": on(one, Mesh(dp=2), zero=2),
+        "dp2 zero3": on(one, Mesh(dp=2), zero=3),
+        "pp2 1f1b": on(one, Mesh(pp=2), microbatches=8),
+        "pp2 gpipe": on(wide, Mesh(pp=2), schedule="gpipe"),
+        "pp2 interleaved": on(one, Mesh(pp=2), schedule="interleaved"),
+        "pp2 zb-h1": on(wide, Mesh(pp=2), schedule="zb-h1", microbatches=8),
+        "pp2 llama": on(llama, Mesh(pp=2)),
+        "tp2": on(wide, Mesh(tp=2)),
+        "tp2 sequence": on(wide, Mesh(tp=2), sequence_parallel=True),
+        "cp2": on(wide, Mesh(cp=2)),
+        "dp2 ep2": on(moe, Mesh(dp=2, ep=2)),
+    }
+
+
+@dataclass(frozen=True)
+class Error:
+    """What a layout was predicted to take, by FLOPs too, and what it took: seconds, and bytes at the peak."""
+
+    name: str
+    flops: float
+    predicted: float
+    measured: float
+    memory_predicted: int
+    memory: int
+
+    @property
+    def of_time(self) -> float:
+        """The relative error of the step."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def of_memory(self) -> float:
+        """The relative error of the peak."""
+        return self.memory_predicted / self.memory - 1
+
+    def __str__(self) -> str:
+        measured, predicted = 1e3 * self.measured, 1e3 * self.predicted
+        return (
+            f"{self.name:16} {measured:8.1f} ms  predicted {predicted:8.1f} ({self.of_time:+5.0%}), "
+            f"by FLOPs {1e3 * self.flops:7.1f}; peak {self.memory >> 20:5} MiB, "
+            f"predicted {self.memory_predicted >> 20:5} ({self.of_memory:+5.1%})"
+        )
+
+
+def measured(name: str, run: Run, steps: int) -> Error:
+    """Take steps of a layout on actors of its own, since memory once taken stays. The first two are not counted."""
+    calibration = found_calibration()
+    if calibration is None:
+        raise SystemExit("there is no calibration: raypar calibrate")
+    schedule = check_run(run)["train"]
+    world, counts = world_of(run), counts_of(run, schedule, None)
+    predicted = from_calibration(run, world, counts, schedule, calibration)
+    memory = [one.peak for one in worker_memory(run, world, counts, predicted.timeline)]
+    with launch(run) as job:
+        reports = [job.step() for _ in range(steps + 2)][2:]
+    return Error(
+        name,
+        from_flops(run, world, counts, schedule).step,
+        predicted.step,
+        statistics.median(report.step_ms for report in reports) / 1e3,
+        max(memory),
+        max(max(report.peak_memory) for report in reports),
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", type=int, default=None, help="the first so many layouts")
+    given = parser.parse_args(words)
+    chosen = list(layouts().items())[: given.only]
+    errors: list[Error] = []
+    for name, run in chosen:
+        errors.append(measured(name, run, given.steps))
+        print(errors[-1], flush=True)
+    times, memory = ([abs(getattr(one, kind)) for one in errors] for kind in ("of_time", "of_memory"))
+    print(f"step: median error {statistics.median(times):.1%}, largest {max(times):.1%}")
+    print(f"peak: median error {statistics.median(memory):.1%}, largest {max(memory):.1%}")
+    is_right = max(times) <= _MOST and statistics.median(times) <= _MOST_MEDIAN and max(memory) <= _MOST_MEMORY
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
