@@ -11,6 +11,11 @@ from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
+from raypar.planner.timing.messages import LADDER, Software
+from raypar.planner.timing.step import Paper
+
+#: Megatron-LM of 2021.
+MEGATRON = Software(scatters=True, hides="alone")
 
 
 class Row(NamedTuple):
@@ -72,7 +77,7 @@ def run_of(row: Row, *, selective: bool = False) -> Run:
         recompute="selective" if selective else ("full",) * row.layers,
         sequence_parallel=selective,
         zero=0,
-        precision=Precision(compute="fp16", reduce="fp16"),
+        precision=Precision(compute="fp16"),
         bucket_mb=512,
     )
 
@@ -80,3 +85,9 @@ def run_of(row: Row, *, selective: bool = False) -> Run:
 def cluster_of(row: Row) -> Cluster:
     """Return the machines of a row: DGX A100s with 8 adapters for InfiniBand of 200 Gb/s."""
     return Cluster(DEVICES["a100"], row.gpus // 8, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
+
+
+def paper_of(row: Row, *, selective: bool = False) -> Paper:
+    """Return the run of a row on paper."""
+    run = run_of(row, selective=selective)
+    return Paper(run, model_of(row), cluster_of(row), LADDER, MEGATRON)

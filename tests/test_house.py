@@ -332,7 +332,7 @@ MAY_IMPORT = {
     "raypar/cli": (
         "actors actors/data actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config "
         "raypar/config/validate raypar/calibration raypar/doctor raypar/job raypar/parity raypar/planner "
-        "raypar/recovery raypar/reporting "
+        "raypar/planner/hardware raypar/planner/search raypar/planner/timing raypar/recovery raypar/reporting "
         "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
         "schedules/drawing schedules/passes schedules/simulation"
     ),
@@ -367,6 +367,10 @@ MAY_IMPORT = {
     ),
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",
+    "raypar/planner/search": (
+        "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
+        "raypar/planner/timing schedules"
+    ),
     "raypar/planner/timing": (
         "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
         "schedules schedules/passes schedules/simulation"

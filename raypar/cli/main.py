@@ -35,7 +35,8 @@ with actors:
   raypar calibrate [--out FILE] [--seconds N]    measure this machine or cluster, for predictions in seconds
 
 without actors, in no time:
-  raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO
+  raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO; with --gpus N
+                                                the best layouts on a cluster on paper
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
@@ -237,7 +238,9 @@ def _with_actors(command: str, words: list[str]) -> int:
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
         if command == "plan":
-            return _say(train.plan(words))
+            from raypar.cli.planning import plan
+
+            return _say(plan(words))
         if command == "step":
             train.step(words)
             return OK

@@ -23,7 +23,6 @@ from raypar.actors.specs.run import Run
 from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
-from raypar.cli.plan import compared, placed
 from raypar.cli.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, misfits
 from raypar.cli.samples import sample_faults, sampling
 from raypar.config.fields import Fault, field_faults, right_fields
@@ -33,7 +32,7 @@ from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
-from raypar.planner.host import room_faults, starts_own_ray
+from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
@@ -336,15 +335,6 @@ def verify(words: Sequence[str]) -> Verdict:
     from raypar.parity.verify import verify as verified
 
     return verified(run)
-
-
-def plan(words: Sequence[str]) -> str:
-    """Run ``raypar plan``: say what a run takes at each level of ZeRO. Raises ConfigError if it has faults."""
-    what = "Say what a run takes: memory by kind, and bytes sent, as it is and at each level of ZeRO."
-    parsed = parse(RunArgs, words, "plan", what, "gpt-small")
-    run = unrecorded(parsed.args.run())
-    check_run(run, wrong=parsed.wrong)
-    return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
 
 
 def step(words: Sequence[str]) -> None:

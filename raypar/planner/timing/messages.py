@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from raypar.actors.mesh.mesh import Axis, Mesh
 from raypar.actors.specs.model import GPT, Llama
@@ -48,6 +49,28 @@ def collective_seconds(op: Collective, nbytes: float, members: int, route: Route
 
 
 @dataclass(frozen=True)
+class Software:
+    """What a program does with its messages; the defaults are raypar's.
+
+    Attributes:
+        scatters: Whether each tensor rank sends a part of what goes to the next stage, which gathers it again
+            (Narayanan et al. 2021, section 4.1); with sequence parallelism it has only that part anyway.
+        hides: Whether reductions go on beside the backward: always, or only of runs without a pipeline, as in
+            Megatron-LM of 2021 (--DDP-impl torch and local).
+    """
+
+    scatters: bool = False
+    hides: Literal["always", "alone"] = "always"
+
+    def is_hiding(self, mesh: Mesh) -> bool:
+        """Return whether reductions go on beside the backward."""
+        return self.hides == "always" or mesh.pp == 1
+
+
+RAYPAR = Software()
+
+
+@dataclass(frozen=True)
 class Messages:
     """Seconds of the messages of one microbatch inside of a layer, and at the borders of stages.
 
@@ -67,7 +90,7 @@ class Messages:
 
 
 def messages_of(
-    run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, *, scattered: bool = False
+    run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, software: Software = RAYPAR
 ) -> Messages:
     """Return the seconds of the messages of a microbatch.
 
@@ -76,16 +99,15 @@ def messages_of(
         model: Its model.
         cluster: The cluster.
         order: In what order ranks fill it.
-        scattered: Whether each tensor rank sends a part of what goes to the next stage, which gathers it again
-            (Narayanan et al. 2021, section 4.1); with sequence parallelism it has only that part anyway.
+        software: What the program does with its messages.
     """
     mesh, element = run.mesh, ELEMENT_BYTES[run.precision.compute]
     tokens = run.micro_batch_size * model.seq / mesh.cp
     one = element * tokens * model.hidden
     along = {axis: cluster.route(mesh.ways(axis), stride_of(mesh, axis, order)) for axis in order}
-    parts = mesh.tensor_ranks if run.sequence_parallel or scattered else 1
+    parts = mesh.tensor_ranks if run.sequence_parallel or software.scatters else 1
     border = along["pp"].seconds(one / parts, 1) if mesh.pp > 1 else 0.0
-    if scattered and not run.sequence_parallel:
+    if software.scatters and not run.sequence_parallel:
         border += collective_seconds("all_gather", one, mesh.tensor_ranks, along["tp"]) if mesh.pp > 1 else 0.0
     return Messages(
         tensor=collective_seconds("all_reduce", one, mesh.tensor_ranks, along["tp"]),

@@ -60,7 +60,7 @@ def costs_on(paper: Paper) -> Costs:
     return Costs(
         of_stage=of_stage,
         link=paper.border,
-        reduce_beside=True,
+        reduce_beside=paper.hides,
         units=min(held.units for held in paper.held),
     )
 

@@ -12,7 +12,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.formulas.flops import Recomputed, training_flops
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory import element_bytes
-from raypar.planner.timing.messages import LADDER, Order, messages_of
+from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
 from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, update_bytes
 from raypar.planner.timing.roofline import Roofline
 from raypar.planner.timing.stages import Seconds, added, stages_of
@@ -67,7 +67,7 @@ class Paper:
         model: Its model.
         cluster: The cluster.
         order: In what order ranks fill it.
-        scattered: As in ``messages_of``.
+        software: What the program does with its messages.
 
     Attributes:
         world: The run's ranks.
@@ -76,16 +76,18 @@ class Paper:
         held: The parameters of each stage on one actor.
         border: Seconds in which a value gets to the next stage.
         replicas: The messages between replicas.
+        hides: Whether reductions go on beside the backward.
     """
 
     def __init__(
-        self, run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, *, scattered: bool = False
+        self, run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, software: Software = RAYPAR
     ) -> None:
+        self.hides = software.is_hiding(run.mesh)
         self.run, self.model, self.cluster = run, model, cluster
         self.world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
         self.chunks = run.chunks or 1
         count = self.chunks * run.mesh.pp
-        messages = messages_of(run, model, cluster, order, scattered=scattered)
+        messages = messages_of(run, model, cluster, order, software)
         self.border = messages.border
         self.stages = stages_of(run, model, cluster.device, messages, count)
         self.held = held_by_stage(run, model, count)
@@ -176,6 +178,8 @@ def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
     gathers, reductions = (sum(each) for each in zip(*map(paper.exchanged, stages), strict=True))
     units = sum(paper.held[stage].units for stage in stages)
     beside = 1 - 1 / units
+    if not paper.hides:
+        return 0.0, reductions
     if not paper.world.lends:  # one reduction a step, under the last backward
         return 0.0, max(reductions - beside * busy.b, reductions / units)
     if paper.run.zero_gather == "step" and paper.world.gathers:

@@ -1,0 +1,175 @@
+"""``raypar plan``: what a run takes as it is, or with ``--gpus`` the best layouts on a cluster on paper."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.precision import Precision
+from raypar.actors.specs.run import Run
+from raypar.cli.output_files import file_faults, whole_file
+from raypar.cli.parsing import parse
+from raypar.cli.plan import compared, placed
+from raypar.cli.train import RunArgs
+from raypar.cluster.devices import Share
+from raypar.cluster.placement import Node, place, told
+from raypar.config.run import check_run, unrecorded
+from raypar.config.toml import plain_of, toml_of
+from raypar.errors import ConfigError
+from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.hardware.cluster_file import Found, cluster_from, cluster_of
+from raypar.planner.host import starts_own_ray
+from raypar.planner.parameters import num_parameters, short_count
+from raypar.planner.search.advice import advice
+from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
+from raypar.planner.search.ranking import Candidate, Ranking, ranked, smallest
+from raypar.planner.search.space import Space
+from raypar.planner.timing.messages import LADDER
+
+_MOST_PLACED = 1024  # actors whose nodes are told
+_NODES_TOLD = 4
+
+
+@dataclass(frozen=True)
+class PlanArgs(RunArgs):
+    """The flags of ``raypar plan``."""
+
+    gpus: int = 0
+    """rank layouts on so many devices; 0: tell what the run takes as it is"""
+    gpu: str = "h100"
+    """data sheet of the devices: a100, a100-40gb, h100, h200, b200, l4 or cpu"""
+    nodes: int = 0
+    """nodes on which the devices are; 0: as many as usual nodes make"""
+    between: str = ""
+    """link between nodes: ib-hdr, ib-ndr, ethernet-100 and others; "" for the usual one"""
+    cluster: Path | None = None
+    """TOML file of a cluster, with devices and links of your own, in place of gpus, gpu, nodes and between"""
+    batch: int = 0
+    """sequences of a step of all replicas; 0: those of the run"""
+    out: Path | None = None
+    """file for the best layout, which raypar train takes; overwritten if it exists"""
+
+
+def plan(words: Sequence[str]) -> str:
+    """Run ``raypar plan``. Raises ConfigError if there are faults."""
+    what = "Say what a run takes at each level of ZeRO, or with --gpus rank the layouts of its model on a cluster."
+    parsed = parse(PlanArgs, words, "plan", what, "gpt-small")
+    args = parsed.args
+    run = unrecorded(Run(**{field.name: getattr(args, field.name) for field in fields(Run)}))
+    if not args.gpus and args.cluster is None:
+        check_run(run, wrong=parsed.wrong)
+        return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
+    found = _cluster(args)
+    faults = [*(fault.text for fault in parsed.wrong), *found.faults, *_request_faults(args, run)]
+    if faults or found.cluster is None:
+        raise ConfigError(faults)
+    cluster = found.cluster
+    batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
+    return "\n".join(_planned(_on(run, cluster), cluster, Space(batch), args.out))
+
+
+def _request_faults(args: PlanArgs, run: Run) -> Iterator[str]:
+    """Yield what is wrong with a request to rank layouts."""
+    if not isinstance(run.model, Transformer):
+        yield "plan --gpus prices a GPT or a Llama: of your own Layers no FLOPs are known"
+    if args.batch < 0:
+        yield f"--batch is {args.batch}: give 1 or more sequences of a step, or leave it out"
+    if args.gpus and args.cluster is not None:
+        yield "--gpus and --cluster both say how many devices there are: leave one out"
+    yield from file_faults("--out", args.out)
+
+
+def _cluster(args: PlanArgs) -> Found:
+    """Return the cluster that flags or a file describe."""
+    if args.cluster is None:
+        return cluster_of(args.gpus, args.gpu, args.nodes, args.between)
+    try:
+        found = cluster_from(tomllib.loads(args.cluster.read_text()))
+    except OSError as error:
+        return Found(None, [f"--cluster {str(args.cluster)!r} can't be read ({error.strerror}): give another path"])
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return Found(None, [f"--cluster {str(args.cluster)!r} is not TOML: {error}"])
+    return replace(found, faults=[f"{args.cluster.name}: {fault}" for fault in found.faults])
+
+
+def _on(run: Run, cluster: Cluster) -> Run:
+    """Return the run on such devices: in bf16 where that is faster and the run says nothing else."""
+    device, precision = cluster.device, run.precision
+    if precision == Precision() and device.half > device.full:
+        precision = Precision(compute="bf16")
+    return replace(
+        run, mesh=Mesh(), precision=precision, device="cpu" if device.name == "cpu" else "cuda", split="even"
+    )
+
+
+def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None) -> Iterator[str]:
+    """Yield the lines of a plan. Raises ConfigError if nothing fits."""
+    model = run.model
+    assert isinstance(model, Transformer)
+    ranking = ranked(run, model, cluster, space)  # type: ignore[arg-type]
+    tokens = space.batch * model.seq
+    if not ranking.best:
+        raise ConfigError([*missing(ranking, cluster.size), *_enough(run, cluster, space)])
+    best = ranking.best[0]
+    yield f"{cluster}"
+    many = short_count(num_parameters(model))  # type: ignore[arg-type]
+    yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
+    yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; the best of each mesh:"
+    yield from ("", *table(ranking), "")
+    how = "simulated" if best.simulated else "in closed form"
+    yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s; of an actor:"
+    yield from picture(best)
+    yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
+    yield from ("", "why:", *(f"  {line}" for line in reasons(ranking)))
+    if len(ranking.best) > 1:
+        yield from ("", "why the others lost:", *(f"  {line}" for line in lost(ranking)))
+    yield from ("", "who is where:", *(f"  {line}" for line in _places(best, cluster)))
+    if advised := [*advice(best, cluster)]:
+        yield from ("", "advice:", *(f"  {line}" for line in advised))
+    yield from _written(ranking, out)
+
+
+def _enough(run: Run, cluster: Cluster, space: Space) -> Iterator[str]:
+    """Yield the smallest cluster of such nodes on which something fits."""
+    larger = smallest(run, run.model, cluster, space)  # type: ignore[arg-type]
+    if larger is None:
+        yield "nor does one on any number of such nodes up to 65,536 devices: use devices with more memory"
+    else:
+        yield f"{larger.size:,} of these devices on {larger.nodes:,} nodes are the smallest number on which one fits"
+
+
+def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
+    """Yield which actors go on which node, as a launch places them."""
+    world = World.of(best.run.mesh, best.run.data_parallel, best.run.servers, best.run.zero, best.run.offload)
+    if cluster.size > _MOST_PLACED:
+        first = ", ".join(world.label(rank) for rank in range(cluster.each_node))
+        yield f"node 0: {first}; the others go on in this order" if best.order == LADDER else "whole replicas a rack"
+        return
+    has = {"CPU": float(cluster.each_node + 1), "GPU": float(cluster.each_node)}
+    nodes = [
+        Node(str(index), f"node {index}", f"node {index}", has, has, _rack(index, cluster))
+        for index in range(cluster.nodes)
+    ]
+    lines = [*told(world, place(world, nodes, Share("cuda", 1.0)), nodes)]
+    yield from lines[:_NODES_TOLD]
+    if len(lines) > _NODES_TOLD:
+        yield f"... and {len(lines) - _NODES_TOLD} more nodes in the same way"
+
+
+def _rack(node: int, cluster: Cluster) -> str:
+    """Return the rack of a node; "" if all are in one."""
+    return str(node // cluster.each_rack) if cluster.each_rack else ""
+
+
+def _written(ranking: Ranking, out: Path | None) -> Iterator[str]:
+    """Yield where the best layout is, as a file that trains."""
+    if out is None:
+        return
+    with whole_file("--out", out) as write:
+        write(toml_of(plain_of(ranking.best[0].run)))
+    yield f"\nwritten: raypar train {out}"

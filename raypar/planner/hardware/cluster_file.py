@@ -1,0 +1,141 @@
+"""Clusters from flags or from a table of a TOML file, with all their faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.hardware.devices import DEVICES, MEASURE, Device, device_faults
+from raypar.planner.hardware.links import LINKS, Link, link_faults
+from raypar.schedules.nearest_name import nearest
+
+_USUAL = {"nvlink3": "ib-hdr", "nvlink4": "ib-ndr", "nvlink5": "ib-xdr", "shm": "ethernet-10"}  # else ethernet-100
+_KEYS = ("nodes", "each_node", "device", "inside", "between", "adapters", "each_rack", "across", "links")
+_NUMBERS = ("nodes", "each_node", "adapters", "each_rack")
+_NAMES = ("inside", "between", "across")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cluster, or why there is none.
+
+    Attributes:
+        cluster: The cluster; None if there are faults.
+        faults: One sentence for each.
+    """
+
+    cluster: Cluster | None
+    faults: Sequence[str] = ()
+
+
+def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> Found:
+    """Return a cluster of so many devices, with the links that such nodes usually have.
+
+    Args:
+        gpus: Number of devices.
+        gpu: Their name.
+        nodes: Number of nodes; 0: as many as devices of this kind usually fill.
+        between: Name of the link between nodes; "" for the usual one.
+    """
+    faults = [*device_faults(gpu), *(link_faults(between) if between else ())]
+    if gpus < 1:
+        faults.append(f"gpus is {gpus}: give 1 or more")
+    if nodes < 0:
+        faults.append(f"nodes is {nodes}: give 1 or more, or leave it out")
+    if gpu in DEVICES and gpus > 0 and nodes >= 0:
+        usual = min(gpus, DEVICES[gpu].each_node)
+        count = nodes or -(-gpus // usual)
+        if gpus % count:
+            low = gpus // count * count
+            near = f"{low} or {low + count}" if low else str(count)
+            faults.append(f"{gpus} devices do not fill {count} nodes evenly: use {near}, or other nodes")
+    if faults:
+        return Found(None, faults)
+    table = {"nodes": count, "each_node": gpus // count, "device": gpu}
+    return cluster_from(table | ({"between": between} if between else {}))
+
+
+def cluster_from(table: Mapping[str, Any]) -> Found:
+    """Return the cluster of a table, whose keys are the fields of Cluster.
+
+    ``device`` is the name of a data sheet or a table of the fields of Device; ``links`` has tables of links of one's
+    own by name. Links and adapters that are left out are those that such nodes usually have.
+
+    Args:
+        table: The table.
+    """
+    faults = list(_key_faults(table))
+    device = _device(table.get("device"), faults)
+    links = LINKS | _own_links(table.get("links", {}), faults)
+    names = {name: table[name] for name in _NAMES if name in table}
+    for name, one in names.items():
+        if not isinstance(one, str) or one not in links:
+            faults += [f"{name}: {fault}" for fault in link_faults(str(one))]
+    if device is not None and device.inside not in links:
+        faults += [f"device.inside: {fault}" for fault in link_faults(device.inside)]
+    if faults or device is None:
+        return Found(None, faults)
+    inside = links[names.get("inside", device.inside)]
+    between = links[names.get("between", _USUAL.get(device.inside, "ethernet-100"))]
+    each_node = table["each_node"]
+    usual = each_node if between.name.startswith("ib-") else 1
+    across = links[names["across"]] if "across" in names else None
+    adapters = table.get("adapters", usual)
+    cluster = Cluster(device, table["nodes"], each_node, inside, between, adapters, table.get("each_rack", 0), across)
+    wrong = [*cluster.faults()]
+    return Found(None if wrong else cluster, wrong)
+
+
+def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield unknown keys, holes, and values of another kind."""
+    for key in table:
+        if key not in _KEYS:
+            close = nearest(key, _KEYS)
+            yield f"there is no {key!r} in a cluster: " + (f"did you mean {close!r}?" if close else ", ".join(_KEYS))
+    for key in ("nodes", "each_node", "device"):
+        if key not in table:
+            yield f"{key} is missing: " + ("give a data sheet's name, as h100" if key == "device" else "give a number")
+    for key in _NUMBERS:
+        if key in table and (not isinstance(table[key], int) or isinstance(table[key], bool)):
+            yield f"{key} is {table[key]!r}: give a whole number"
+
+
+def _device(given: object, faults: list[str]) -> Device | None:
+    """Return the device of a name or a table; add what is wrong with it."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        faults += device_faults(given)
+        return DEVICES.get(given)
+    if not isinstance(given, Mapping):
+        faults.append(f"device is {given!r}: give a name or a table")
+        return None
+    kinds = {field.name: field for field in fields(Device)}
+    wrong = [f"there is no device.{key}: fields are {', '.join(kinds)}" for key in given if key not in kinds]
+    holes = [name for name, field in kinds.items() if field.default is MISSING and name not in given]
+    if holes:
+        wrong.append(f"device lacks {', '.join(holes)}: {MEASURE}")
+    texts = ("name", "inside", "source")
+    for key, value in given.items():
+        if key in kinds and isinstance(value, str) != (key in texts):
+            wrong.append(f"device.{key} is {value!r}: give a {'text' if key in texts else 'number'}")
+    faults += wrong
+    return None if wrong else Device(**given)
+
+
+def _own_links(given: object, faults: list[str]) -> dict[str, Link]:
+    """Return links of one's own; add what is wrong with them."""
+    found: dict[str, Link] = {}
+    if not isinstance(given, Mapping):
+        faults.append(f"links is {given!r}: give tables, as [links.mine]")
+        return found
+    for name, table in given.items():
+        figures = table if isinstance(table, Mapping) else {}
+        holes = [key for key in ("bandwidth", "latency") if not isinstance(figures.get(key), int | float)]
+        if holes:
+            faults.append(f"links.{name} lacks the number {' and '.join(holes)}: give bytes/s and seconds")
+        else:
+            found[name] = Link(name, float(figures["bandwidth"]), float(figures["latency"]), "the cluster file")
+    return found

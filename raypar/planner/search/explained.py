@@ -1,0 +1,93 @@
+"""A ranking in words: a table, a picture of a step, why each choice was made, and why each runner-up lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raypar.planner.search.ranking import Candidate, Ranking
+
+_BAR = 40  # characters of a whole step
+_SHOWN = 6
+_GB = 1e9
+_HEAD = ("", "dp", "tp", "pp", "cp", "ep", "schedule", "samples", "zero", "recompute", "step", "memory")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds with three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def table(ranking: Ranking) -> list[str]:
+    """Return a line for each of the best meshes, under a line of heads."""
+    rows = [_HEAD, *(_cells(place, one) for place, one in enumerate(ranking.best[:_SHOWN], 1))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _cells(place: int, one: Candidate) -> tuple[str, ...]:
+    return (str(place), *map(str, one.choices.values()), duration(one.seconds), f"{one.need.bytes / _GB:.1f} GB")
+
+
+def picture(one: Candidate) -> list[str]:
+    """Return a bar for each part of a step, which together are as long as the step."""
+    whole, lines = one.step.seconds, list[str]()
+    for name, seconds in one.step.shares.items():
+        if seconds:
+            bar = "#" * max(1, round(_BAR * seconds / whole))
+            lines.append(f"{name:>22}  {duration(seconds):>8}  {seconds / whole:6.1%}  {bar}")
+    return lines
+
+
+def memory_told(one: Candidate, room: float) -> str:
+    """Say what takes the memory of the fullest actor, and how much it may take."""
+    kinds = zip(one.need._fields, one.need, strict=True)
+    told = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in kinds if size / _GB >= 0.05)
+    return f"{one.need.bytes / _GB:.1f} of {room / _GB:.1f} GB: {told}"
+
+
+def reasons(ranking: Ranking) -> Iterator[str]:
+    """Yield a sentence for each choice of the best candidate: what the best one with another choice takes."""
+    best = ranking.best[0]
+    for name, value in best.choices.items():
+        others = [one for one in ranking.all if one.choices[name] != value]
+        if not others:
+            yield f"{name} {value}: nothing else fits, or divides the model, the batch and the devices"
+            continue
+        other = min(others, key=lambda one: one.step.seconds)
+        yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {against(other, best)}"
+
+
+def axes(one: Candidate) -> str:
+    """Return the axes of a layout that are split, as "dp 4 x tp 2"."""
+    split = (f"{name} {one.choices[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if one.choices[name] != 1)
+    return " x ".join(split) or "one device"
+
+
+def lost(ranking: Ranking) -> Iterator[str]:
+    """Yield a sentence for each runner-up: how much longer its step takes, and what of it does."""
+    best = ranking.best[0]
+    for place, one in enumerate(ranking.best[1:_SHOWN], 2):
+        yield f"{place}: {against(one, best, simulated=True)}"
+
+
+def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> str:
+    """Say how a candidate differs from the best one: the time of a step, and the part that grows most."""
+    whole = other.seconds / best.seconds - 1 if simulated else other.step.seconds / best.step.seconds - 1
+    more = {name: seconds - best.step.shares[name] for name, seconds in other.step.shares.items()}
+    worst = max(more, key=more.__getitem__)
+    how = f"takes {whole:.1%} longer" if whole > 0 else f"takes {-whole:.1%} less in closed form"
+    grown = f": {worst} +{duration(more[worst])}" if more[worst] > 0 else ""
+    return how + grown
+
+
+def missing(ranking: Ranking, size: int) -> Sequence[str]:
+    """Say what is missing where nothing fits: the layout that needs least memory, and how much it needs."""
+    if ranking.least is None:
+        return [f"no layout of {size} devices divides the model and the batch: use another number, or another batch"]
+    one = ranking.least
+    axes = " x ".join(
+        f"{name} {one.choices[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if one.choices[name] != 1
+    )
+    short = (one.need.bytes - ranking.room) / _GB
+    told = f"zero {one.run.zero}, recompute {one.choices['recompute']}"
+    return [f"no layout fits: the sparest, {axes(one)}, {told}, lacks {short:.1f} GB: {memory_told(one, ranking.room)}"]

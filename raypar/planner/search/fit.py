@@ -1,0 +1,82 @@
+"""The most memory that an actor of a run needs, in closed form: that of the forecast, for the first and last rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.optim import SGD
+from raypar.planner.activations import stage_activations
+from raypar.planner.formulas.bubbles import zero_bubble_memory
+from raypar.planner.memory import PROCESS_OF, WORKING_OF, element_bytes
+from raypar.planner.timing.step import V_SHAPED, Paper
+
+_GATHERED = 2  # units that are whole at a time: one in use, and the next one
+
+
+class Need(NamedTuple):
+    """Bytes of an actor, by kind.
+
+    Attributes:
+        weights: Its weights, those included that are gathered for a while.
+        gradients: Its gradients.
+        optimizer: Masters and states.
+        activations: What forwards keep for their backwards, and what comes and goes beside.
+        process: What libraries take.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    process: float
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+def need_of(paper: Paper) -> Need:
+    """Return what the actor needs that needs most: one of the first pipeline rank, or of the last."""
+    return max((_need_at(paper, rank) for rank in {0, paper.run.mesh.pp - 1}), key=lambda need: need.bytes)
+
+
+def _need_at(paper: Paper, rank: int) -> Need:
+    """Return what an actor of a pipeline rank needs."""
+    run, world, held = paper.run, paper.world, paper.held_on(rank)
+    each, own = element_bytes(run), paper.replicas.owned(held)
+    states = int(run.optim.momentum > 0) if isinstance(run.optim, SGD) else 2
+    weights = each.weight * (own if world.gathers else held.all)
+    if world.gathers:
+        weights += each.weight * held.all * min(1.0, _GATHERED / held.units)
+    kept = _activations(paper, rank)
+    return Need(
+        weights=weights,
+        gradients=each.gradient * (own if world.zero > 1 else held.all),
+        optimizer=(each.master + states * each.state) * own,
+        activations=kept * (1 + WORKING_OF["cuda"]),
+        process=PROCESS_OF["cuda"],
+    )
+
+
+def _activations(paper: Paper, rank: int) -> float:
+    """Return the bytes that a pipeline rank keeps for its backwards at the most."""
+    run, model = paper.run, paper.model
+    stages = split_layers(run.split, transformer_costs(model), len(paper.stages))
+    on = paper.stages_on(rank)
+    pairs = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
+    mean = sum(kept for kept, _ in pairs) / len(pairs)
+    return in_flight(paper, rank) * mean + max(passing for _, passing in pairs)
+
+
+def in_flight(paper: Paper, rank: int) -> float:
+    """Return of how many stages a pipeline rank keeps activations at a time."""
+    run, p, m, v = paper.run, paper.run.mesh.pp, paper.run.microbatches, paper.chunks
+    if run.schedule in V_SHAPED:
+        part = zero_bubble_memory(run.schedule)  # type: ignore[arg-type]
+        return min(2 * m, 2 * p * part + (0 if run.schedule == "zb-v" else 3))
+    if run.schedule == "interleaved":
+        rounds = max(1, m // p)
+        return min(2 * (p - rank - 1) + (v - 1) * -(-m // rounds) + 1, m * v)
+    return m if run.schedule == "gpipe" else min(p - rank, m)
