@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, whole_file
@@ -110,14 +110,14 @@ def _on(run: Run, cluster: Cluster) -> Run:
 def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None) -> Iterator[str]:
     """Yield the lines of a plan. Raises ConfigError if nothing fits."""
     model = run.model
-    assert isinstance(model, Transformer)
-    ranking = ranked(run, model, cluster, space)  # type: ignore[arg-type]
+    assert isinstance(model, GPT | Llama)
+    ranking = ranked(run, model, cluster, space)
     tokens = space.batch * model.seq
     if not ranking.best:
         raise ConfigError([*missing(ranking, cluster.size), *_enough(run, cluster, space)])
     best = ranking.best[0]
     yield f"{cluster}"
-    many = short_count(num_parameters(model))  # type: ignore[arg-type]
+    many = short_count(num_parameters(model))
     yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
     yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; the best of each mesh:"
     yield from ("", *table(ranking), "")
@@ -136,7 +136,8 @@ def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None) -> Iter
 
 def _enough(run: Run, cluster: Cluster, space: Space) -> Iterator[str]:
     """Yield the smallest cluster of such nodes on which something fits."""
-    larger = smallest(run, run.model, cluster, space)  # type: ignore[arg-type]
+    assert isinstance(run.model, GPT | Llama)
+    larger = smallest(run, run.model, cluster, space)
     if larger is None:
         yield "nor does one on any number of such nodes up to 65,536 devices: use devices with more memory"
     else:

@@ -68,7 +68,7 @@ def cluster_from(table: Mapping[str, Any]) -> Found:
     """
     faults = list(_key_faults(table))
     device = _device(table.get("device"), faults)
-    links = LINKS | _own_links(table.get("links", {}), faults)
+    links = dict(LINKS) | _own_links(table.get("links", {}), faults)
     names = {name: table[name] for name in _NAMES if name in table}
     for name, one in names.items():
         if not isinstance(one, str) or one not in links:

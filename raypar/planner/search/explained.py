@@ -85,9 +85,7 @@ def missing(ranking: Ranking, size: int) -> Sequence[str]:
     if ranking.least is None:
         return [f"no layout of {size} devices divides the model and the batch: use another number, or another batch"]
     one = ranking.least
-    axes = " x ".join(
-        f"{name} {one.choices[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if one.choices[name] != 1
-    )
     short = (one.need.bytes - ranking.room) / _GB
     told = f"zero {one.run.zero}, recompute {one.choices['recompute']}"
-    return [f"no layout fits: the sparest, {axes(one)}, {told}, lacks {short:.1f} GB: {memory_told(one, ranking.room)}"]
+    needs = memory_told(one, ranking.room)
+    return [f"no layout fits: the sparest, {axes(one)}, {told}, lacks {short:.1f} GB: {needs}"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.optim import SGD
 from raypar.planner.activations import stage_activations
 from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory import PROCESS_OF, WORKING_OF, element_bytes
+from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import V_SHAPED, Paper
 
 _GATHERED = 2  # units that are whole at a time: one in use, and the next one
+_UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
 class Need(NamedTuple):
@@ -53,21 +54,33 @@ def _need_at(paper: Paper, rank: int) -> Need:
     kept = _activations(paper, rank)
     return Need(
         weights=weights,
-        gradients=each.gradient * (own if world.zero > 1 else held.all),
+        gradients=each.gradient * (own if world.zero > 1 else held.all) + _in_buckets(paper, rank),
         optimizer=(each.master + states * each.state) * own,
         activations=kept * (1 + WORKING_OF["cuda"]),
         process=PROCESS_OF["cuda"],
     )
 
 
+def _in_buckets(paper: Paper, rank: int) -> float:
+    """Return the bytes of gradients on their way to their owners, where each owner has a bucket, or a larger matrix."""
+    if not paper.world.lends:
+        return 0.0
+    element, owners = element_bytes(paper.run).gradient, paper.world.owners
+    sizes = [element * paper.held[stage].all for stage in paper.stages_on(rank)]
+    matrix = element * paper.model.hidden * paper.model.mlp_width / paper.run.mesh.tensor_ranks
+    bucket = paper.run.bucket_mb * 2**20
+    return max(min(size, (owners + _UNDER_WAY) * max(matrix, min(bucket, size / owners))) for size in sizes)
+
+
 def _activations(paper: Paper, rank: int) -> float:
     """Return the bytes that a pipeline rank keeps for its backwards at the most."""
     run, model = paper.run, paper.model
-    stages = split_layers(run.split, transformer_costs(model), len(paper.stages))
+    stages = layers_of(model, run.split, len(paper.held))
     on = paper.stages_on(rank)
     pairs = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
-    mean = sum(kept for kept, _ in pairs) / len(pairs)
-    return in_flight(paper, rank) * mean + max(passing for _, passing in pairs)
+    plain, most = min(kept for kept, _ in pairs), max(kept for kept, _ in pairs)
+    # Of the stage with the head one microbatch is under way: its backward follows its forward.
+    return in_flight(paper, rank) * plain + (most - plain) + max(passing for _, passing in pairs)
 
 
 def in_flight(paper: Paper, rank: int) -> float:

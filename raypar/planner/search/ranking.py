@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.recompute import Word
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.search.fit import Need, need_of
 from raypar.planner.search.space import Space, meshes, runs_on, sparing
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
 from raypar.planner.timing.simulated import simulated
+from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import Paper, Step, predicted
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 _SIMULATED = 4  # layouts at the head of the ranking that are simulated
-_MOST_SIMULATED = 40_000  # actions of a simulated step
+_MOST_SIMULATED = 24_000  # actions of a simulated step
 _ROUNDS = 4
 
 
@@ -47,7 +49,10 @@ class Candidate:
     def choices(self) -> Mapping[str, object]:
         """What was chosen, by name."""
         run, mesh = self.run, self.run.mesh
-        again = run.recompute if isinstance(run.recompute, str) else run.recompute[0]
+        again: object = run.recompute
+        if not isinstance(run.recompute, str):
+            full = run.recompute.count("full")
+            again = "full" if full == len(run.recompute) else f"full of {full}"
         return {
             "dp": mesh.dp,
             "tp": mesh.tp,
@@ -97,35 +102,71 @@ def ranked(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, softwar
         space: What to choose from.
         software: What the program does with its messages.
     """
-    room, looked = ROOM * cluster.device.memory, 0
-    fits, least = list[Candidate](), None
+    search = _Search(run, model, cluster, space, software)
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):
         for plain in runs_on(run, model, mesh, space):
-            fastest = float("inf")
-            for spared in sparing(plain, model, space):
-                looked += 1
-                paper = Paper(spared, model, cluster, LADDER, software)
-                need = need_of(paper)
-                if least is None or need.bytes < least.need.bytes:
-                    least = Candidate(spared, predicted(paper), need)
-                if need.bytes > room:
-                    continue
-                found = Candidate(spared, predicted(paper), need)
-                if found.seconds < fastest:
-                    fits.append(found)
-                    fastest = found.seconds
-                if _is_plainest(spared, space):  # what spares more takes longer
-                    break
+            search.look_at(plain)
+    fits = search.fits
     if cluster.num_racks > 1:
         fits = [_placed(one, model, cluster, software) for one in fits]
     fits.sort(key=lambda one: one.seconds)
-    return Ranking(_best(fits, model, cluster, software), tuple(fits), least, room, looked)
+    return Ranking(_best(fits, model, cluster, space, software), tuple(fits), search.least, search.room, search.looked)
 
 
-def _is_plainest(run: Run, space: Space) -> bool:
-    """Return whether a run recomputes as little as it may, and shares out no more than the optimizer."""
-    word = run.recompute if isinstance(run.recompute, str) else run.recompute[0]
-    return word == space.recompute[0] and run.zero == min(1, max(space.zero))
+class _Search:
+    """The layouts that fit, of those that were looked at.
+
+    Args:
+        run: The run.
+        model: Its model.
+        cluster: The cluster.
+        space: What to choose from.
+        software: What the program does with its messages.
+
+    Attributes:
+        fits: The candidates that fit.
+        least: The candidate that needs least memory.
+        room: Bytes that an actor may take.
+        looked: Number of layouts that were looked at.
+    """
+
+    def __init__(self, run: Run, model: GPT | Llama, cluster: Cluster, space: Space, software: Software) -> None:
+        self._model, self._cluster, self._space, self._software = model, cluster, space, software
+        self.fits: list[Candidate] = []
+        self.least: Candidate | None = None
+        self.looked = 0
+        self.room = ROOM * cluster.device.memory
+
+    def look_at(self, plain: Run) -> None:
+        """Add a run with the ways of sparing memory that fit, each faster than those that spare less."""
+        ways = [*sparing(plain, self._model, self._space)]
+        if not self._fits(ways[-1]):
+            return
+        fastest = float("inf")
+        for spared in ways:
+            paper = self._paper(spared)
+            self.looked += 1
+            need = need_of(paper)
+            if need.bytes > self.room:
+                continue
+            found = Candidate(spared, predicted(paper), need)
+            if found.seconds < fastest:
+                self.fits.append(found)
+                fastest = found.seconds
+            if spared is ways[0]:  # what spares more takes longer
+                return
+
+    def _fits(self, sparest: Run) -> bool:
+        """Return whether a run fits; remember it if none needed less."""
+        self.looked += 1
+        paper = self._paper(sparest)
+        need = need_of(paper)
+        if self.least is None or need.bytes < self.least.need.bytes:
+            self.least = Candidate(sparest, predicted(paper), need)
+        return need.bytes <= self.room
+
+    def _paper(self, run: Run) -> Paper:
+        return Paper(run, self._model, self._cluster, LADDER, self._software)
 
 
 def _placed(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:
@@ -134,19 +175,51 @@ def _placed(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Soft
     return replace(one, step=other, order=RACKS) if other.seconds < one.step.seconds else one
 
 
-def _best(fits: list[Candidate], model: GPT | Llama, cluster: Cluster, software: Software) -> tuple[Candidate, ...]:
+def _best(
+    fits: list[Candidate], model: GPT | Llama, cluster: Cluster, space: Space, software: Software
+) -> tuple[Candidate, ...]:
     """Return the best candidate of each mesh; those at the head are ranked anew by simulation."""
     families = dict[tuple[object, ...], Candidate]()
     for one in fits:
         families.setdefault(one.family, one)
-    best, head = [*families.values()], list[Candidate]()
-    for one in best[:_SIMULATED]:
-        rounds = min(one.run.microbatches, (_ROUNDS + 1) * one.run.mesh.pp)
-        if rounds * one.run.mesh.pp * (one.run.chunks or 1) * 2 <= _MOST_SIMULATED:
-            one = replace(one, simulated=simulated(Paper(one.run, model, cluster, one.order, software)))
-        head.append(one)
+    best = [*families.values()]
+    if "none" in space.recompute:
+        best = [_keeping_more(one, model, cluster, software) for one in best]
+    best.sort(key=lambda one: one.seconds)
+    head = best[:_SIMULATED]
+    if all(_actions(one.run) <= _MOST_SIMULATED for one in head):  # else none, as they are compared
+        papers = [Paper(one.run, model, cluster, one.order, software) for one in head]
+        head = [replace(one, simulated=simulated(paper)) for one, paper in zip(head, papers, strict=True)]
     head.sort(key=lambda one: one.seconds)
     return (*head, *best[_SIMULATED:])
+
+
+def _actions(run: Run) -> int:
+    """Return how many actions are simulated of a run's step: of a long one only some rounds."""
+    return 2 * min(run.microbatches, (_ROUNDS + 1) * run.mesh.pp) * run.mesh.pp * (run.chunks or 1)
+
+
+def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:
+    """Return a candidate that recomputes all layers with fewer of them recomputed: as few as fit.
+
+    The first layers of every stage are recomputed, as many in each.
+    """
+    if one.run.recompute != ("full",) * model.layers:
+        return one
+    stages = layers_of(model, one.run.split, one.run.mesh.pp * (one.run.chunks or 1))
+    few, many = 0, max(map(len, stages))  # all of ``many`` fit
+    best = one
+    while few < many:
+        middle = (few + many) // 2
+        words: tuple[Word, ...] = tuple("full" if at < middle else "none" for each in stages for at in range(len(each)))
+        run = replace(one.run, recompute=words)
+        paper = Paper(run, model, cluster, one.order, software)
+        need = need_of(paper)
+        if need.bytes <= ROOM * cluster.device.memory:
+            best, many = replace(one, run=run, step=predicted(paper), need=need), middle
+        else:
+            few = middle + 1
+    return best
 
 
 def smallest(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, most: int = 1 << 16) -> Cluster | None:

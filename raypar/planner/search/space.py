@@ -28,7 +28,7 @@ class Space:
         pp: Pipeline ranks; None: all.
         cp: Context ranks; None: 1, and more for long sequences.
         ep: Parts into which experts are divided; None: all divisors of their number.
-        zero: Levels of ZeRO, of which level 2 and 3 are looked at only where there are replicas.
+        zero: Levels of ZeRO where there are replicas; level 1 does all that 0 does, with less.
         recompute: What backwards compute again.
         schedules: Names of schedules: 1f1b, interleaved, zb-v.
         sequence_parallel: Whether tensor ranks divide norms too, wherever they can.
@@ -41,7 +41,7 @@ class Space:
     pp: Sequence[int] | None = None
     cp: Sequence[int] | None = None
     ep: Sequence[int] | None = None
-    zero: Sequence[Zero] = (0, 1, 2, 3)
+    zero: Sequence[Zero] = (1, 2, 3)
     recompute: Sequence[Word] = ("none", "selective", "full")
     schedules: Sequence[str] = ("1f1b", "interleaved", "zb-v")
     sequence_parallel: bool = True
@@ -138,7 +138,5 @@ def sparing(run: Run, model: GPT | Llama, space: Space) -> Iterator[Run]:
         if word == "selective" and not scores:  # a fused attention keeps none
             continue
         recompute: Recompute = (word,) * model.layers if word == "full" else word
-        for zero in space.zero:
-            if zero and run.mesh.dp * run.mesh.cp == 1:
-                continue
+        for zero in space.zero if run.mesh.shards > 1 else (0,):
             yield replace(run, recompute=recompute, zero=zero)

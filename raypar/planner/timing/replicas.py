@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
-from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective
@@ -14,6 +14,7 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory import ElementBytes, element_bytes
 from raypar.planner.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
 from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of
+from raypar.planner.timing.stages import layers_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[Held]:
     apart = {
         kind: own_expert_parameters(model, block, mesh) if mesh.divides_experts else 0 for kind, block in kinds.items()
     }
-    for stage, layers in enumerate(split_layers(run.split, transformer_costs(model), num_stages)):
-        counts = [model.num_experts(block) for block in layers] if model.moe else [0] * len(layers)
-        experts = sum(apart[count] for count in counts)
-        dense = sum(whole[count] for count in counts) - experts
+    for stage, layers in enumerate(layers_of(model, run.split, num_stages)):
+        counts = Counter(map(model.num_experts, layers)) if model.moe else {0: len(layers)}
+        experts = sum(apart[count] * times for count, times in counts.items())
+        dense = sum(whole[count] * times for count, times in counts.items()) - experts
         first, last = stage == 0, stage == num_stages - 1
         dense += embedding_weights(model, ranks) if first else 0
         dense += head_weights(model, ranks, tied=model.tied and first) if last else 0

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Split
 from raypar.planner.hardware.devices import Device
 from raypar.planner.timing.layer import Part, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
-from raypar.planner.timing.roofline import Roofline, Work
+from raypar.planner.timing.roofline import Roofline
 
 
 class Seconds(NamedTuple):
@@ -57,6 +59,18 @@ def added(each: Iterable[tuple[Seconds, int]]) -> Seconds:
     return Seconds(*(sum(one[field] * times for one, times in pairs) for field in range(len(Seconds._fields))))
 
 
+@lru_cache(maxsize=512)
+def layers_of(model: GPT | Llama, split: Split, num_stages: int) -> tuple[range, ...]:
+    """Return the layers of each stage; a search asks for the same ones thousands of times.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        num_stages: Number of stages.
+    """
+    return split_layers(split, transformer_costs(model), num_stages)
+
+
 def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[Seconds]:
     """Return the seconds of each stage; the first one's with the embedding, and the last one's with the head.
 
@@ -74,8 +88,8 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
     each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
     ends = _ends(run, model, roofline, messages)
     stages = []
-    for stage, layers in enumerate(split_layers(run.split, transformer_costs(model), num_stages)):
-        counted = [(each[kind], times) for kind, times in Counter(kinds[layer] for layer in layers).items()]
+    for stage, layers in enumerate(layers_of(model, run.split, num_stages)):
+        counted = [(each[kind], times) for kind, times in Counter(kinds[layers.start : layers.stop]).items()]
         counted += [(ends[0], 1)] if stage == 0 else []
         counted += [(ends[1], 1)] if stage == num_stages - 1 else []
         stages.append(added(counted))
@@ -117,11 +131,3 @@ def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
     backward = sum(roofline.seconds(part.backward) for part in parts)
     weights = sum(roofline.seconds(part.work) for part in parts if part.kind == "linear")
     return Seconds(forward, backward, weights)
-
-
-def forward_table(
-    run: Run, model: GPT | Llama, device: Device, num_experts: int = 0
-) -> Mapping[str, tuple[Work, float]]:
-    """Return the work and the seconds of each operation of a layer's forward, by name."""
-    roofline = Roofline.of(device, half=run.precision.is_half)
-    return {part.name: (part.work, roofline.seconds(part.work)) for part in layer_parts(run, model, num_experts)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
@@ -72,7 +73,6 @@ class Paper:
     Attributes:
         world: The run's ranks.
         chunks: Stages of a pipeline rank.
-        stages: The seconds of each stage for a microbatch.
         held: The parameters of each stage on one actor.
         border: Seconds in which a value gets to the next stage.
         replicas: The messages between replicas.
@@ -87,11 +87,15 @@ class Paper:
         self.world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
         self.chunks = run.chunks or 1
         count = self.chunks * run.mesh.pp
-        messages = messages_of(run, model, cluster, order, software)
-        self.border = messages.border
-        self.stages = stages_of(run, model, cluster.device, messages, count)
+        self._messages = messages_of(run, model, cluster, order, software)
+        self.border = self._messages.border
         self.held = held_by_stage(run, model, count)
         self.replicas = Replicas(run, self.world, cluster, order)
+
+    @cached_property
+    def stages(self) -> list[Seconds]:
+        """The seconds of each stage for a microbatch."""
+        return stages_of(self.run, self.model, self.cluster.device, self._messages, len(self.held))
 
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank."""

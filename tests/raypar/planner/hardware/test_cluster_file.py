@@ -1,0 +1,44 @@
+"""Clusters from flags and tables, with all faults at once."""
+
+import pytest
+
+from raypar.planner.hardware.cluster_file import cluster_from, cluster_of
+
+
+def test_usual_nodes_are_filled():
+    cluster = cluster_of(16, "h100").cluster
+    assert (cluster.nodes, cluster.each_node, cluster.inside.name, cluster.between.name) == (2, 8, "nvlink4", "ib-ndr")
+    assert str(cluster) == "16 h100 on 2 nodes: nvlink4 inside of nodes, 8 x ib-ndr between them"
+
+
+def test_a_number_that_fills_no_nodes_names_those_that_do():
+    (fault,) = cluster_of(20, "h100").faults
+    assert "use 18 or 21" in fault
+
+
+def test_a_table_has_links_and_devices_of_its_own():
+    figures = {"half": 1e14, "full": 1e13, "memory": 32e9, "bandwidth": 1e12}
+    device = {"name": "mine", "inside": "wire", **figures}
+    table = {"nodes": 2, "each_node": 4, "device": device, "links": {"wire": {"bandwidth": 1e9, "latency": 1e-6}}}
+    cluster = cluster_from(table).cluster
+    assert cluster.device.half == 1e14
+    assert cluster.inside.bandwidth == 1e9
+
+
+def test_all_holes_are_told_at_once():
+    table = {
+        "node": 2,
+        "each_node": "8",
+        "device": {"name": "mine", "half": 1e14},
+        "links": {"wire": {"bandwidth": 1e9}},
+        "between": "wir",
+    }
+    told = "\n".join(cluster_from(table).faults)
+    for part in ("did you mean 'nodes'", "nodes is missing", "each_node is '8'", "device lacks full, memory", "wire"):
+        assert part in told
+    assert cluster_from(table).cluster is None
+
+
+@pytest.mark.parametrize("device", [3, ["a100"]])
+def test_a_device_of_another_kind_is_a_fault(device):
+    assert "give a name or a table" in cluster_from({"nodes": 1, "each_node": 1, "device": device}).faults[0]
