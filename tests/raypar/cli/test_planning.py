@@ -1,0 +1,66 @@
+"""``raypar plan --gpus``: the plan in words, the file that trains, and all mistakes of a request at once."""
+
+import pytest
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import World
+from raypar.cli.planning import plan
+from raypar.cluster.devices import Share
+from raypar.cluster.placement import Node, place
+from raypar.config.run import check_run
+from raypar.config.toml import load_run
+from raypar.errors import ConfigError
+
+BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
+
+
+def planned(words):
+    return plan(f"gpt-small {words}".split())
+
+
+def test_a_plan_explains_itself_and_writes_a_run_that_is_sound(tmp_path):
+    out = tmp_path / "job.toml"
+    told = planned(f"--gpus 16 --gpu a100 {BILLION} --out {out}")
+    assert told.startswith("16 a100 on 2 nodes")
+    for part in ("the best of each mesh", "memory of the fullest actor", "why:", "why the others lost:", "node 1: "):
+        assert part in told
+    run = load_run(out)
+    assert run.mesh.size == 16
+    assert run.precision.compute == "bf16"
+    assert run.microbatches * run.micro_batch_size * run.mesh.dp == 256
+    assert check_run(run)["train"].num_pipeline_ranks == run.mesh.pp
+
+
+def test_a_cluster_comes_from_a_file(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('nodes = 2\neach_node = 2\ndevice = "h200"\nbetween = "ethernet-100"\n')
+    assert planned(f"--cluster {file} {BILLION}").startswith("4 h200 on 2 nodes: nvlink4 inside of nodes, 1 x ethernet")
+
+
+def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('nodes = 2\ndevice = "h20"\n')
+    with pytest.raises(ConfigError) as error:
+        planned(f"--gpus 4 --cluster {file} --batch -1 --out {tmp_path}")
+    told = "\n".join(error.value.faults)
+    for part in ("each_node is missing", "'h20'", "measure", "--batch is -1", "leave one out", "is a folder"):
+        assert part in told
+
+
+def test_what_fits_nowhere_is_a_mistake_with_the_smallest_number_that_would():
+    with pytest.raises(ConfigError) as error:
+        planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16")
+    told = "\n".join(error.value.faults)
+    assert "no layout fits" in told
+    assert "are the smallest number on which one fits" in told
+
+
+def test_the_two_nodes_of_the_notes_hold_two_stages_each():
+    """Two nodes of eight: tensor ranks 0 and 1, replicas 01 and 23, stages 01 and 45 on one node, two more on both."""
+    mesh, has = Mesh(pp=4, dp=2, tp=2), {"CPU": 8.0, "GPU": 8.0}
+    nodes = [Node(name, name, name, has, has) for name in ("a", "b")]
+    placed = place(World(mesh), nodes, Share("cuda", 1.0))
+    assert placed.ranks_on(nodes[0]) == [*range(8)]
+    assert mesh.groups("tp")[0] == (0, 1)
+    assert mesh.groups("dp")[0] == (0, 2)
+    assert mesh.groups("pp")[0] == (0, 4, 8, 12)
