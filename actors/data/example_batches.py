@@ -2,18 +2,21 @@
 
 A sequence is made of pieces: examples, or parts of those texts that are longer. Every token that an example has is in
 one sequence, as an input and, where it is learned, as the target of the one before it. A conversation that is longer
-than a sequence is cut. Which pieces share a sequence is the same in all epochs; their order is another one in each.
+than a sequence is cut. Which pieces share a sequence is the same in all epochs; their order is another one in each. Of
+several sets of examples each has epochs of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from raypar.actors.data.example_files import Converted, open_examples
+from raypar.actors.data.example_files import Converted
+from raypar.actors.data.example_sets import example_sets
+from raypar.actors.data.mixing import mixed, shares_of
 from raypar.actors.data.packing import Int64s, Packed, apart, packed
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100  # of a target: the ignore_index of torch's losses over classes
-_SPLIT_SEED = 0  # which examples are for validation does not depend on the run's seed
+_VAL_SEED = 0  # the order of validation examples does not depend on the run's seed
 
 
 class Row(NamedTuple):
@@ -93,6 +96,41 @@ class Sequences:
         return Row(inputs, targets, starts)
 
 
+class Mixture:
+    """The sequences of one or more sets of examples, mixed by weights.
+
+    Args:
+        parts: The sequences of each set, by its path.
+        weights: The weight of each set.
+
+    Attributes:
+        parts: These sequences.
+        shares: How many samples of a block each set has, (n,).
+    """
+
+    def __init__(self, parts: Mapping[str, Sequences], weights: Sequence[float]) -> None:
+        self.parts, self.shares = parts, shares_of(weights)
+        self._sets = [*parts.values()]
+
+    def __len__(self) -> int:
+        """Return the number of sequences of all sets."""
+        return sum(map(len, self._sets))
+
+    def rows(self, samples: Int64s, seed: int, *, ordered: bool) -> list[Row]:
+        """Return the sequences of some samples of a run.
+
+        Args:
+            samples: Their numbers, (n,).
+            seed: Seed of the order.
+            ordered: Whether the sequences of a set come in order, and again after the last; else in a new order in each
+                epoch.
+        """
+        return [
+            self._sets[part].row(_of_epoch(sample, len(self._sets[part]), seed, ordered=ordered))
+            for part, sample in zip(*(found.tolist() for found in mixed(samples, self.shares, seed)), strict=True)
+        ]
+
+
 class ExampleBatches:
     """Batches of examples.
 
@@ -128,15 +166,14 @@ class ExampleBatches:
         first = ((step * self._microbatches + microbatch) * self._num_dp + dp) * self._size
         samples = np.arange(first, first + self._size)
         if program == "train":
-            epoch, position = np.divmod(samples, len(self.train))
-            rows = [self.train.row(int(i)) for i in shuffled(position, epoch, len(self.train), self._seed)]
+            rows = self.train.rows(samples, self._seed, ordered=False)
         else:
-            rows = [self.val.row(int(i)) for i in samples % len(self.val)]
+            rows = self.val.rows(samples, _VAL_SEED, ordered=True)
         inputs, targets, starts = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
         return inputs, targets, starts
 
 
-def open_sequences(spec: Examples, seq: int) -> tuple[Sequences, Sequences]:
+def open_sequences(spec: Examples, seq: int) -> tuple[Mixture, Mixture]:
     """Open the sequences for training and those for validation.
 
     Args:
@@ -146,8 +183,14 @@ def open_sequences(spec: Examples, seq: int) -> tuple[Sequences, Sequences]:
     Raises:
         TextError: All faults of the data.
     """
-    parts = _parts(spec)
-    return tuple(Sequences(one, chosen, seq, packing=spec.packing) for one, chosen in parts)  # type: ignore[return-value]
+    train, val = (
+        Mixture(
+            {path: Sequences(one.converted, one.chosen, seq, packing=spec.packing) for path, one in parts.items()},
+            [one.weight for one in parts.values()],
+        )
+        for parts in example_sets(spec)
+    )
+    return train, val
 
 
 def example_faults(spec: Examples, seq: int, vocab: int) -> list[str]:
@@ -159,44 +202,26 @@ def example_faults(spec: Examples, seq: int, vocab: int) -> list[str]:
         vocab: The model's token ids are 0 to vocab - 1.
     """
     try:
-        parts = _parts(spec)
+        both = example_sets(spec)
     except TextError as error:
         return error.faults
     faults = list[str]()
-    for setting, (converted, chosen) in zip(("path", "val_path" if spec.val_path else "path"), parts, strict=True):
-        facts = converted.facts
+    for one in (each for sets in both for each in sets.values()):
+        facts = one.converted.facts
         if facts.max_id >= vocab:
             faults.append(
-                f"{setting}: the largest token id is {facts.max_id}, but the model's vocab is {vocab}: "
+                f"{one.setting}: the largest token id is {facts.max_id}, but the model's vocab is {vocab}: "
                 f"set vocab to {facts.num_ids}, or use the model's own tokenizer"
             )
-        if not len(_pieces(converted, chosen, seq).firsts):
-            faults.append(f"{setting}: {_unlearned(converted, chosen, spec, seq)}")
+        if not len(_pieces(one.converted, one.chosen, seq).firsts):
+            faults.append(f"{one.setting}: {_unlearned(one.converted, one.chosen, spec, seq)}")
     return list(dict.fromkeys(faults))
 
 
-def fingerprint(spec: Examples) -> str:
-    """Return a hash of the examples; it is equal on machines that have the same."""
-    parts = [(one.facts.fingerprint, len(chosen)) for one, chosen in _parts(spec)]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _parts(spec: Examples) -> list[tuple[Converted, Int64s]]:
-    """Return the examples for training and those for validation. Raises TextError."""
-    if not 0 < spec.val_fraction < 1 and spec.val_path is None:
-        raise TextError([f"val_fraction is {spec.val_fraction}: it must be between 0 and 1"])
-    train = open_examples("path", spec.path, spec)
-    every = np.arange(train.facts.examples, dtype=np.int64)
-    if spec.val_path is not None:
-        val = open_examples("val_path", spec.val_path, spec)
-        return [(train, every), (val, np.arange(val.facts.examples, dtype=np.int64))]
-    held = max(1, round(len(every) * spec.val_fraction))
-    if held >= len(every):
-        raise TextError(
-            [f"path: it has {len(every)} example, and needs two, one for validation: give more, or val_path"]
-        )
-    mixed = shuffled(every, np.zeros_like(every), len(every), _SPLIT_SEED)
-    return [(train, np.sort(mixed[held:])), (train, np.sort(mixed[:held]))]
+def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:
+    """Return which of a set's sequences a sample of the set is."""
+    epoch, position = divmod(sample, size)
+    return position if ordered else int(shuffled(np.array([position]), np.array([epoch]), size, seed)[0])
 
 
 def _pieces(converted: Converted, chosen: Int64s, seq: int) -> Pieces:

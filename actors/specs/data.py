@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from raypar.actors.bounds import Positive
 from raypar.actors.known_fields import known_fields
 
 Learned: TypeAlias = Literal["answers", "all"]
@@ -55,8 +56,9 @@ class Examples:
     ...}`` with texts or with messages. A message is ``{"role": ..., "content": ...}``.
     """
 
-    path: str
-    """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example"""
+    path: str | Mapping[str, Positive] = field(hash=False)
+    """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example; or several of
+    these, each with the weight of its sequences in what is learned"""
     tokenizer: str | None = None
     """folder of a Hugging Face model, or its tokenizer.json; None reads bytes (256 ids)"""
     template: str | None = None
@@ -66,7 +68,7 @@ class Examples:
     packing: bool = True
     """whether several examples share a sequence, without seeing each other; else each has one of its own"""
     val_path: str | None = None
-    """validation examples, spelled like path; None takes ``val_fraction`` of those in path"""
+    """validation examples; None takes ``val_fraction`` of those in path"""
     val_fraction: float = 0.1
     """share of the examples to keep for validation, between 0 and 1"""
     cache: str | None = None

@@ -21,7 +21,7 @@ def model_card(
         loss: The last loss of the run in nats per token; None if it is not known.
         home: The folder whose weights the run began with; None if they were random.
     """
-    data = "batches of a function" if isinstance(run.data, Batches) else run.data.path
+    path = {"batches of a function": 1.0} if isinstance(run.data, Batches) else run.data.path
     each = run.microbatches * run.micro_batch_size * run.mesh.dp
     sizes, length = "its sizes are in config.json", ""
     if model is not None:
@@ -31,7 +31,7 @@ def model_card(
         "type": f"{kind}: {sizes}",
         "weights": dtype,
         "began with": f"the weights in {home}" if home else "random weights",
-        "data": data,
+        "data": path if isinstance(path, str) else ", ".join(path),
         "steps": f"{step} of {run.steps}, of {each} sequences{length}",
         "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
         "layout": f"pp={run.mesh.pp} dp={run.mesh.dp} cp={run.mesh.cp} tp={run.mesh.tp} ep={run.mesh.ep}, "

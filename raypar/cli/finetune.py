@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, takewhile
 
-from raypar.cli.train import Finished, Plan, train
-from raypar.config.finetuning import finetuning
+from raypar.cli.examples import named_examples
+from raypar.cli.parsing import parse, values_of
+from raypar.cli.train import Finished, Plan, TrainArgs, train
+from raypar.config.finetuning import finetuning, lasting
 from raypar.errors import ConfigError
 
+_WHAT = "Fine-tune a model of Hugging Face on examples."
+_LASTING = ("steps", "eval_every", "eval_steps")
 _USAGE = "raypar sft EXAMPLES --model FOLDER"
 
 
@@ -16,7 +21,8 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     """Run ``raypar sft``.
 
     Args:
-        words: The words after ``sft``: the examples, ``--model`` with the folder, and flags of ``raypar train``.
+        words: The words after ``sft``: the examples, or several with a weight behind each, ``--model`` with the folder,
+            and flags of ``raypar train``.
         terminal: Whether to draw a dry run's schedule in colours.
 
     Raises:
@@ -28,15 +34,21 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if any(word.partition("=")[0] == "--resume" for word in left):
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])
     folder = _taken(left, "--model")
-    path = left.pop(0) if left and not left[0].startswith("-") else None
-    faults = [] if path is not None else [f"the examples are missing: {_USAGE}"]
+    named = [*takewhile(lambda word: not word.startswith("-"), left)]
+    path, faults = named_examples(named, _USAGE)
     if folder is None:
         faults.append(f"--model is missing, the folder of a model of Hugging Face: {_USAGE}")
-    if faults or path is None or folder is None:
+    if faults or folder is None:
         raise ConfigError(faults)
+    left = left[len(named) :]
     full = [word.lower() for word in left]
     adapters = "--model.lora=none" not in full and ("--model.lora", "none") not in pairwise(full)
-    return train(left, terminal, finetuning(path, folder, adapters=adapters))
+    start = finetuning(path, folder, adapters=adapters)
+    flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
+    steps = flags.args.steps if [*values_of("--steps", left)] else None
+    long = lasting(flags.args.run(), steps)
+    start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
+    return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))
 
 
 def _taken(words: list[str], flag: str) -> str | None:

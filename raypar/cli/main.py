@@ -44,6 +44,9 @@ without actors, in no time:
   raypar compare A B [C ...] [-o both.html]     some of them, or of yours: also versions, messages, where rows differ
   SCHEDULE may be code of yours: my.py:function or package.module:function
 
+examples, as a run learns them:
+  raypar data show EXAMPLES|RUN [flags]         print sequences, with what is learned in colour
+
 checkpoints, which raypar train --folder FOLDER writes:
   raypar ckpt ls FOLDER                         list them
   raypar ckpt verify PATH                       read every byte of one, or of all in a folder
@@ -85,7 +88,7 @@ _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "sft", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
 _TEXTS = ("generate", "chat")
-_DISK = ("ckpt", "report", "trace")
+_DISK = ("ckpt", "data", "report", "trace")
 _COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor", "calibrate")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
@@ -212,6 +215,11 @@ def _on_disk(command: str, words: list[str]) -> int:
     from raypar.errors import ConfigError
 
     try:
+        if command == "data":
+            from raypar.cli import data
+
+            with _messages():
+                return _say(data.show(words, terminal=sys.stdout.isatty()))
         if command != "ckpt":
             written = run_folder.run(command, words, _say)
             said = _say(written.text)

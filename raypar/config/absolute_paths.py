@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raypar.actors.files import expanded
-from raypar.actors.specs.data import Batches, Examples
+from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 
@@ -21,13 +22,11 @@ def rooted(run: Run) -> Run:
         run = replace(run, model=replace(run.model, hf=root(run.model.hf)))
     if isinstance(data, Batches):
         return run
-    if isinstance(data, Examples):
-        data = replace(data, template=root(data.template))
-    text = replace(
-        data,
-        path=data.path if data.path == "stdlib" else str(root(data.path)),
-        val_path=data.val_path if data.val_path == "stdlib" else root(data.val_path),
-        tokenizer=root(data.tokenizer),
-        cache=root(data.cache),
-    )
-    return replace(run, data=text)
+    val_path = data.val_path if data.val_path == "stdlib" else root(data.val_path)
+    data = replace(data, val_path=val_path, tokenizer=root(data.tokenizer), cache=root(data.cache))
+    if isinstance(data, Text):
+        return replace(run, data=data if data.path == "stdlib" else replace(data, path=str(root(data.path))))
+    paths = data.path if isinstance(data.path, Mapping) else {data.path: 1.0}
+    weights = {str(root(path)): weight for path, weight in paths.items()}
+    path = weights if isinstance(data.path, Mapping) else next(iter(weights))
+    return replace(run, data=replace(data, path=path, template=root(data.template)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raypar.actors.data.example_batches import open_sequences
@@ -21,11 +22,11 @@ _RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
 _SEQ = 512
 
 
-def finetuning(path: str, folder: str, *, adapters: bool = True) -> Run:
+def finetuning(path: str | Mapping[str, float], folder: str, *, adapters: bool = True) -> Run:
     """Return a run that fine-tunes a model.
 
     Args:
-        path: The examples: a file, folder or glob.
+        path: The examples: a file, folder or glob, or several of these with their weights.
         folder: Folder of Hugging Face with the model and its tokenizer.
         adapters: Whether low-rank adapters learn; else all weights.
 
@@ -43,24 +44,42 @@ def finetuning(path: str, folder: str, *, adapters: bool = True) -> Run:
         model = replace(model, seq=seq)
     else:
         model = replace(model, seq=seq, lora=Lora() if adapters else None)
-    run = Run(
-        model=model,
-        data=Examples(path, tokenizer=folder),
-        optim=AdamW(lr=_RATE if adapters else _FULL_RATE, decay="linear", final=0.0),
-        micro_batch_size=1,
-        microbatches=8,
-        folder="auto",
+    return rooted(
+        Run(
+            model=model,
+            data=Examples(path, tokenizer=folder),
+            optim=AdamW(lr=_RATE if adapters else _FULL_RATE, decay="linear", final=0.0),
+            micro_batch_size=1,
+            microbatches=8,
+            folder="auto",
+        )
     )
-    steps = _steps(run, seq)
-    optim = replace(run.optim, warmup=steps // 20)
-    return rooted(replace(run, steps=steps, eval_every=max(1, steps // 5), optim=optim))
 
 
-def _steps(run: Run, seq: int) -> int:
-    """Return how many steps pass so often over the examples; 100 if these have faults, which a check tells."""
+def lasting(run: Run, steps: int | None) -> Run:
+    """Return a run that is as long as it takes to pass a few times over its examples, and validates five times.
+
+    Args:
+        run: The run.
+        steps: How many steps it takes; None for as many as the passes.
+    """
+    samples = max(1, run.mesh.dp * run.microbatches * run.micro_batch_size)
+    train, val = _sequences(run)
+    steps = max(1, math.ceil(_PASSES * train / samples)) if steps is None else steps
+    return replace(
+        run,
+        steps=steps,
+        eval_every=max(1, steps // 5),
+        eval_steps=min(Run.eval_steps, max(1, math.ceil(val / samples))),
+        optim=replace(run.optim, warmup=steps // 20),
+    )
+
+
+def _sequences(run: Run) -> tuple[int, int]:
+    """Return how many sequences there are to train and to validate with; 0 of faulty examples, which a check tells."""
     assert isinstance(run.data, Examples)
     try:
-        train, _ = open_sequences(run.data, seq)
+        train, val = open_sequences(run.data, max(1, run.model.seq or 1))
     except TextError:
-        return 100
-    return max(1, math.ceil(_PASSES * len(train) / (run.microbatches * run.micro_batch_size)))
+        return 0, 0
+    return len(train), len(val)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +62,7 @@ def plan_rows(
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_told(run, run.data, run.model.seq)))
     if isinstance(run.data, Examples) and run.model.seq is not None:
-        rows.append(("data", _examples_told(run, run.data, run.model.seq)))
+        rows += [("data", told) for told in _examples_told(run, run.data, run.model.seq)]
     if world.servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
@@ -161,17 +161,23 @@ def _passes_told(run: Run, text: Text, seq: int) -> str:
     return f"{train:,} tokens to train with, {val:,} to validate; the run makes {often} passes over them"
 
 
-def _examples_told(run: Run, examples: Examples, seq: int) -> str:
-    """Say how many examples there are, in how many sequences, and how often the run passes over them."""
+def _examples_told(run: Run, examples: Examples, seq: int) -> Iterator[str]:
+    """Say of each set of examples how many sequences they are, and how often the run passes over these."""
     train, val = open_sequences(examples, seq)
-    passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / len(train)
-    pieces, full = train.pieces, int(train.pieces.lengths.sum()) / (len(train) * seq)
-    cut = f", {pieces.cut:,} of them cut" if pieces.cut else ""
-    dropped = f", {pieces.dropped:,} others left out, in which nothing is learned" if pieces.dropped else ""
-    return (
-        f"{len(pieces.firsts):,} pieces of examples{cut}{dropped} in {len(train):,} sequences, {full:.0%} full, and "
-        f"{len(val):,} to validate; the run makes {passes:.2g} passes over them"
+    samples, shares = (
+        run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size,
+        train.shares / sum(train.shares),
     )
+    for (path, part), share in zip(train.parts.items(), shares.tolist(), strict=True):
+        pieces, full = part.pieces, int(part.pieces.lengths.sum()) / (len(part) * seq)
+        cut = f", {pieces.cut:,} of them cut" if pieces.cut else ""
+        dropped = f", {pieces.dropped:,} others left out, in which nothing is learned" if pieces.dropped else ""
+        held = f", and {len(val.parts.get(path, val)):,} to validate"
+        yield (
+            f"{'' if share == 1 else f'{share:.3g} of the sequences from {path}: '}{len(pieces.firsts):,} pieces of "
+            f"examples{cut}{dropped} in {len(part):,} sequences, {full:.0%} full{held}; the run makes "
+            f"{samples * share / len(part):.2g} passes over them"
+        )
 
 
 def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 import raypar as rp
 from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
 from raypar.actors.data.example_files import open_examples
+from raypar.actors.data.mixing import mixed
 from raypar.actors.data.packing import packed
 from raypar.actors.data.tokenizer import Tokenizer
 from tests.support.examples import CHATML, MARKED, TALK, made_jsonl, made_tokenizer
@@ -170,8 +172,9 @@ def test_a_conversation_that_is_too_long_is_cut_and_one_without_answers_left_out
     silent = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
     path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK}, {"messages": silent}, {"text": "ab"}]))
     train, _ = open_sequences(rp.Examples(path, str(folder), val_path=path, cache=str(tmp_path)), 40)
-    assert (train.pieces.cut, train.pieces.dropped, len(train.pieces.firsts)) == (2, 1, 2)
-    assert sorted(train.pieces.lengths.tolist()) == [2, 40]
+    (part,) = train.parts.values()
+    assert (part.pieces.cut, part.pieces.dropped, len(part.pieces.firsts)) == (2, 1, 2)
+    assert sorted(part.pieces.lengths.tolist()) == [2, 40]
 
 
 def test_other_files_have_the_same_examples(folder, tmp_path):
@@ -188,3 +191,72 @@ def test_other_files_have_the_same_examples(folder, tmp_path):
 
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "c.parquet")
     assert open_examples("path", str(tmp_path / "c.parquet"), spec).ids.tolist() == wanted
+
+
+def mixture(tmp_path, folder, **changes):
+    """Two sets of texts, each of letters that no other text has: 40 of Latin, and 15 that are Greek."""
+    sets = {
+        "latin.jsonl": [chr(97 + i % 26) * (3 + i % 7) + str(i) for i in range(40)],
+        "greek.jsonl": [chr(0x3B1 + i % 24) * (2 + i % 5) + str(i) for i in range(15)],
+    }
+    weights = {"latin.jsonl": 0.75, "greek.jsonl": 0.25}
+    paths = {
+        str(made_jsonl(tmp_path / name, [{"text": t} for t in texts])): weights[name] for name, texts in sets.items()
+    }
+    spec = rp.Examples(paths, str(folder), cache=str(tmp_path), **changes)
+    return spec, [text for texts in sets.values() for text in texts]
+
+
+def texts_in(rows, folder):
+    """The texts of sequences, whole."""
+    tokenizer, found = Tokenizer(str(folder)), []
+    for inputs, targets, starts in rows:
+        for begin in dict.fromkeys(starts[0].tolist()):
+            place = (starts[0] == begin).nonzero().flatten()
+            if targets[0, place[0]] != IGNORED:
+                ids = [int(inputs[0, place[0]]), *targets[0, place].tolist()]
+                found.append(tokenizer.decoded(ids).replace("<|im_end|>", ""))
+    return found
+
+
+def test_a_shuffled_mixed_packed_epoch_goes_on_in_its_middle_with_every_document_once(folder, tmp_path):
+    spec, texts = mixture(tmp_path, folder)
+    val = str(made_jsonl(tmp_path / "val.jsonl", [{"text": "validation"}] * 2))
+    spec = replace(spec, val_path=val)
+    train, _ = open_sequences(spec, 32)
+    sizes, block = [len(part) for part in train.parts.values()], train.shares.tolist()
+    assert block == [3, 1] and sizes[0] > sizes[1] > 2
+    whole = 4 * max(-(-size // share) for size, share in zip(sizes, block, strict=True))  # an epoch of both
+    alone = ExampleBatches(spec, 32, 1, 1, 1, seed=3)  # a step is a sequence
+    rows = [alone.batch("train", step, 0, 0) for step in range(whole)]
+    stopped = 8  # it goes on in another process, with two replicas and two microbatches
+    others = ExampleBatches(spec, 32, 1, 2, 2, seed=3)
+    went_on = [
+        others.batch("train", step, microbatch, dp)
+        for step in range(stopped // 4, whole // 4)
+        for microbatch in range(2)
+        for dp in range(2)
+    ]
+    for one, other in zip(rows[stopped:], went_on, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    rows = rows[:stopped] + went_on
+    part, _ = mixed(np.arange(len(rows)), train.shares, 3)
+    for which, size in enumerate(sizes):
+        epoch = [row for row, of in zip(rows, part.tolist(), strict=True) if of == which][:size]
+        own = texts[:40] if which == 0 else texts[40:]
+        assert sorted(texts_in(epoch, folder)) == sorted(own), "every document comes once"
+
+
+def test_each_set_keeps_some_for_validation_and_faults_of_all_are_told(folder, tmp_path):
+    spec, _ = mixture(tmp_path, folder)
+    _, val = open_sequences(spec, 32)
+    assert [len(part.pieces.firsts) for part in val.parts.values()] == [4, 2]
+    batches = ExampleBatches(spec, 32, 1, 1, 1, seed=3)
+    held = {text for step in range(len(val) * 4) for text in texts_in([batches.batch("evaluate", step, 0, 0)], folder)}
+    assert len(held) == 6
+    faults = example_faults(rp.Examples({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 2e4}), 32, 300)
+    assert [fault.partition(":")[2][:50] for fault in faults] and len(faults) == 3
+    assert "is less than one in 10,000 of all: leave it out" in faults[0]
+    assert example_faults(rp.Examples({}), 32, 300) == [
+        "path: it names nothing: give a file, or files with their weights"
+    ]

@@ -8,7 +8,7 @@ import torch
 import raypar as rp
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import export
-from raypar.config.finetuning import finetuning
+from raypar.config.finetuning import finetuning, lasting
 from tests.support.examples import TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team
@@ -49,9 +49,22 @@ def test_all_weights_learn_if_there_are_no_adapters(said, folder, tmp_path):
     run, full = finetuning(path, str(folder)), finetuning(path, str(folder), adapters=False)
     assert (run.model.lora, full.model.lora) == (rp.Lora(), None)
     assert run.optim.lr > full.optim.lr
-    assert run.steps > 10 and run.data.tokenizer == str(folder)
+    assert run.data.tokenizer == str(folder)
     code, out, _ = said("sft", path, "--model", folder, "--model.lora", "none", "--dry-run")
     assert code == 0 and "optimizer" in out
+
+
+def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, folder, tmp_path):
+    path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
+    other = str(made_jsonl(tmp_path / "texts.jsonl", [{"text": "abc"}] * 50))
+    run = finetuning(path, str(folder))
+    assert lasting(run, 40).eval_every == 8 and lasting(run, 40).optim.warmup == 2
+    for words in ((), ("--microbatches", "2"), ("--model.seq", "256", "--mesh.dp", "2"), (1, other, 0.5)):
+        code, out, err = said("sft", path, *words, "--model", folder, "--dry-run")
+        assert code == 0, err
+        passes = [float(part.split()[0]) for part in out.split("the run makes ")[1:]]
+        assert len(passes) == (2 if other in words else 1) and max(passes) >= 3
+    assert "0.667 of the sequences from" in out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Sets of examples: which of a path's are for training and which for validation, and how much each set counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from raypar.actors.data.example_files import Converted, open_examples
+from raypar.actors.data.mixing import LARGEST
+from raypar.actors.data.packing import Int64s
+from raypar.actors.data.text_files import TextError
+from raypar.actors.data.token_batches import shuffled
+from raypar.actors.specs.data import Examples
+
+_SPLIT_SEED = 0  # which examples are for validation does not depend on the run's seed
+
+
+class ExampleSet(NamedTuple):
+    """A set of examples.
+
+    Attributes:
+        setting: What the user calls its path.
+        converted: All examples of the path.
+        chosen: Indices of those that belong to the set.
+        weight: Its weight.
+    """
+
+    setting: str
+    converted: Converted
+    chosen: Int64s
+    weight: float
+
+
+def example_sets(spec: Examples) -> tuple[dict[str, ExampleSet], dict[str, ExampleSet]]:
+    """Return the sets of examples for training and those for validation, by path.
+
+    Args:
+        spec: The data.
+
+    Raises:
+        TextError: All faults of the data.
+    """
+    if not 0 < spec.val_fraction < 1 and spec.val_path is None:
+        raise TextError([f"val_fraction is {spec.val_fraction}: it must be between 0 and 1"])
+    weights = {spec.path: 1.0} if isinstance(spec.path, str) else spec.path
+    names = {path: "path" if isinstance(spec.path, str) else f"path[{path!r}]" for path in weights}
+    faults = [*_weight_faults(weights)]
+    opened = {path: found for path in weights if (found := _opened(names[path], path, spec, faults)) is not None}
+    val = None if spec.val_path is None else _opened("val_path", spec.val_path, spec, faults)
+    if spec.val_path is None:
+        for path, one in opened.items():
+            if max(1, round(one.facts.examples * spec.val_fraction)) >= one.facts.examples:
+                told = f"{names[path]}: it has {one.facts.examples} example, and needs two, one for validation"
+                faults.append(f"{told}: give more, or val_path")
+    if faults:
+        raise TextError([*dict.fromkeys(faults)])
+    if val is not None and spec.val_path is not None:
+        train = {path: ExampleSet(names[path], one, _every(one), weights[path]) for path, one in opened.items()}
+        return train, {spec.val_path: ExampleSet("val_path", val, _every(val), 1.0)}
+    split = {path: _split(one, spec.val_fraction) for path, one in opened.items()}
+    train, held = (
+        {path: ExampleSet(names[path], one, split[path][which], weights[path]) for path, one in opened.items()}
+        for which in (0, 1)
+    )
+    return train, held
+
+
+def _weight_faults(weights: Mapping[str, float]) -> list[str]:
+    """Return what is wrong with the weights of sets of examples."""
+    if not weights:
+        return ["path: it names nothing: give a file, or files with their weights"]
+    whole = sum(weights.values())
+    return [
+        f"path: the weight of {path!r}, {weight:g}, is less than one in {LARGEST:,} of all: leave it out, or give more"
+        for path, weight in weights.items()
+        if weight * LARGEST < whole
+    ]
+
+
+def _opened(setting: str, path: str, spec: Examples, faults: list[str]) -> Converted | None:
+    """Open the examples of a path. Faults are appended to ``faults``."""
+    try:
+        return open_examples(setting, path, spec)
+    except TextError as error:
+        faults += error.faults
+        return None
+
+
+def _every(converted: Converted) -> Int64s:
+    return np.arange(converted.facts.examples, dtype=np.int64)
+
+
+def _split(converted: Converted, fraction: float) -> tuple[Int64s, Int64s]:
+    """Return the examples of a path that are for training, and those that are held out for validation."""
+    every = _every(converted)
+    shuffle = shuffled(every, np.zeros_like(every), len(every), _SPLIT_SEED)
+    held = max(1, round(len(every) * fraction))
+    return np.sort(shuffle[held:]), np.sort(shuffle[:held])

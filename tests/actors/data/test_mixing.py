@@ -1,0 +1,46 @@
+"""Data sets that are mixed by weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raypar.actors.data.mixing import LARGEST, mixed, shares_of
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((3.0,), [1]),
+        ((0.7, 0.3), [7, 3]),
+        ((1, 1, 1), [1, 1, 1]),
+        ((2, 1, 5), [2, 1, 5]),
+        ((0.123, 0.877), [8, 57]),
+        ((1, LARGEST - 1), [1, 9990]),
+    ],
+)
+def test_the_smallest_block_has_the_shares_that_are_asked_for(weights, shares):
+    assert shares_of(weights).tolist() == shares
+
+
+def test_shares_are_near_any_weights():
+    draws = np.random.default_rng(0)
+    for _ in range(50):
+        weights = draws.random(int(draws.integers(1, 12))) + 0.01
+        shares = shares_of(weights.tolist())
+        assert shares.min() >= 1 and shares.sum() <= LARGEST
+        assert abs(shares / shares.sum() - weights / weights.sum()).max() <= 1e-3
+
+
+def test_every_sample_of_every_data_set_comes_once_in_order_whatever_is_asked_first():
+    shares = shares_of((0.5, 0.3, 0.2))
+    part, number = mixed(np.arange(1000), shares, seed=5)
+    for which, share in enumerate(shares.tolist()):
+        assert number[part == which].tolist() == list(range(share * 100))
+    assert len({tuple(part[at : at + 10].tolist()) for at in range(0, 1000, 10)}) > 50, (
+        "blocks are in an order of their own"
+    )
+    asked = np.array([999, 3, 500])
+    again = mixed(asked, shares, seed=5)
+    assert (again[0].tolist(), again[1].tolist()) == (part[asked].tolist(), number[asked].tolist())
+    assert mixed(np.arange(1000), shares, seed=6)[0].tolist() != part.tolist()
