@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from raypar.job.growing_text import Continuation
     from raypar.job.job import Job
     from raypar.job.launch import launch
+    from raypar.job.lm_eval import lm_eval_model
     from raypar.job.relayout import Relayout
+    from raypar.job.scoring import Scored
     from raypar.parity.verify import Verdict, verify
     from raypar.planner import formulas
     from raypar.recovery import chaos
@@ -75,11 +77,14 @@ _HOMES = {
         "ConfigError",
         "JobError",
         "RelayoutLostError",
+        "Scored",
         "StalledError",
         "StepLostError",
     ),
     "raypar.job.before_launch": ("faults",),
     "raypar.job.growing_text": ("Continuation",),
+    "raypar.job.lm_eval": ("lm_eval_model",),
+    "raypar.job.scoring": ("Scored",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.job.relayout": ("Relayout",),
@@ -142,6 +147,7 @@ __all__ = [
     "formulas",
     "launch",
     "layout",
+    "lm_eval_model",
     "masks",
     "recipe",
     "register_schedule",

@@ -46,9 +46,11 @@ class Prompts:
         groups: The prompts of each group.
         slots: Positions of the caches of each group.
         sampling: How tokens are chosen.
+        scored: Whether the prompts are scored, and not gone on with.
     """
 
     schedule: Schedule
     groups: tuple[tuple[Prompt, ...], ...]
     slots: tuple[int, ...]
     sampling: Sampling
+    scored: bool = False

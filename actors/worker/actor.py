@@ -40,7 +40,7 @@ from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
-from raypar.actors.worker.generation import Drawn, Order
+from raypar.actors.worker.generation import Drawn, Order, Scores
 from raypar.actors.worker.members import Member, claim, member_of, there, worker_in
 from raypar.actors.worker.passing_on import passed_on
 from raypar.actors.worker.plan import Plan
@@ -198,7 +198,7 @@ class Hosted:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
         there(self._member).rewind()
 
-    def generate(self, order: Order) -> Drawn:
+    def generate(self, order: Order) -> Drawn | Scores:
         """Take a step of a generation; see ``Generator.perform``."""
         return worker_in(self._member).generator.perform(order)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -30,6 +31,7 @@ from raypar.schedules.rules import needs
 
 Order = Prompts | Literal["next", "end"]
 Drawn = list[list[int]]  # by group, a token for each of its prompts
+Scores = list[list[list[tuple[float, bool]]]]  # by group and prompt, of each token but the first; see Generation._score
 
 _TOKENS = 1 << 30  # tag of the first group's tokens; below it are those of the messages between stages
 
@@ -47,17 +49,23 @@ class Generator:
         self._seat, self._part, self._probe = seat, part, probe
         self._under_way: Generation | None = None
 
-    def perform(self, order: Order) -> Drawn:
+    def perform(self, order: Order) -> Drawn | Scores:
         """Read prompts, which begins a generation; give each sequence its next token; or end the generation.
 
         Returns:
-            The tokens by group, on the actor that reports those of its replica; else and otherwise nothing.
+            The tokens by group, or of prompts that are scored the scores, on the actor that reports those of its
+            replica; else and otherwise nothing.
 
         Raises:
             ActionError: An action failed. All groups of this actor are aborted.
         """
         self._seat.place.enter()
-        if isinstance(order, Prompts):
+        drawn: Drawn | Scores
+        if isinstance(order, Prompts) and order.scored:
+            scoring = Generation(self._seat, self._part, order)
+            scoring.run(self._begun(order), is_prompt=True)
+            drawn = scoring.scores if self._seat.leads else []
+        elif isinstance(order, Prompts):
             self._under_way = Generation(self._seat, self._part, order)
             drawn = self._under_way.run(self._begun(order), is_prompt=True)
         elif order == "next":
@@ -96,6 +104,7 @@ class Generation:
     Attributes:
         prompts: The same.
         steps: How many tokens each sequence has been given.
+        scores: By group, what was scored on the actor of the last stage.
     """
 
     def __init__(self, seat: Seat, part: Part, prompts: Prompts) -> None:
@@ -115,6 +124,7 @@ class Generation:
         self._sending: list[Handle] = []  # tokens that this step has chosen
         self._sent: list[Handle] = []  # those of the step before
         self._drawn: Drawn = []
+        self.scores: Scores = []
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.SEND_F: lambda action: self._courier.send(action, self._take(action)),
@@ -184,10 +194,13 @@ class Generation:
         if not self._is_prompt:
             sequences.go_to(self._lengths[group] - 1 + self.steps, self._seat.place.device)
         inputs = self._inputs(group) if number == 0 else self._take(action)
-        with going_on(stage.modules, sequences):
-            outputs = stage.infer(inputs, head=not self._is_prompt)
+        scored = self.prompts.scored
+        with nullcontext() if scored else going_on(stage.modules, sequences):
+            outputs = stage.infer(inputs, head=scored or not self._is_prompt)
         if not stage.is_last:
             self._values[action] = outputs
+        elif scored:
+            self._score(group, outputs[0])
         elif not self._is_prompt:
             self._choose(group, outputs[0])
 
@@ -219,6 +232,18 @@ class Generation:
             self._next[group] = tokens_B
         else:
             self._sending.append(self._link.send(tokens_B, self._first, _TOKENS + group, count_as="send tokens"))
+
+    def _score(self, group: int, logits_BSV: Tensor) -> None:
+        """Keep the logarithm of each token's probability behind those before it, and whether it is the likeliest."""
+        if logits_BSV.shape[-1] < self._vocab:
+            logits_BSV = all_gathered(self._seat.groups["tp"], 2, logits_BSV)
+        made = []
+        for logits_SV, prompt in zip(logits_BSV.float(), self.prompts.groups[group], strict=True):
+            ids_T = torch.tensor(prompt.tokens[1:], device=logits_SV.device)
+            logs_TV = logits_SV[: len(ids_T)].log_softmax(-1)
+            found_T = logs_TV.gather(1, ids_T[:, None])[:, 0]
+            made.append([*zip(found_T.tolist(), (logs_TV.argmax(-1) == ids_T).tolist(), strict=True)])
+        self.scores.append(made)
 
     def _tokens(self, group: int) -> Tensor:
         """Return the tokens (B,) int64 of a group that the last stage has chosen in the step before."""

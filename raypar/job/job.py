@@ -26,6 +26,7 @@ from raypar.job.loaded_run import loaded_on
 from raypar.job.loading import Loading
 from raypar.job.rebalance import Loads, rebalance
 from raypar.job.relayout import Relayout
+from raypar.job.scoring import Scored, TextScorer
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
@@ -199,6 +200,11 @@ class Job:
     def generate(self) -> Callable[..., list[Continuation]]:
         """Generate text with the present weights: ``job.generate(prompts, 64)``; see ``TextGenerator.generate``."""
         return TextGenerator(self._loop).generate
+
+    @property
+    def score(self) -> Callable[..., list[Scored]]:
+        """Score texts with the present weights: ``job.score(texts)``; see ``TextScorer.score``."""
+        return TextScorer(self._loop).score
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""

@@ -1,0 +1,118 @@
+"""A job as a model of lm-eval, EleutherAI's evaluation harness, which scores texts and generates on the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError
+from raypar.job.generation import tokenizer_of
+
+if TYPE_CHECKING:
+    from raypar.job.job import Job
+
+_NEW_TOKENS = 256  # of an answer, if a task does not say
+
+
+def lm_eval_model(job: Job) -> Any:
+    """Return a job as an ``lm_eval.api.model.LM``, as ``lm_eval.simple_evaluate(model=rp.lm_eval_model(job))`` takes it.
+
+    Args:
+        job: The job. It needs a tokenizer, and is used as it is at each request.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or the job has no tokenizer.
+    """
+    tokenizer = tokenizer_of(job.run)
+    if tokenizer is None:
+        raise ConfigError(["lm-eval gives texts, and the run has no tokenizer for them: give one with its data"])
+    try:
+        base = import_module("lm_eval.api.model").LM
+    except ImportError as error:
+        raise ConfigError([f"lm-eval can't be imported ({error}): pip install 'raypar[lm-eval]'"]) from error
+    begin = min(tokenizer.ends, default=tokenizer.encoded("\n")[0])
+    adapter = Adapter(job.score, job.generate, tokenizer.encoded, job.run.model.seq, begin)
+    methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+    made = type("RayparModel", (base,), {name: staticmethod(getattr(adapter, name)) for name in methods})
+    return made()
+
+
+class Adapter:
+    """What lm-eval asks of a model, by scores and continuations. A request's ``args`` are a tuple of its texts.
+
+    Args:
+        score: Scores lists of token ids, as ``TextScorer.score`` does.
+        generate: Goes on with lists of token ids, as ``TextGenerator.generate`` does.
+        encode: Returns the token ids of a text.
+        seq: Most tokens in a sequence.
+        begin: The token ahead of a text without context.
+    """
+
+    def __init__(
+        self,
+        score: Callable[..., Any],
+        generate: Callable[..., Any],
+        encode: Callable[[str], Sequence[int]],
+        seq: int,
+        begin: int,
+    ) -> None:
+        self._score, self._generate, self._encode = score, generate, encode
+        self._seq, self._begin = seq, begin
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return of each (context, continuation) the logarithm of its probability, and whether greedy choice gives it.
+
+        Of a context that is too long the end is taken.
+        """
+        pairs = [self._split(*request.args) for request in requests]
+        if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) >= self._seq]:
+            raise ConfigError([f"request {long[0]} has a continuation of {self._seq} tokens or more, the model's seq"])
+        asked = [(head, rest) for head, rest in pairs if rest]
+        found = iter(self._score([(*head, *rest)[-self._seq :] for head, rest in asked]) if asked else [])
+        return [_of_last(next(found), len(rest)) if rest else (0.0, True) for _, rest in pairs]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the logarithm of the probability of each (text,), in pieces of ``seq`` tokens if it is longer."""
+        every = [(self._begin, *self._encode(request.args[0])) for request in requests]
+        step = self._seq - 1  # the last token of a piece is the context of the next one's first
+        cut = [[ids[at : at + self._seq] for at in range(0, len(ids) - 1, step)] for ids in every]
+        pieces = [piece for one in cut for piece in one]
+        found = iter(self._score(pieces) if pieces else [])
+        return [sum(sum(next(found).logs) for _ in one) for one in cut]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what goes on with each (context, settings).
+
+        Settings are ``until``, ``max_gen_toks``, and with ``do_sample`` also ``temperature`` and ``top_p``.
+        """
+        return [self._go_on(*request.args) for request in requests]
+
+    def _go_on(self, context: str, settings: dict[str, Any]) -> str:
+        until = settings.get("until") or []
+        most = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), self._seq - 1)
+        ids = tuple(self._encode(context))[-(self._seq - most) :] or (self._begin,)
+        sampled = settings.get("do_sample", False)
+        (made,) = self._generate(
+            [ids],
+            most,
+            temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
+            top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
+            stop=[until] if isinstance(until, str) else list(until),
+        )
+        return str(made.text)
+
+    def _split(self, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the token ids of both: spaces at the end of the context belong to the continuation's first token."""
+        if not context:
+            return (self._begin,), tuple(self._encode(continuation))
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        head, whole = tuple(self._encode(context)), tuple(self._encode(context + continuation))
+        return head or (self._begin,), whole[len(head) :]
+
+
+def _of_last(scored: Any, count: int) -> tuple[float, bool]:
+    """Return the logarithm of the probability of the last tokens together, and whether each is the likeliest."""
+    return sum(scored.logs[-count:]), all(scored.likeliest[-count:])
