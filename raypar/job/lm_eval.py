@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.specs.model import Transformer
+from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.generation import tokenizer_of
 
@@ -16,14 +18,17 @@ _NEW_TOKENS = 256  # of an answer, if a task does not say
 
 
 def lm_eval_model(job: Job) -> Any:
-    """Return a job as an ``lm_eval.api.model.LM``, as ``lm_eval.simple_evaluate(model=rp.lm_eval_model(job))`` takes it.
+    """Return a job as an ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate(model=rp.lm_eval_model(job))``.
 
     Args:
         job: The job. It needs a tokenizer, and is used as it is at each request.
 
     Raises:
-        ConfigError: lm-eval is not installed, or the job has no tokenizer.
+        ConfigError: lm-eval is not installed, or the job has no tokenizer or can't generate.
     """
+    if faults := [*generation_faults(job.run)]:
+        raise ConfigError(faults)
+    assert isinstance(job.run.model, Transformer)
     tokenizer = tokenizer_of(job.run)
     if tokenizer is None:
         raise ConfigError(["lm-eval gives texts, and the run has no tokenizer for them: give one with its data"])
