@@ -39,8 +39,8 @@ _NODES_TOLD = 4
 class PlanArgs(RunArgs):
     """The flags of ``raypar plan``."""
 
-    gpus: int = 0
-    """rank layouts on so many devices; 0: tell what the run takes as it is"""
+    gpus: int | None = None
+    """rank layouts on so many devices; none: tell what the run takes as it is"""
     gpu: str = "h100"
     """data sheet of the devices: a100, a100-40gb, h100, h200, b200, l4 or cpu"""
     nodes: int = 0
@@ -61,7 +61,7 @@ def plan(words: Sequence[str]) -> str:
     parsed = parse(PlanArgs, words, "plan", what, "gpt-small")
     args = parsed.args
     run = unrecorded(Run(**{field.name: getattr(args, field.name) for field in fields(Run)}))
-    if not args.gpus and args.cluster is None:
+    if args.gpus is None and args.cluster is None:
         check_run(run, wrong=parsed.wrong)
         return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
     found = _cluster(args)
@@ -79,7 +79,7 @@ def _request_faults(args: PlanArgs, run: Run) -> Iterator[str]:
         yield "plan --gpus prices a GPT or a Llama: of your own Layers no FLOPs are known"
     if args.batch < 0:
         yield f"--batch is {args.batch}: give 1 or more sequences of a step, or leave it out"
-    if args.gpus and args.cluster is not None:
+    if args.gpus is not None and args.cluster is not None:
         yield "--gpus and --cluster both say how many devices there are: leave one out"
     yield from file_faults("--out", args.out)
 
@@ -87,7 +87,7 @@ def _request_faults(args: PlanArgs, run: Run) -> Iterator[str]:
 def _cluster(args: PlanArgs) -> Found:
     """Return the cluster that flags or a file describe."""
     if args.cluster is None:
-        return cluster_of(args.gpus, args.gpu, args.nodes, args.between)
+        return cluster_of(args.gpus or 0, args.gpu, args.nodes, args.between)
     try:
         found = cluster_from(tomllib.loads(args.cluster.read_text()))
     except OSError as error:

@@ -98,6 +98,8 @@ with rp.launch(run) as job:
     print("trained", job.num_actors, "actors")
 """
 
+NODES = 'import ray; ray.init("auto", log_to_driver=False); print(sum(node["Alive"] for node in ray.nodes()), "alive")'
+
 
 def trained(host: Host, run: str, words: str, env: dict[str, str]) -> list[float]:
     """Train on a Ray of the host's own, and return the losses."""
@@ -149,17 +151,11 @@ def main() -> int:
             env=other_env,
         )  # another Ray of that machine
         others = first.run("pgrep", "-f", "gcs_server|raylet").split()
-        begin = time.monotonic()
-        bring_up(desk)
+        results.append(bring_up(desk))
 
         def on_head(command: str, timeout: float = 300.0) -> str:
             return desk.run(RAY, "exec", FILE, command, env=ENV, timeout=timeout)
 
-        nodes = 0
-        while nodes < 2 and time.monotonic() - begin < 120:
-            time.sleep(1)
-            nodes = sum(bool(of_cluster(host)) for host in (first, second))
-        results.append(check(f"both machines are up after {time.monotonic() - begin:.0f} s", nodes == 2))
         results.append(check("another Ray goes on beside it", alive(first, others)))
         alone = {key: value for key, value in ENV.items() if key != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"}
         for layout in ("pp", "dp", "tp"):
@@ -181,7 +177,7 @@ def main() -> int:
         second.run("ls", f"{logs}/raylet.out")
         results.append(is_machine_awaited(desk, second, args.recipe))
         desk.run(RAY, "down", "--yes", FILE, env=ENV, timeout=200)
-        bring_up(desk)
+        results.append(bring_up(desk))
         said = on_head(f"raypar train {args.recipe} --mesh.pp 2 --steps 2 --wait-for-nodes 120 2>&1 | cat")
         again = "on 2 nodes" in said and "step 2/2" in said
         results.append(check("ray up right after ray down, and a run across both machines", again, said))
@@ -198,11 +194,15 @@ def main() -> int:
     return 0 if all(results) else 1
 
 
-def bring_up(desk: Host) -> None:
-    """Start the cluster from the desk, and print how long the launcher took."""
+def bring_up(desk: Host) -> bool:
+    """Start the cluster from the desk, and return whether both machines join it in time."""
     begin = time.monotonic()
     desk.run(RAY, "up", "--yes", "--no-config-cache", FILE, env=ENV, timeout=300)
     print(f"ray up took {time.monotonic() - begin:.0f} s")
+    said = ""
+    while "2 alive" not in said and time.monotonic() - begin < 150:
+        said = desk.run(RAY, "exec", FILE, f"python -c '{NODES}'", env=ENV, timeout=100)
+    return check(f"both machines are up after {time.monotonic() - begin:.0f} s", "2 alive" in said, said)
 
 
 def is_machine_awaited(desk: Host, lost: Host, recipe: str) -> bool:

@@ -64,3 +64,9 @@ def test_the_two_nodes_of_the_notes_hold_two_stages_each():
     assert mesh.groups("tp")[0] == (0, 1)
     assert mesh.groups("dp")[0] == (0, 2)
     assert mesh.groups("pp")[0] == (0, 4, 8, 12)
+
+
+@pytest.mark.parametrize("gpus", ["0", "-3"])
+def test_so_few_devices_are_refused(gpus):
+    with pytest.raises(ConfigError, match=f"gpus is {gpus}: give 1 or more"):
+        planned(f"--gpus {gpus}")
