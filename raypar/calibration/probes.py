@@ -91,7 +91,7 @@ def probed(
                 update, alone = _update(found), found
     ratio = (busy.forward + busy.backward) / (alone[2].forward + alone[2].backward)
     call = max(0.0, statistics.median(one.between for one in alone))
-    return Probed(tuple(layers), update, max(1.0, ratio), message, call)
+    return Probed(tuple(layers), update, min(max(1.0, ratio), float(actors)), message, call)  # at worst on one core
 
 
 def _runs(family: Family, device: DeviceKind) -> tuple[Run, Run, Run]:
