@@ -254,7 +254,8 @@ def _plain(value: Any, hint: Any) -> Any:
     A mapping is a table, or a list of pairs as ``_written`` makes it.
     """
     if isinstance(value, list):
-        if get_origin(hint) is Mapping and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        may_map = any(get_origin(kind) is Mapping for kind in (hint, *get_args(hint)))
+        if may_map and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             return {str(key): one for key, one in value}
         return tuple(value)
     return None if value == "none" and _may_be_none(hint) else value

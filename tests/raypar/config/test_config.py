@@ -845,6 +845,13 @@ def test_plain_data_has_paths_that_hold_in_any_folder(tmp_path, monkeypatch):
     assert (plain["data"]["path"], plain["folder"]) == (str(tmp_path / "a.txt"), str(tmp_path / "b"))
 
 
+def test_a_field_that_may_be_a_mapping_is_read_as_it_was_written(tmp_path):
+    data = rp.Examples({str(tmp_path / "a.jsonl"): 0.7, str(tmp_path / "b.jsonl"): 0.3})
+    run = rp.Run(model=rp.Llama(layers=2, hidden=16, heads=4, vocab=256, seq=32), data=data, tile={"blocks.*.mlp.*": 2})
+    again = run_of(tomllib.loads(toml_of(plain_of(run))))
+    assert (again.data.path, again.tile) == (data.path, run.tile)
+
+
 def test_a_plan_is_written_as_pairs():
     run = Run(model=Layers(print, print, plan={"layers.*.up": "column", "layers.*.down": "row"}))
     assert plain_of(run)["model"]["plan"] == [["layers.*.up", "column"], ["layers.*.down", "row"]]
