@@ -13,7 +13,7 @@ from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, whole_file
-from raypar.cli.parsing import parse
+from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
 from raypar.cli.train import RunArgs
 from raypar.cluster.devices import Share
@@ -33,6 +33,7 @@ from raypar.planner.timing.messages import LADDER
 
 _MOST_PLACED = 1024  # actors whose nodes are told
 _NODES_TOLD = 4
+_SEARCHED = ("--mesh.dp", "--schedule", "--chunks", "--microbatches", "--micro-batch-size", "--recompute")
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,39 @@ def plan(words: Sequence[str]) -> str:
         check_run(run, wrong=parsed.wrong)
         return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
     found = _cluster(args)
-    faults = [*(fault.text for fault in parsed.wrong), *found.faults, *_request_faults(args, run)]
+    faults = [*(fault.text for fault in parsed.wrong), *found.faults, *_request_faults(args, run, words)]
     if faults or found.cluster is None:
         raise ConfigError(faults)
     cluster = found.cluster
     batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
-    return "\n".join(_planned(_on(run, cluster), cluster, Space(batch), args.out))
+    return "\n".join(_planned(_on(run, cluster), cluster, _space(batch, run, words), args.out))
 
 
-def _request_faults(args: PlanArgs, run: Run) -> Iterator[str]:
+def _space(batch: int, run: Run, words: Sequence[str]) -> Space:
+    """Return what to choose from: axes of the mesh and a level of ZeRO that the words give are kept."""
+    mesh = run.mesh
+
+    def kept(axis: str, count: int | str) -> tuple[int, ...] | None:
+        """Return the number of an axis that the words give; None if they give none."""
+        return (count,) if isinstance(count, int) and any(values_of(f"--mesh.{axis}", words)) else None
+
+    axes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
+    tp, pp, cp, ep = (kept(axis, count) for axis, count in axes.items())
+    space = Space(batch, tp=tp, pp=pp, cp=cp, ep=ep)
+    if any(values_of("--zero", words)) and run.zero is not None:
+        space = replace(space, zero=(run.zero,))
+    return space
+
+
+def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[str]:
     """Yield what is wrong with a request to rank layouts."""
     if not isinstance(run.model, Transformer):
         yield "plan --gpus prices a GPT or a Llama: of your own Layers no FLOPs are known"
+    if isinstance(run.mesh.tp, str):
+        yield f"mesh.tp is {run.mesh.tp!r}, a grid, which plan --gpus does not price: give a number, or leave it out"
+    for flag in _SEARCHED:
+        if any(values_of(flag, words)):
+            yield f"{flag} is searched by plan --gpus, and follows from the batch and the axes: leave it out"
     if args.batch < 0:
         yield f"--batch is {args.batch}: give 1 or more sequences of a step, or leave it out"
     if args.gpus is not None and args.cluster is not None:

@@ -58,8 +58,11 @@ def divisors(count: int) -> list[int]:
 def meshes(run: Run, model: GPT | Llama, gpus: int, each_node: int, space: Space) -> Iterator[Mesh]:
     """Yield the meshes of so many actors that divide the model and the batch evenly."""
     for tp in space.tp or _tensor_ranks(model, gpus, each_node):
+        if tp not in _tensor_ranks(model, gpus, gpus):
+            continue
         for cp in space.cp or _context_ranks(model, gpus // tp):
-            if gpus % (tp * cp) or model.seq % (2 * cp * tp):
+            pieces = tp if cp == 1 else 2 * cp * tp  # a ring cuts each part in two
+            if gpus % (tp * cp) or model.seq % pieces:
                 continue
             for pp in space.pp or divisors(gpus // (tp * cp)):
                 dp, rest = divmod(gpus, tp * cp * pp)
@@ -86,7 +89,7 @@ def _expert_parts(model: GPT | Llama, inner: int, space: Space) -> list[int]:
     if not counts:
         return [1]
     if space.ep:
-        return [ep for ep in space.ep if inner % ep == 0]
+        return [ep for ep in space.ep if inner % ep == 0 and all(count % ep == 0 for count in counts)]
     return [ep for ep in divisors(min(counts)) if inner % ep == 0 and all(count % ep == 0 for count in counts)]
 
 

@@ -47,6 +47,20 @@ def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
         assert part in told
 
 
+def test_axes_that_are_given_are_kept():
+    told = planned(f"--gpus 4 --gpu a100 {BILLION} --mesh.tp 2 --mesh.pp 2 --zero 0")
+    assert "tp 2: nothing else fits" in told
+    assert "pp 2: nothing else fits" in told
+
+
+def test_what_is_searched_and_a_grid_are_not_taken():
+    with pytest.raises(ConfigError) as error:
+        planned("--gpus 4 --mesh.dp 2 --chunks 2 --mesh.tp 2d-2x2")
+    told = "\n".join(error.value.faults)
+    for part in ("--mesh.dp is searched", "--chunks is searched"):
+        assert part in told
+
+
 def test_what_fits_nowhere_is_a_mistake_with_the_smallest_number_that_would():
     with pytest.raises(ConfigError) as error:
         planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16")
