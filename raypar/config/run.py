@@ -101,7 +101,7 @@ def check_run(
     faults += _optimizer_faults(run, skeleton, right)
     faults += _module_faults(run, skeleton, right)
     begins = resumed is None or (isinstance(run.model, Transformer) and run.model.lora is not None)
-    if begins and right("model") and not (isinstance(run.model, Transformer) and any(run.model.faults(right))):
+    if begins and right("model") and _fits(run, skeleton, right):
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
     if right("data"):
         faults += _data_faults(run, right)
@@ -243,6 +243,13 @@ def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) 
         return
     if not isinstance(run.model, Layers) or _builds(skeleton):
         yield from group_faults(run.optim, run.model, skeleton)
+
+
+def _fits(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> bool:
+    """Return whether a model can be compared with the folder that its weights come from."""
+    if isinstance(run.model, Transformer):
+        return not any(run.model.faults(right))
+    return run.model.hf is not None and _builds(skeleton)
 
 
 def _builds(skeleton: Skeleton) -> bool:

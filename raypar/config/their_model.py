@@ -55,7 +55,10 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
         return None, [_refused(config, kind, error)]
     if not theirs.tie_word_embeddings and theirs.vocab_size % _DIVIDED == 0:
         plan[f"layers.{theirs.num_hidden_layers}{THEIRS}lm_head"] = "column_gather_output"
-    seq = min(MOST_SEQ, int(getattr(theirs, "max_position_embeddings", MOST_SEQ) or MOST_SEQ))
+    most = int(getattr(theirs, "max_position_embeddings", None) or MOST_SEQ)
+    seq = min(MOST_SEQ, most)
+    if (asked := rest.get("seq", seq)) is None or asked > most:
+        return None, [f"seq is {asked}, and the model has {most} positions: give {most} at most"]
     fields: dict[str, Any] = {"seq": seq, "vocab": theirs.vocab_size, "plan": plan}
     fn = TheirLayers(json.dumps(plain, sort_keys=True))
     return Layers(fn=fn, loss=cross_entropy, **fields | rest), []
@@ -81,6 +84,6 @@ def _refused(config: Mapping[str, Any], kind: str, error: Exception) -> str:
     why = f"transformers has no model of this type{near(kind)}" if isinstance(error, KeyError) else str(error)
     return (
         f"its model_type is {told(config)}, which raypar has not, and which it can't take from transformers as it is: "
-        f"{why.splitlines()[0]}. Give one of {', '.join(TABLES)}, one whose config declares base_model_tp_plan and "
+        f"{' '.join(why.split())}. Give one of {', '.join(TABLES)}, one whose config declares base_model_tp_plan and "
         "base_model_pp_plan, or build it from its modules as rp.Layers with a plan of yours (docs/hugging-face.md)"
     )

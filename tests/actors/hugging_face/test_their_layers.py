@@ -98,6 +98,9 @@ def test_what_transformers_can_not_give_is_told_with_what_would_work(given, tmp_
     )
     assert "transformers has no model of this type; 'mixtral' is the nearest" in faults(model_type="mixtral8")
     assert "it has attention_dropout, which actors would draw apart: give dropout=0.0" in faults(attention_dropout=0.1)
+    assert "Validation error for field 'hidden_size'" in faults(hidden_size="a")
+    with pytest.raises(rp.ConfigError, match="seq is 99, and the model has 64 positions: give 64 at most"):
+        rp.HF(folder, seq=99)
     assert rp.HF(folder, dropout=0.0).hf == str(folder)
 
 
