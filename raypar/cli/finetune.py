@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
 from raypar.cli.examples import named_examples
+from raypar.cli.flags import HELP
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.train import Finished, Plan, TrainArgs, train
 from raypar.config.finetuning import finetuning, lasting
@@ -15,6 +17,11 @@ from raypar.errors import ConfigError
 _WHAT = "Fine-tune a model of Hugging Face on examples."
 _LASTING = ("steps", "eval_every", "eval_steps")
 _USAGE = "raypar sft EXAMPLES --model FOLDER"
+_HELP = f"""usage: {_USAGE} [flags]
+
+EXAMPLES is a file of examples, or files with a weight behind each: talks.jsonl 0.7 facts.jsonl 0.3.
+FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
+The other flags are those of raypar train, without its RECIPE:"""
 
 
 def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
@@ -30,6 +37,9 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
         JobError: The run failed.
         NonFiniteError: The gradients became infinite or NaN.
     """
+    if HELP & {*words}:
+        sys.stdout.write(f"{_HELP}\n")
+        parse(TrainArgs, ["--help"], "train", "Train a model.", "gpt-small")  # ends the process
     left = list(words)
     if any(word.partition("=")[0] == "--resume" for word in left):
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])

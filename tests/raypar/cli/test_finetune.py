@@ -8,6 +8,7 @@ import torch
 import raypar as rp
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import export
+from raypar.cli.finetune import sft
 from raypar.config.finetuning import finetuning, lasting
 from tests.support.examples import TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
@@ -82,3 +83,11 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
 def test_mistakes_are_told(said, words, says):
     code, out, err = said("sft", *words)
     assert (code, out) == (2, "") and says in err
+
+
+def test_help_is_that_of_the_command_whatever_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        sft(["--help"], terminal=False)
+    said = capsys.readouterr().out
+    assert said.startswith("usage: raypar sft EXAMPLES --model FOLDER [flags]")
+    assert "--microbatches" in said
