@@ -122,6 +122,8 @@ class Run:
     Python job.evaluate() does"""
     eval_steps: Count = 4
     """steps of an evaluation, each of ``microbatches`` microbatches"""
+    early_stop: Steps = 0
+    """evaluations in a row without a lower validation loss, after which the training ends; 0: never"""
     folder: str | None = None
     """run folder for everything that the run writes: configuration, metrics, schedule, timeline, log, checkpoints; auto
     is a new dated folder below runs/"""

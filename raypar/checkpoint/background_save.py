@@ -102,19 +102,23 @@ class Saver:
         finally:
             self.newest = newest
 
-    def after(self, step: int) -> None:
+    def after(self, step: int, *, is_last: bool = False) -> None:
         """Save the checkpoint that is due after ``step`` steps, if any, while training continues.
 
         A failure is logged as a warning. Wait only for the last checkpoint of the run.
+
+        Args:
+            step: Number of steps taken so far.
+            is_last: Whether the run ends here, before its last step.
         """
         if self._run.folder is None:
             return
         if not self._prepared:  # not earlier: before the first step the optimizer has no state to make room for
             self._calls.submit("make_room")
             self._prepared = True
-        if not self.due(step):
+        folder, last = absolute(self._run.folder) / CHECKPOINTS, is_last or step == self._run.steps
+        if not self.due(step) and not last:
             return
-        folder, last = absolute(self._run.folder) / CHECKPOINTS, step == self._run.steps
         try:
             if folder.is_symlink():
                 raise CheckpointError(

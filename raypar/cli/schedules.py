@@ -21,7 +21,6 @@ from raypar.cli.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_size
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
 from raypar.planner.fleet import FleetOutcome, simulate_fleet
-from raypar.planner.fleet_file import read_fleet
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.checking.errors import CheckError
@@ -254,6 +253,8 @@ def _fleet(path: Path, schedule: Schedule, costs: Costs) -> FleetOutcome:
     if any(costs.is_beside(action) for row in schedule.rows for action in row):
         raise ScheduleError("--cluster simulates no gathers: leave out --gather, and give reduce_seconds in the file")
     try:
+        from raypar.planner.fleet_file import read_fleet  # imports pydantic, which other commands do without
+
         return simulate_fleet(schedule, costs, read_fleet(path, schedule.num_ranks))
     except ConfigError as error:
         raise ScheduleError("\n".join(error.faults)) from error

@@ -1,29 +1,69 @@
-"""The loss on validation data, of some steps without an update."""
+"""The loss on validation data, of some steps without an update, and when it has stopped falling."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
+from raypar.errors import ConfigError
 from raypar.reporting.perplexity import is_cross_entropy
 from raypar.reporting.report import Evaluation, losses_of, mean_loss
 
 
-def evaluated(run: Run, step: int, count: int, take: Callable[[int], list[Any]]) -> Evaluation:
-    """Evaluate a run.
+class Evaluations:
+    """The evaluations of a run.
 
     Args:
         run: The run.
-        step: Number of training steps taken.
-        count: Number of evaluation steps.
-        take: Takes the step of a number, from 0, and returns what each actor tells of it.
     """
-    start, losses, counts = time.perf_counter(), list[float](), list[int]()
-    for number in range(count):
-        found = losses_of(take(number))
-        losses += found[0]
-        counts += found[1]
-    loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-    return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(run))
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._losses = run, dict[int, float]()
+
+    @property
+    def every(self) -> int:
+        """Number of steps between two evaluations in training; 0 if there are none."""
+        return self._run.eval_every if self._has_data else 0
+
+    def begin(self, earlier: Mapping[int, float]) -> None:
+        """Go on with the losses of evaluations that a run had before it was resumed, by number of steps taken."""
+        self._losses = {step: loss for step, loss in earlier.items() if self.every and step % self.every == 0}
+
+    def take(self, step: int, count: int | None, take: Callable[[int], list[Any]]) -> Evaluation:
+        """Evaluate the run.
+
+        Args:
+            step: Number of training steps taken.
+            count: Number of evaluation steps; None for ``run.eval_steps``.
+            take: Takes the evaluation step of a number, from 0, and returns what each actor tells of it.
+
+        Raises:
+            ConfigError: The run has no validation data.
+        """
+        if not self._has_data:
+            raise ConfigError(["data has no validation batches: give Batches a validate function"])
+        start, losses, counts = time.perf_counter(), list[float](), list[int]()
+        for number in range(self._run.eval_steps if count is None else count):
+            found = losses_of(take(number))
+            losses += found[0]
+            counts += found[1]
+        loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
+        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self._run))
+
+    def keep(self, evaluation: Evaluation) -> str:
+        """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""
+        self._losses[evaluation.step] = evaluation.loss
+        losses = {step: math.inf if math.isnan(loss) else loss for step, loss in sorted(self._losses.items())}
+        best, most = min(losses, key=losses.__getitem__), self._run.early_stop
+        if not most or sum(step > best for step in losses) < most:
+            return ""
+        lowest = f"the validation loss was lowest after step {best}, {losses[best]:.4f}"
+        return f"{lowest}, and not in the {most} evaluations since: the training ends after step {evaluation.step}"
+
+    @property
+    def _has_data(self) -> bool:
+        return not isinstance(self._run.data, Batches) or self._run.data.validate is not None

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.specs.model import Transformer
+from raypar.config.arguments import checked_arguments
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.generation import tokenizer_of
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 256  # of an answer, if a task does not say
 
 
+@checked_arguments
 def lm_eval_model(job: Job) -> Any:
     """Return a job as an ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate(model=rp.lm_eval_model(job))``.
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
-from raypar.errors import ConfigError, JobError, MovedError
+from raypar.errors import JobError, MovedError
 from raypar.job.displayed import displayed
-from raypar.job.evaluation import evaluated
+from raypar.job.evaluation import Evaluations
 from raypar.job.executors import executor_of
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -79,7 +78,7 @@ class TrainingLoop:
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
-        self._is_finished = False
+        self._evaluations, self._is_finished = Evaluations(loaded.run), False
 
     def move(self, loaded: LoadedRun, run: Run | None = None) -> None:
         """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
@@ -109,6 +108,8 @@ class TrainingLoop:
         """
         self.next_step = step
         self._record.begin(self.loaded.run, self.loaded.schedule, step, name)
+        if self.loaded.run.early_stop:
+            self._evaluations.begin(self._record.validation_losses(self.loaded.run, step))
 
     def step(self) -> Report:
         """Take one compiled training step, as ``Job.step`` does."""
@@ -144,17 +145,13 @@ class TrainingLoop:
             ConfigError: The run has no validation data.
         """
         self.demand_ready()
-        run = self.loaded.run
-        if self._has_no_validation:
-            raise ConfigError(["data has no validation batches: give Batches a validate function"])
-        count = run.eval_steps if steps is None else steps
 
         def take(number: int) -> list[Any]:
             """Take one of the steps."""
             what = f"evaluation step {number + 1}"
             return self._after_this_step(partial(self._all, "run", "evaluate", number, what=what))
 
-        evaluation = evaluated(run, self.next_step, count, take)
+        evaluation = self._evaluations.take(self.next_step, steps, take)
         self._record.write(evaluation)
         return evaluation
 
@@ -245,7 +242,7 @@ class TrainingLoop:
                 if is_due and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._rearrange))
                     ahead = self._ahead = self._handing(most)
-                every = 0 if self._has_no_validation else self.loaded.run.eval_every
+                every = self._evaluations.every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
                 if is_due and len(ahead):
@@ -268,15 +265,16 @@ class TrainingLoop:
                     ctrl_c.heed()
                 self._lifetime.guard(self._save_due)
                 if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
-                    yield self.evaluate()
+                    evaluation = self.evaluate()
+                    yield evaluation
+                    if told := self._evaluations.keep(evaluation):
+                        log.warning("%s", told)
+                        if not self._saver.due(self.next_step):
+                            self._lifetime.guard(partial(self._saver.after, self.next_step, is_last=True))
+                        break
         finally:  # the caller may have stopped early, but the actors still complete the steps they have
             if len(ahead) and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
                 self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
-
-    @property
-    def _has_no_validation(self) -> bool:
-        data = self.loaded.run.data
-        return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
         # With servers, replicas do not learn of a refused step; tasks and streams are submitted as their step comes.

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypar.errors import ConfigError
-from raypar.planner.fleet_file import Fleet
 from raypar.planner.formulas.checkpoints import daly_interval, goodput, young_interval
 from raypar.schedules.action import COMPUTE, Action
 from raypar.schedules.known_rules import KnownEdges, KnownRule
@@ -21,6 +20,9 @@ from raypar.schedules.rules import awaited, leaving
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, outcome
 from raypar.schedules.simulation.sweep import Sweep
+
+if TYPE_CHECKING:
+    from raypar.planner.fleet_file import Fleet
 
 _MOST_FAILURES = 200_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,10 @@ from raypar.actors.specs.results import Span
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
-from raypar.paths import absolute
+from raypar.paths import METRICS, absolute
 from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
-from raypar.reporting.run_folder.write import Folder
+from raypar.reporting.run_folder.write import Folder, kept
 from raypar.reporting.scale_warnings import ScaleWarnings
 from raypar.reporting.trackers.registry import sink_of
 from raypar.reporting.trackers.tracker import Sink
@@ -63,6 +64,13 @@ class Record:
         title = name if run.folder is None else absolute(run.folder).name
         for tracker in run.track:
             self._tell(tracker, partial(self._add, tracker, title, run, step))
+
+    def validation_losses(self, run: Run, step: int) -> dict[int, float]:
+        """Return the losses of the evaluations of the run's first steps that its folder has, by steps taken."""
+        if run.folder is None:
+            return {}
+        lines = map(json.loads, kept(absolute(run.folder) / METRICS, step).splitlines())
+        return {line["step"]: float(line["val_loss"]) for line in lines if "val_loss" in line}  # "NaN" is a word there
 
     def move(self, schedule: Schedule, run: Run | None = None) -> None:
         """Record that the run goes on in another layout, with another schedule of a training step.

@@ -25,6 +25,8 @@ def idle_fields(run: Run) -> Iterator[str]:
         yield f"context {run.context!r} has no effect without mesh.cp: give mesh.cp, or leave it out"
     if run.eval_every and isinstance(run.data, Batches) and run.data.validate is None:
         yield f"eval_every {run.eval_every} has no effect without Batches(validate=...): give one, or leave it out"
+    if run.early_stop and not run.eval_every:
+        yield f"early_stop {run.early_stop} has no effect without eval_every: give it, or leave early_stop out"
     if run.micro_batch_size != Run.micro_batch_size and isinstance(run.data, Batches):
         told = f"micro_batch_size {run.micro_batch_size} has no effect with Batches, whose function decides"
         yield f"{told} how many samples a microbatch has: leave it out"

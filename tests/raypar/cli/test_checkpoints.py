@@ -72,10 +72,12 @@ def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_pat
             "2 mistakes:\n- --out has no value: give a path\n- a run folder is missing: raypar trace RUN\n",
         ),
         (
-            ("report", "--peak", "x", "--port", "-1"),
-            "raypar: 4 mistakes:\n- --peak is 'x': it must be a number\n- a run folder is missing: raypar report RUN, "
-            "or several to compare them\n- --port -1 is where --live serves the page: add --live\n- --port is -1: ",
+            ("report", "--peak", "nan", "--port", "-1"),
+            "raypar: 4 mistakes:\n- a run folder is missing: raypar report RUN, or several to compare them\n"
+            "- --port -1 is where --live serves the page: add --live\n- --port is -1: it must be from 0 to 65535\n"
+            "- --peak is nan",
         ),
+        (("report", "a", "--peak", "x"), "raypar: --peak is 'x': it must be a number or v100 or t4 or a10 or a100 or "),
         (
             ("report", "a", "b", "--peek", "1", "--live=maybe", "--peak", "nan"),
             "raypar: 3 mistakes:\n- --peek is no flag: did you mean --peak?\n- --live is a switch, and takes no 'maybe'"

@@ -174,6 +174,14 @@ def test_reports_and_progress(job, caplog):
     assert job.train() == [], "the run is over"
 
 
+def test_a_loss_that_falls_no_more_ends_the_training_with_a_checkpoint(job, tmp_path, caplog):
+    stuck = rp.SGD(lr=1e-30, momentum=0.0)
+    job.reset(tiny(steps=9, eval_every=1, early_stop=2, optim=stuck, folder=str(tmp_path / "run")))
+    assert [report.step for report in job.train()] == [0, 1, 2]
+    assert "the validation loss was lowest after step 1" in caplog.text
+    assert (tmp_path / "run/checkpoints/step-00000003").is_dir()
+
+
 def test_steps_handed_over_ahead_are_the_same_steps(job):
     run = tiny(steps=7, eval_every=3)
     losses = []
