@@ -62,7 +62,7 @@ class Evaluations:
         if not most or sum(step > best for step in losses) < most:
             return ""
         lowest = f"the validation loss was lowest after step {best}, {losses[best]:.4f}"
-        return f"{lowest}, and not in the {most} evaluations since: the training ends after step {evaluation.step}"
+        return f"{lowest}, and early_stop is {most}: the training ends after step {evaluation.step}"
 
     @property
     def _has_data(self) -> bool:

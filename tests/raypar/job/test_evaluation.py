@@ -41,7 +41,8 @@ def test_the_end_says_when_the_loss_was_lowest():
     evaluations = Evaluations(rp.Run(eval_every=5, early_stop=1))
     assert evaluations.keep(Evaluation(5, 2.0, 1, 0.0)) == ""
     told = evaluations.keep(Evaluation(10, 2.5, 1, 0.0))
-    assert told.startswith("the validation loss was lowest after step 5, 2.0000, and not in the 1 evaluations since")
+    ends = "and early_stop is 1: the training ends after step 10"
+    assert told == f"the validation loss was lowest after step 5, 2.0000, {ends}"
 
 
 def test_a_resume_counts_the_evaluations_before_it(tmp_path):
