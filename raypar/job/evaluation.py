@@ -19,15 +19,18 @@ class Evaluations:
 
     Args:
         run: The run.
+
+    Attributes:
+        run: The run, as it goes on in the present layout.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._losses = run, dict[int, float]()
+        self.run, self._losses = run, dict[int, float]()
 
     @property
     def every(self) -> int:
         """Number of steps between two evaluations in training; 0 if there are none."""
-        return self._run.eval_every if self._has_data else 0
+        return self.run.eval_every if self._has_data else 0
 
     def begin(self, earlier: Mapping[int, float]) -> None:
         """Go on with the losses of evaluations that a run had before it was resumed, by number of steps taken."""
@@ -47,18 +50,18 @@ class Evaluations:
         if not self._has_data:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
-        for number in range(self._run.eval_steps if count is None else count):
+        for number in range(self.run.eval_steps if count is None else count):
             found = losses_of(take(number))
             losses += found[0]
             counts += found[1]
         loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self._run))
+        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self.run))
 
     def keep(self, evaluation: Evaluation) -> str:
         """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""
         self._losses[evaluation.step] = evaluation.loss
         losses = {step: math.inf if math.isnan(loss) else loss for step, loss in sorted(self._losses.items())}
-        best, most = min(losses, key=losses.__getitem__), self._run.early_stop
+        best, most = min(losses, key=losses.__getitem__), self.run.early_stop
         if not most or sum(step > best for step in losses) < most:
             return ""
         lowest = f"the validation loss was lowest after step {best}, {losses[best]:.4f}"
@@ -66,4 +69,4 @@ class Evaluations:
 
     @property
     def _has_data(self) -> bool:
-        return not isinstance(self._run.data, Batches) or self._run.data.validate is not None
+        return not isinstance(self.run.data, Batches) or self.run.data.validate is not None

@@ -82,7 +82,7 @@ class TrainingLoop:
 
     def move(self, loaded: LoadedRun, run: Run | None = None) -> None:
         """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
-        self.loaded = loaded
+        self.loaded, self._evaluations.run = loaded, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.schedule, run)
         self._stragglers = Stragglers(loaded.world)

@@ -95,8 +95,10 @@ class TestOnActors:
             with pytest.raises(rp.JobError, match="in the middle of this step"):
                 job.relayout(mesh=rp.Mesh(pp=2))
             step.abort()
-            moved.append(job.relayout(mesh=rp.Mesh(pp=2, dp=2), zero=None))
-            losses += [report.loss for report in job.train(2)]
+            moved.append(job.relayout(mesh=rp.Mesh(pp=2, dp=2), zero=None, eval_every=1))
+            seen = []
+            losses += [report.loss for report in job.train(2, on=seen.append)]
+            assert sum(isinstance(one, rp.Evaluation) for one in seen) == 2, "settings of evaluations may change too"
             assert len(job.who()) == 4 and job.run.microbatches == 2
             with (
                 without_room(),
