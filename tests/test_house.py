@@ -378,8 +378,8 @@ MAY_IMPORT = {
     "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
-        "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "
-        "schedules/drawing schedules/passes schedules/simulation"
+        "raypar/config raypar/planner raypar/planner/hardware raypar/reporting/run_folder raypar/reporting/trackers "
+        "schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypar.actors.mesh.mesh import Mesh
@@ -61,7 +61,7 @@ def plan(words: Sequence[str]) -> str:
     what = "Say what a run takes at each level of ZeRO, or with --gpus rank the layouts of its model on a cluster."
     parsed = parse(PlanArgs, words, "plan", what, "gpt-small")
     args = parsed.args
-    run = unrecorded(Run(**{field.name: getattr(args, field.name) for field in fields(Run)}))
+    run = unrecorded(args.run())
     if args.gpus is None and args.cluster is None:
         check_run(run, wrong=parsed.wrong)
         return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"

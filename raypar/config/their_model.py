@@ -29,7 +29,7 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
     kind = config["model_type"]
     if importlib.util.find_spec("transformers") is None:
         return None, [
-            f"its model_type is {told(config)}, and raypar has {', '.join(TABLES)}{near(kind)}: to train it through "
+            f"its model_type is {_told(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
             "the modules of transformers, pip install 'raypar[transformers]'"
         ]
     from raypar.actors.models.their_layers import TheirLayers, config_object, cross_entropy, parts_of, plan_of
@@ -64,13 +64,13 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
     return Layers(fn=fn, loss=cross_entropy, **fields | rest), []
 
 
-def told(config: Mapping[str, Any]) -> str:
+def _told(config: Mapping[str, Any]) -> str:
     """Return the type of a model, with the name of its class if the file has one."""
     kind, named = config.get("model_type"), config.get("architectures") or []
     return f"{kind!r} ({named[0]})" if isinstance(named, list) and named else repr(kind)
 
 
-def near(kind: object) -> str:
+def _near(kind: object) -> str:
     """Return which type of raypar's is the nearest, if one is near."""
     close = nearest(str(kind), list(TABLES))
     return f"; {close!r} is the nearest" if close else ""
@@ -81,9 +81,9 @@ def _is_dropout(name: str) -> bool:
 
 
 def _refused(config: Mapping[str, Any], kind: str, error: Exception) -> str:
-    why = f"transformers has no model of this type{near(kind)}" if isinstance(error, KeyError) else str(error)
+    why = f"transformers has no model of this type{_near(kind)}" if isinstance(error, KeyError) else str(error)
     return (
-        f"its model_type is {told(config)}, which raypar has not, and which it can't take from transformers as it is: "
+        f"its model_type is {_told(config)}, which raypar has not, and which it can't take from transformers as it is: "
         f"{' '.join(why.split())}. Give one of {', '.join(TABLES)}, one whose config declares base_model_tp_plan and "
         "base_model_pp_plan, or build it from its modules as rp.Layers with a plan of yours (docs/hugging-face.md)"
     )

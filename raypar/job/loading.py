@@ -22,6 +22,7 @@ from raypar.job.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.other_layout import other_layout
 from raypar.job.relayout import Relayout, relaid
 from raypar.job.run_folders import settled
+from raypar.job.standing import Standing
 from raypar.job.starter import Starter
 from raypar.job.training_loop import TrainingLoop
 from raypar.recovery.failures import Failure
@@ -58,7 +59,7 @@ class Loading:
         record: Record,
     ) -> None:
         self._lifetime, self._device, self._name = lifetime, device, name
-        self.starter = Starter(lifetime, name, device, chaos, self._moved)
+        self.starter = Starter(lifetime, name, Standing(lifetime, name, device, chaos, self._moved))
         self.loop = TrainingLoop(lifetime, device, loaded, record, self.starter)
 
     def start(self, programs: Programs, found: Found | None) -> None:

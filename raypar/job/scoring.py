@@ -89,9 +89,9 @@ def scores(
         batch: The most texts that a stage computes at a time.
     """
     run = loaded().run
-    request = request_of(run, texts, 0, Sampling(), ()) if texts else None
-    if request is None:
+    if not texts:
         return []
+    request = request_of(run, texts, 0, Sampling(), ())
     if faults := [*_short(request.prompts)]:
         raise ConfigError(faults)
     at_once, found = batch * run.mesh.dp * loaded().schedule.num_ranks, list[list[tuple[float, bool]]]()

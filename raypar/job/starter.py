@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found
 from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
@@ -23,7 +21,7 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Holds, LoadedRun
 from raypar.job.room import no_room, room_awaited, why_no_room
 from raypar.job.snapshots import takes_snapshots
-from raypar.job.standing import Moved, Standing
+from raypar.job.standing import Standing
 from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
 
 log = logging.getLogger(__name__)
@@ -40,21 +38,17 @@ class Starter:
     Args:
         lifetime: The life of the job's actors.
         job: The job's name.
-        device: Device that the actors compute on.
-        faults: Faults that are injected on purpose.
-        moved: See ``Moved``.
+        standing: The run as it stands on the actors.
 
     Attributes:
-        standing: The run as it stands on the actors.
+        standing: The same.
         failures: The failures of the run.
         awaits_room: Whether it waits for nodes, or was interrupted while it did: then nothing else is under way.
     """
 
-    def __init__(
-        self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault], moved: Moved
-    ) -> None:
+    def __init__(self, lifetime: Lifetime, job: str, standing: Standing) -> None:
         self._lifetime, self._job, self._witnesses = lifetime, job, lifetime.witnesses
-        self.standing = Standing(lifetime, job, device, faults, moved)
+        self.standing = standing
         self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
         self.failures, self.awaits_room = Failures(0), False
 

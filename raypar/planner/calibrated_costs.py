@@ -53,7 +53,9 @@ def calibrated_costs(
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
     boundary = element_bytes(run).weight * model.hidden * tokens
     updated = max(held / (world.owners if run.zero != 0 else 1) for held in counts.held)
-    tensors = max(sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in _ranks(schedule))
+    tensors = max(
+        sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
     update = calibration.update
     found = replace(
         costs,
@@ -63,10 +65,6 @@ def calibrated_costs(
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
     return found if cores is None else _sharing(found, schedule, world.size / schedule.num_ranks, cores, calibration)
-
-
-def _ranks(schedule: Schedule) -> range:
-    return range(schedule.num_ranks)
 
 
 def _rates(calibration: Calibration, members: int) -> Rates:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from raypar.planner.hardware.devices import DEVICES
+
 DeviceName = Literal["v100", "t4", "a10", "a100", "l4", "l40s", "rtx4090", "h100-pcie", "h100", "h200", "b200"]
-PEAKS: Mapping[DeviceName, float] = {  # of bf16, or fp16 where there is no bf16; without sparsity
-    "v100": 125e12,
+_OTHERS: Mapping[str, float] = {  # of which no plan needs more than this
+    "v100": 125e12,  # fp16, as it has no bf16; so has the T4
     "t4": 65e12,
     "a10": 125e12,
-    "a100": 312e12,
-    "l4": 121e12,
     "l40s": 362e12,
     "rtx4090": 165e12,
     "h100-pcie": 756e12,
-    "h100": 989e12,
-    "h200": 989e12,
-    "b200": 2250e12,
 }
 
 
@@ -29,4 +26,6 @@ def peak_of(peak: float | DeviceName | None) -> float | None:
 
     Source: NVIDIA's data sheets.
     """
-    return PEAKS[peak] if isinstance(peak, str) else peak
+    if not isinstance(peak, str):
+        return peak
+    return DEVICES[peak].half if peak in DEVICES else _OTHERS[peak]

@@ -59,10 +59,11 @@ def among_themselves(rows: Sequence[Sequence[Action]]) -> list[list[Action]]:
     Args:
         rows: Lowered rows of a schedule whose updates are validated.
     """
-    inside = {action for row in rows for action in row if action in _in_doubt(row)}
+    doubtful_of = [_in_doubt(row) for row in rows]
+    inside = set[Action]().union(*doubtful_of)
     moved: list[list[Action]] = []
-    for row in rows:
-        doubtful, full, late = _in_doubt(row), list[Action](), list[Action]()
+    for row, doubtful in zip(rows, doubtful_of, strict=True):
+        full, late = list[Action](), list[Action]()
         for action in row:
             if action.op in SENDS and action in doubtful and partner(action) not in inside:
                 late.append(action)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from raypar.schedules.nearest_name import nearest
+from raypar.planner.hardware.data_sheets import sheet_faults
 
 #: The constant of the A100, by which the ten rows of Narayanan et al. 2021, table 1, are right on average.
 REACHED = 0.77
@@ -75,7 +75,4 @@ MEASURE = (
 
 def device_faults(name: str) -> Iterator[str]:
     """Yield a fault if there is no data sheet of a device, with what to measure instead."""
-    if name not in DEVICES:
-        close = nearest(name, DEVICES)
-        guess = f"did you mean {close!r}? " if close else ""
-        yield f"there is no data sheet of a device {name!r}: {guess}known are {', '.join(DEVICES)}; else {MEASURE}"
+    yield from sheet_faults("device", name, DEVICES, MEASURE)

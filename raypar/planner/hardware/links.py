@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from raypar.schedules.nearest_name import nearest
+from raypar.planner.hardware.data_sheets import sheet_faults
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,4 @@ MEASURE = (
 
 def link_faults(name: str) -> Iterator[str]:
     """Yield a fault if there is no data sheet of a link, with what to measure instead."""
-    if name not in LINKS:
-        close = nearest(name, LINKS)
-        guess = f"did you mean {close!r}? " if close else ""
-        yield f"there is no data sheet of a link {name!r}: {guess}known are {', '.join(LINKS)}; else {MEASURE}"
+    yield from sheet_faults("link", name, LINKS, MEASURE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypar.actors.specs.optim import SGD
 from raypar.planner.activations import stage_activations
 from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory import PROCESS_OF, WORKING_OF, element_bytes
+from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import V_SHAPED, Paper
 
@@ -47,7 +47,6 @@ def _need_at(paper: Paper, rank: int) -> Need:
     """Return what an actor of a pipeline rank needs."""
     run, world, held = paper.run, paper.world, paper.held_on(rank)
     each, own = element_bytes(run), paper.replicas.owned(held)
-    states = int(run.optim.momentum > 0) if isinstance(run.optim, SGD) else 2
     weights = each.weight * (own if world.gathers else held.all)
     if world.gathers:
         weights += each.weight * held.all * min(1.0, _GATHERED / held.units)
@@ -55,7 +54,7 @@ def _need_at(paper: Paper, rank: int) -> Need:
     return Need(
         weights=weights,
         gradients=each.gradient * (own if world.zero > 1 else held.all) + _in_buckets(paper, rank),
-        optimizer=(each.master + states * each.state) * own,
+        optimizer=(each.master + num_states(run.optim) * each.state) * own,
         activations=kept * (1 + WORKING_OF["cuda"]),
         process=PROCESS_OF["cuda"],
     )

@@ -12,14 +12,13 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.search.fit import Need, need_of
 from raypar.planner.search.space import Space, meshes, runs_on, sparing
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
-from raypar.planner.timing.simulated import simulated
+from raypar.planner.timing.simulated import most_simulated, simulated
 from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import Paper, Step, predicted
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 _SIMULATED = 4  # layouts at the head of the ranking that are simulated
 _MOST_SIMULATED = 24_000  # actions of a simulated step
-_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -187,16 +186,11 @@ def _best(
         best = [_keeping_more(one, model, cluster, software) for one in best]
     best.sort(key=lambda one: one.seconds)
     head = best[:_SIMULATED]
-    if all(_actions(one.run) <= _MOST_SIMULATED for one in head):  # else none, as they are compared
+    if all(most_simulated(one.run) <= _MOST_SIMULATED for one in head):  # else none, as they are compared
         papers = [Paper(one.run, model, cluster, one.order, software) for one in head]
         head = [replace(one, simulated=simulated(paper)) for one, paper in zip(head, papers, strict=True)]
     head.sort(key=lambda one: one.seconds)
     return (*head, *best[_SIMULATED:])
-
-
-def _actions(run: Run) -> int:
-    """Return how many actions are simulated of a run's step: of a long one only some rounds."""
-    return 2 * min(run.microbatches, (_ROUNDS + 1) * run.mesh.pp) * run.mesh.pp * (run.chunks or 1)
 
 
 def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:

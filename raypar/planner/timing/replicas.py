@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective
 from raypar.planner.hardware.cluster import Cluster
@@ -119,6 +120,11 @@ class Replicas:
             number = pieces or max(1, math.ceil(element * count / self._bucket))
             seconds += number * collective_seconds(op, element * count / number, members, route)
         return seconds
+
+
+def num_states(optim: AnyOptimizer) -> int:
+    """Return how many values an optimizer keeps for a parameter, at the most."""
+    return int(optim.momentum > 0) if isinstance(optim, SGD) else 2
 
 
 def update_bytes(each: ElementBytes, states: int = 2) -> int:

@@ -31,6 +31,11 @@ def simulated(paper: Paper) -> float:
     return after + (m - longer) * (after - before) / ranks
 
 
+def most_simulated(run: Run) -> int:
+    """Return how many actions of compute are simulated of a step at the most: of a long one those of some rounds."""
+    return 2 * min(run.microbatches, (_ROUNDS + 2) * run.mesh.pp) * run.mesh.pp * (run.chunks or 1)
+
+
 def _makespan(paper: Paper, microbatches: int) -> float:
     """Return the seconds of a step of so many microbatches, the update included."""
     return outcome(schedule_of(paper, microbatches), costs_on(paper)).makespan + paper.slowest_update

@@ -8,13 +8,11 @@ from functools import cached_property
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.planner.formulas.flops import Recomputed, training_flops
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory import element_bytes
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
-from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, update_bytes
+from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, num_states, update_bytes
 from raypar.planner.timing.roofline import Roofline
 from raypar.planner.timing.stages import Seconds, added, stages_of
 
@@ -112,9 +110,12 @@ class Paper:
     def update(self, rank: int) -> float:
         """Return the seconds of the update of a pipeline rank, and of the messages behind it."""
         held = self.held_on(rank)
-        states = int(self.run.optim.momentum > 0) if isinstance(self.run.optim, SGD) else 2
         roofline = Roofline.of(self.cluster.device, half=False)
-        own = update_bytes(element_bytes(self.run), states) * self.replicas.owned(held) / roofline.bandwidth
+        own = (
+            update_bytes(element_bytes(self.run), num_states(self.run.optim))
+            * self.replicas.owned(held)
+            / roofline.bandwidth
+        )
         return own + self.replicas.behind_update(held)
 
     @property
@@ -193,9 +194,3 @@ def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
     forward = max(gathers - beside * busy.f, gathers / units)
     backward = max(gathers + reductions - beside * busy.b, gathers / units) + reductions / units
     return forward + backward, once
-
-
-def model_flops(run: Run, model: GPT | Llama, recomputed: Recomputed = "none") -> float:
-    """Return the FLOPs of a step of all replicas of a GPT with an MLP of 4 h, as published tables count them."""
-    samples = run.microbatches * run.micro_batch_size * run.mesh.dp
-    return training_flops(model.layers, model.hidden, model.seq, model.vocab, samples, recomputed=recomputed)

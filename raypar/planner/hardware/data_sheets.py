@@ -1,0 +1,22 @@
+"""What is said where there is no data sheet of a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from raypar.schedules.nearest_name import nearest
+
+
+def sheet_faults(kind: str, name: str, known: Mapping[str, object], measure: str) -> Iterator[str]:
+    """Yield a fault if there is no data sheet of a name, with what to measure instead.
+
+    Args:
+        kind: What it is of: "device" or "link".
+        name: The name.
+        known: The data sheets by name.
+        measure: What to measure of one that has none.
+    """
+    if name not in known:
+        close = nearest(name, known)
+        guess = f"did you mean {close!r}? " if close else ""
+        yield f"there is no data sheet of a {kind} {name!r}: {guess}known are {', '.join(known)}; else {measure}"
