@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raypar.actors.layers.documents import Documents
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
+from raypar.actors.models.placed_step import PlacedStep
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import Values, cast_floating
@@ -23,7 +24,7 @@ IGNORED = -100  # the ignore_index of torch's losses over classes
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits (T, V), labels (T,) -> the sum over tokens, a scalar
 
-Kind = Literal[  # of a module, as parallel styles distinguish them
+Named = Literal[  # a kind of module, as parallel styles distinguish them
     "vocab",  # the embedding of token ids
     "table",  # a module that computes one row for every position
     "norm",
@@ -44,6 +45,7 @@ Kind = Literal[  # of a module, as parallel styles distinguish them
     "shared",  # a module that stays whole although its input is sharded, in a user's plan
     "expert",  # a list of experts, which actors divide
 ]
+Kind = Named | PlacedStep
 TensorPlan = tuple[tuple[str, Kind], ...]
 Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
 

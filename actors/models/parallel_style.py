@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypar.actors.collective.group import Groups
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.models.base import CrossEntropy, Kind
+from raypar.actors.models.placed_step import PlacedStep
 from raypar.actors.sharding import Shard, Sharding
 
 
@@ -65,6 +66,7 @@ class AxisStyles:
         flow: Sharding of the values between layers.
         partial: Groups over which gradients are partial if no style shards the parameter.
         divides_experts: Whether the axis' ranks have different experts, whose gradients then are not partial.
+        placed: Returns the style of a step of a user's plan that places tensors; None: the axis has none.
         guard: Called with the name of each layer and the layer, after the styles were applied, to look for mistakes in
             the user's plan.
         check_loss: Called with the first loss; raises ValueError if it was computed from only a part of the outputs.
@@ -74,8 +76,15 @@ class AxisStyles:
     flow: Sharding = field(default_factory=Sharding)
     partial: Groups = ()
     divides_experts: bool = False
+    placed: Callable[[PlacedStep], ParallelStyle] | None = None
     guard: Callable[[str, nn.Module], None] = _accept_layer
     check_loss: Callable[[Tensor], None] = _accept_loss
+
+    def style(self, kind: Kind) -> ParallelStyle | None:
+        """Return what is done to modules of a kind; None if nothing is."""
+        if isinstance(kind, PlacedStep):
+            return None if self.placed is None else self.placed(kind)
+        return self.styles.get(kind)
 
 
 @dataclass(frozen=True)

@@ -8,49 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import NamedTuple
 
 from torch import nn
 
 from raypar.actors.autograd.torch_private import has_gradient_hooks
-from raypar.actors.models.base import Kind, TensorPlan
+from raypar.actors.models.base import TensorPlan
 from raypar.actors.models.module_tree import matches, modules_named, names_near
+from raypar.actors.models.placed_step import FEATURES
+from raypar.actors.models.plan_kinds import KINDS, PlanKind, kind_of
 from raypar.schedules.nearest_name import nearest
 
-
-class Divisible(NamedTuple):
-    """What a kind in a plan does to a module.
-
-    Attributes:
-        of: Type of the modules that it applies to.
-        steps: Kinds of parallel styles, in the order of application.
-        dims: The dim along which each parameter is sharded, by the parameter's name in the module.
-        size: The module's attribute that holds the length of that dim; "" if nothing is sharded.
-    """
-
-    of: type[nn.Module]
-    steps: tuple[Kind, ...]
-    dims: Mapping[str, int] = {}
-    size: str = ""
-
-
-_EQUAL = {  # kinds whose parts must be equal, and why
-    "column_gather_output": "its outputs are gathered",
-    "row_split_input": "its input is split into equal parts",
-}
 _TRIED = 20  # plans that are tried for a message
-_COLUMN = {"weight": 0, "bias": 0}
-_KINDS: Mapping[str, Divisible] = {
-    "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN, "out_features"),
-    "row": Divisible(nn.Linear, ("row",), {"weight": 1}, "in_features"),
-    "column_gather_output": Divisible(nn.Linear, ("column", "copy", "gather"), _COLUMN, "out_features"),
-    "column_gather_input": Divisible(nn.Linear, ("column", "gather_input"), _COLUMN, "out_features"),
-    "row_split_input": Divisible(nn.Linear, ("row", "split_input"), {"weight": 1}, "in_features"),
-    "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}, "num_embeddings"),
-    "dropout": Divisible(nn.Dropout, ("dropout",)),
-    "shared": Divisible(nn.Module, ("shared",)),
-    "expert": Divisible(nn.ModuleList, ("expert",)),
-}
 
 
 def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
@@ -59,7 +27,8 @@ def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
     Args:
         plan: The kind for each name pattern. Unknown kinds are left out; ``plan_faults`` reports them.
     """
-    return tuple((pattern, step) for pattern, kind in plan.items() if kind in _KINDS for step in _KINDS[kind].steps)
+    kinds = ((pattern, kind_of(text)) for pattern, text in plan.items())
+    return tuple((pattern, step) for pattern, kind in kinds if kind is not None for step in kind.steps)
 
 
 def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
@@ -73,7 +42,7 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
     whole = nn.ModuleDict({layer.rpartition(".")[2]: module for layer, module in layers.items()})
     known: dict[str, str] = {}  # kind of each module, by its first name
     for pattern, kind in plan.items():
-        if kind not in _KINDS:
+        if kind_of(kind) is None:
             yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind)}"
             continue
         chosen = {f"layers.{inner}": module for inner, module in modules_named(whole, "layers", pattern)}
@@ -88,10 +57,10 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         if twice := [name for name in chosen if name in known]:
             yield f"model.plan: {pattern!r} names {twice[0]}, which another pattern names, too: change one of them"
         known |= {name: kind for name in chosen if name not in known and name not in unfit}
-    for name in [name for name, kind in known.items() if kind == "shared"]:
+    for name in [name for name, kind in known.items() if _sums(kind)]:
         if inside := [other for other in known if other.startswith(f"{name}.")]:
             kind = known[inside[0]]
-            yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {kind!r}: name what is beside it"
+            yield f"model.plan: {name} is {known[name]!r}, but {inside[0]} in it is {kind!r}: name what is beside it"
     yield from _name_faults(plan, known, whole)
     kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
     yield from _size_faults(known, whole, tp)
@@ -166,7 +135,7 @@ def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterato
 
 def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
     """Return why a kind can't be applied to a module, with the fix; None if it can."""
-    wanted = _KINDS[kind].of
+    wanted = _known(kind).strategy.of
     if wanted is nn.Module:
         return None
     if type(module) is not wanted:
@@ -193,22 +162,47 @@ def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterato
         tp: Number of tensor-parallel ranks.
     """
     dropping = "dropout" in known.values()
-    for name, kind in known.items():
-        if not (attribute := _KINDS[kind].size):
+    for name, text in known.items():
+        kind = _known(text)
+        if not (attribute := kind.strategy.size):
             continue
         module = whole.get_submodule(name.removeprefix("layers."))
         size = int(getattr(module, attribute))
-        if kind == "column_gather_input" and isinstance(module, nn.Linear) and (inputs := module.in_features) % tp:
-            fix = "let what makes them be 'column_gather_output', and this one 'column'"
-            yield f"mesh.tp {tp} does not divide {name}'s in_features {inputs}, of which an actor gets a part: {fix}"
-        equal = kind in _EQUAL or (kind == "column" and dropping)
         if size < tp:
             fix = f"set it to {size} at most, or leave it out of the plan"
             yield f"mesh.tp is {tp}, but {name} has {attribute} {size}: {fix}"
-        elif equal and size % tp:
-            reason = _EQUAL.get(kind, "the plan has dropout of equal parts")
-            fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
-            yield f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
+        elif kind.name == "column" and dropping and size % tp:
+            yield _unequal(name, attribute, size, tp, "the plan has dropout of equal parts")
+        else:
+            yield from _part_faults(name, module, kind, tp)
+
+
+def _part_faults(name: str, module: nn.Module, kind: PlanKind, tp: int) -> Iterator[str]:
+    """Yield why what goes in or out of a linear layer can't be put together or cut equally.
+
+    Args:
+        name: Its name.
+        module: The layer.
+        kind: Its kind in the plan.
+        tp: Number of tensor-parallel ranks.
+    """
+    if not isinstance(module, nn.Linear):
+        return
+    inputs, outputs, column = module.in_features, module.out_features, kind.name == "column"
+    if column and kind.given == FEATURES and inputs % tp:
+        fix = "let what makes them be 'column_gather_output', and this one 'column'"
+        yield f"mesh.tp {tp} does not divide {name}'s in_features {inputs}, of which an actor gets a part: {fix}"
+    if not column and kind.given != FEATURES and inputs % tp:
+        yield _unequal(name, "in_features", inputs, tp, "its input is split into equal parts")
+    if column and kind.made != FEATURES and outputs % tp:
+        yield _unequal(name, "out_features", outputs, tp, "its outputs are gathered")
+    if not column and kind.made == FEATURES and outputs % tp:
+        yield _unequal(name, "out_features", outputs, tp, "its outputs are split into equal parts")
+
+
+def _unequal(name: str, attribute: str, size: int, tp: int, reason: str) -> str:
+    fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
+    return f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
 
 
 def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[str]:
@@ -218,10 +212,10 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
         kinds: The kind of each module that the plan names.
         whole: All layers.
     """
-    shared = {part for module, kind in kinds.items() if kind == "shared" for part in module.modules()}
+    shared = {part for module, kind in kinds.items() if _sums(kind) for part in module.modules()}
     first: dict[nn.Parameter, tuple[str, str]] = {}
     for path, module in whole.named_modules(prefix="layers"):
-        dims = _KINDS[kinds[module]].dims if module in kinds else {}
+        dims = _known(kinds[module]).strategy.dims if module in kinds else {}
         for inner, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -235,6 +229,18 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
                 )
 
 
+def _known(text: str) -> PlanKind:
+    """Return a kind that was found to be one."""
+    kind = kind_of(text)
+    assert kind is not None
+    return kind
+
+
+def _sums(text: str) -> bool:
+    """Return whether a kind sums gradients of whole weights over the actors."""
+    return text == "shared" or _known(text).name.startswith("split")
+
+
 def _near(kind: str) -> str:
-    close = nearest(kind, _KINDS, cutoff=0.5)
-    return repr(close) if close else " or ".join(map(repr, _KINDS))
+    close = nearest(kind, KINDS, cutoff=0.5)
+    return repr(close) if close else f"{' or '.join(map(repr, KINDS))}, with ' from R' or ' to S0' behind it, say"

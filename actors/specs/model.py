@@ -278,8 +278,9 @@ class Layers:
     ``*`` stands for one part. Styles: column divides an nn.Linear by outputs; row divides one by inputs and sums the
     outputs; column_gather_output divides one by outputs and gathers them again; column_gather_input is a column that is
     given a part, row_split_input a row that is given all; embedding divides an nn.Embedding by ids; dropout is for an
-    nn.Dropout between a column and a row, and shared for any other module with weights there. Every actor
-    computes all other modules in full"""
+    nn.Dropout between a column and a row, and shared for any other module with weights there; split0 lets each actor
+    compute its samples, split1 its tokens, and replicated all. "from" and "to" with a placement say how an input comes
+    and an output goes, as "column from S0 to R". Every actor computes all other modules in full"""
     skips: Sequence[tuple[int, int]] = field(default=(), hash=False)
     """pairs of layers, (0, 3): what layer 0 returns, one tensor, layer 3 takes too, as a further argument: behind what
     the layer before it returned, and in the order of the pairs. It goes straight from one's actor to the other's"""

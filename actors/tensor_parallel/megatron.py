@@ -38,6 +38,7 @@ from raypar.actors.tensor_parallel.linear import (
     VocabParallelEmbedding,
     shard_of,
 )
+from raypar.actors.tensor_parallel.placed import placed_styles
 from raypar.actors.tensor_parallel.plan_guard import demand, demand_whole_loss, mark
 from raypar.actors.tensor_parallel.sequence import Gathering, SharedCopy
 
@@ -84,7 +85,8 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
     if sequence:
         styles |= {"drop": ShardedDropout(flow), "table": TableOfSequence(own)}
     partial_outside = (group,) if sequence else ()
-    return AxisStyles(styles, flow, partial_outside, guard=_demand_whole_dropouts, check_loss=demand_whole_loss)
+    checks = _demand_whole_dropouts, demand_whole_loss
+    return AxisStyles(styles, flow, partial_outside, False, placed_styles(group), *checks)
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ class GatheredOutput(ParallelStyle):
             return mark(gather_from(part, self.group, part.dim() - 1), divided=False)
 
         module.register_forward_hook(gathered, prepend=True)  # the user's own hooks see the whole output
-        return Applied(module)
+        return Applied(module, outputs={"": Sharding()})
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from raypar.actors.autograd.torch_private import base_of, notes_of
 _KEY = "raypar.divided"
 
 
-def mark(tensor: Tensor, *, divided: bool) -> Tensor:
+def mark(tensor: Tensor, *, divided: bool, anew: bool = True) -> Tensor:
     """Note in the autograd graph whether this member holds only a part of a tensor.
 
     Args:
         tensor: The tensor.
-        divided: Whether it is a part, along the last dim.
+        divided: Whether it is a part, along whatever dim.
+        anew: Whether to note it in the place of an earlier note.
 
     Returns:
         The same tensor.
@@ -32,7 +33,8 @@ def mark(tensor: Tensor, *, divided: bool) -> Tensor:
         base_of(tensor),
     ):  # an in-place op on a view goes on in the graph of its base
         if one is not None and one.grad_fn is not None:
-            notes_of(one.grad_fn)[_KEY] = divided
+            notes = notes_of(one.grad_fn)
+            notes[_KEY] = divided if anew else notes.get(_KEY, divided)
     return tensor
 
 
@@ -80,5 +82,5 @@ def demand_whole_loss(loss: Tensor) -> None:
     if is_divided(loss):
         raise ValueError(
             "the loss is computed from outputs that are divided over tp: end the model with a module that the plan "
-            "calls 'row' or 'column_gather_output'"
+            "calls 'row' or 'column_gather_output', or that goes 'to R'"
         )

@@ -119,7 +119,7 @@ class Parallelizer:
         outputs[name] = axis.flow
         found: dict[str, Shard] = {}
         for pattern, kind in self._model.tensor_plan:
-            if (style := axis.styles.get(kind)) is None:
+            if (style := axis.style(kind)) is None:
                 continue
             replacements: dict[nn.Module, nn.Module] = {}
             for inner, module in modules_named(layer, name, pattern):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from raypar.actors.errors import first_line
 from raypar.actors.models.module_tree import modules_named
+from raypar.actors.models.placed_step import FEATURES
+from raypar.actors.models.plan_kinds import PASSING, kind_of
 from raypar.actors.models.skips import Skipped, Skips
 from raypar.actors.tensors import Values, as_values
 
@@ -18,36 +20,39 @@ _FIX = "make the linear layer that takes them 'row' in the plan, or this one 'co
 
 
 class _Divided:
-    """What the linear layers of a plan make on one actor, while layers are called with tensors that have only shapes.
+    """What the modules of a plan make on one actor, while layers are called with tensors that have only shapes.
 
     Attributes:
-        column: The last layer that was called and left its outputs divided; None if they are whole again.
+        last: The last module that was called and left its outputs split by features, with its kind and the number of
+            features; None if they are whole again.
     """
 
     def __init__(self, ways: int) -> None:
         self._ways = ways
-        self.column: tuple[str, nn.Linear] | None = None
+        self.last: tuple[str, str, int] | None = None
 
-    def part(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return the outputs that an actor makes of those of a column layer."""
-        assert isinstance(module, nn.Linear)
-        self.column = name, module
-        return output.narrow(-1, 0, module.out_features // self._ways)
+    def part(self, name: str, text: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Return the features that an actor makes of those of a module."""
+        width = output.shape[-1]
+        if width % self._ways:
+            return output
+        self.last = name, text, width
+        return output.narrow(-1, 0, width // self._ways)
 
     def whole(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Return inputs of a row layer as all actors have them together."""
-        assert isinstance(module, nn.Linear)
+        """Return inputs of a module that is given a part as all actors have them together."""
         value, *others = inputs
-        if value.shape[-1] == module.in_features // self._ways:
-            value, self.column = value.new_empty(*value.shape[:-1], module.in_features), None
+        width = module.in_features if isinstance(module, nn.Linear) else self.last[2] if self.last else 0
+        if value.shape[-1] == width // self._ways:
+            value, self.last = value.new_empty(*value.shape[:-1], width), None
         return (value, *others)
 
     def told(self, why: str) -> str:
         """Say which layer leaves its outputs divided, what becomes of that, and the fix."""
-        assert self.column is not None
-        name, module = self.column
-        held = f"{module.out_features // self._ways} of its {module.out_features} outputs"
-        return f"model.plan: {name} is 'column', so with mesh.tp {self._ways} an actor makes {held}, {why}: {_FIX}"
+        assert self.last is not None
+        name, text, width = self.last
+        held = f"{width // self._ways} of its {width} outputs"
+        return f"model.plan: {name} is {text!r}, so with mesh.tp {self._ways} an actor makes {held}, {why}: {_FIX}"
 
 
 def plan_misfits(
@@ -64,13 +69,15 @@ def plan_misfits(
     """
     divided = _Divided(ways)
     for layer, module in layers.items():
-        for pattern, kind in plan.items():
-            for inner, linear in modules_named(module, layer, pattern):
-                name = f"{layer}.{inner}" if inner else layer
-                if isinstance(linear, nn.Linear) and kind == "column" and not linear.out_features % ways:
-                    linear.register_forward_hook(partial(divided.part, name))
-                elif isinstance(linear, nn.Linear) and kind == "row":
-                    linear.register_forward_pre_hook(divided.whole)
+        for pattern, text in plan.items():
+            kind = kind_of(text)
+            if kind is None or kind.name in PASSING:
+                continue
+            for inner, part in modules_named(module, layer, pattern):
+                if kind.given == FEATURES:
+                    part.register_forward_pre_hook(divided.whole)
+                if kind.made == FEATURES:
+                    part.register_forward_hook(partial(divided.part, f"{layer}.{inner}".rstrip("."), text))
     skipped = Skipped(skips, tuple(layers))
     with torch.no_grad():
         for index, (layer, module) in enumerate(layers.items()):
@@ -78,7 +85,5 @@ def plan_misfits(
                 values = as_values(module(*skipped.inputs(index, values)))
                 skipped.keep(index, values)
             except Exception as error:
-                return (
-                    [] if divided.column is None else [divided.told(f"which {layer} can't take ({first_line(error)})")]
-                )
-    return [] if divided.column is None else [divided.told("and the loss needs all")]
+                return [] if divided.last is None else [divided.told(f"which {layer} can't take ({first_line(error)})")]
+    return [] if divided.last is None else [divided.told("and the loss needs all")]

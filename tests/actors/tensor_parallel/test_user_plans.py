@@ -419,6 +419,7 @@ def test_dropout_of_uneven_parts_is_refused():
         ({"layers.0": "embedding"}, "divided along dim 0 and not divided"),
         ({"layers.0": "embedding", "layers.3": "row"}, "divided along dim 0 and divided along dim 1"),
         ({"layers.0": "shared"}, "shared and not divided"),
+        ({"layers.0": "split1"}, "shared and not divided"),
     ],
 )
 def test_both_ends_of_a_tied_weight_are_divided_alike(plan, how):

@@ -35,6 +35,10 @@ FIX = "make the linear layer that takes them 'row' in the plan, or this one 'col
             "layers.2 is 'column', so with mesh.tp 2 an actor makes 1 of its 2 outputs, and the loss",
         ),
         ({"layers.[02]": "column"}, None),
+        (
+            {"layers.0": "split0 from R to S-1"},
+            "layers.0 is 'split0 from R to S-1', so with mesh.tp 2 an actor makes 4 of its 8 outputs, which layers.2",
+        ),
     ],
 )
 def test_a_column_without_a_row_is_told_with_its_fix(plan, says):
@@ -50,6 +54,9 @@ def test_a_column_without_a_row_is_told_with_its_fix(plan, says):
         {"layers.0": "column", "layers.2": "row"},
         {"layers.[02]": "column_gather_output"},
         {"layers.0": "column_gather_output"},
+        {"layers.0": "column", "layers.2": "column from S-1 to R"},
+        {"layers.0": "column to S0", "layers.2": "split0 to R"},
+        {"layers.0": "column", "layers.1": "replicated from S-1", "layers.2": "row from R"},
     ],
 )
 def test_a_plan_that_fits_is_no_fault(plan):
