@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from raypar.planner import formulas
     from raypar.recovery import chaos
     from raypar.recovery.failures import Failure
+    from raypar.reporting.evaluation import Evaluation
     from raypar.reporting.expert_table import expert_table
-    from raypar.reporting.report import Evaluation, Report
+    from raypar.reporting.report import Report
     from raypar.schedules.catalog import register as register_schedule
     from raypar.stepping.replay import Replayed, replay
     from raypar.stepping.stepper import Stepper
@@ -91,8 +92,9 @@ _HOMES = {
     "raypar.planner": ("formulas",),
     "raypar.recovery": ("chaos",),
     "raypar.recovery.failures": ("Failure",),
+    "raypar.reporting.evaluation": ("Evaluation",),
     "raypar.reporting.expert_table": ("expert_table",),
-    "raypar.reporting.report": ("Evaluation", "Report"),
+    "raypar.reporting.report": ("Report",),
     "raypar.schedules.catalog": ("register as register_schedule",),
     "raypar.stepping.replay": ("Replayed", "replay"),
     "raypar.stepping.stepper": ("Stepper",),

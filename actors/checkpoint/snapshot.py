@@ -21,6 +21,7 @@ from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 
 SCALER = "loss_scale"  # the checkpoint's name of the numbers of a LossScaler
+AVERAGE = "ema"  # key of a weight's moving average among the states of its optimizer
 _ALIGNMENT = 64  # bytes
 # Bytes per second: if writing on idle cores alone is slower, the rest of a shard is written at full speed.
 _SLOWEST = 50e6

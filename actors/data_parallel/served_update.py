@@ -53,3 +53,6 @@ class ServedUpdate:
 
     def load(self, read: Read) -> None:
         """Do nothing: the servers load the state."""
+
+    def use_averages(self, *, use: bool) -> None:
+        """Do nothing: servers keep no averages."""

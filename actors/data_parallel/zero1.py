@@ -77,8 +77,17 @@ class ShardedUpdate:
             NonFiniteError: As ``Updater.step``.
         """
         updated = self._updater.step(step, ballot)
-        if updated.is_skipped:
-            return updated
+        if not updated.is_skipped:
+            self._share()
+        return updated
+
+    def use_averages(self, *, use: bool) -> None:
+        """Let all replicas' weights have their averages' values, or again their own; see ``Updater.use_averages``."""
+        self._updater.use_averages(use=use)
+        self._share()
+
+    def _share(self) -> None:
+        """Exchange all weights with the other replicas."""
         under_way = deque[tuple[Handle, _Weights]]()
         for weights in self._weights:
             under_way.append((weights.send(), weights))
@@ -86,7 +95,6 @@ class ShardedUpdate:
                 _receive(*under_way.popleft())
         for handle, weights in under_way:
             _receive(handle, weights)
-        return updated
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state of the parameters that this replica owns, as ``Updater.state`` does."""

@@ -122,14 +122,14 @@ def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter]
         before, state = optimizer.state.pop(parameter, {}), {}
         for key in keys:
             if (value := read(name, key)) is not None:
-                state[key] = value.to(parameter.device) if key == "step" else _laid_out(value, parameter)
+                state[key] = value.to(parameter.device) if key == "step" else laid_out(value, parameter)
                 if home.is_apart and key != "step":
                     state[key] = home.moved(state[key], before.get(key))
         if state:
             optimizer.state[parameter] = state
 
 
-def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a value with dtype, device and strides of a parameter: torch's fused kernels walk memory in its order."""
     if value.stride() == parameter.stride():
         return value.to(parameter)

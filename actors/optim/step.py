@@ -21,6 +21,7 @@ from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
 from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, keep, kept_by, set_lr
 from raypar.actors.optim.votes import Tally, Told, Vote
+from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.precision import FP16_MAX, Nonfinite
 from raypar.actors.specs.results import Updated
@@ -44,6 +45,9 @@ class Update(Protocol):
     def load(self, read: Read) -> None:
         """Load the optimizer's state from a checkpoint."""
 
+    def use_averages(self, *, use: bool) -> None:
+        """Let the weights have their averages' values, or again their own."""
+
 
 class Updater:
     """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
@@ -63,6 +67,7 @@ class Updater:
         steps: Number of steps of the whole run; the learning rate depends on it.
         scaler: The scale of the loss.
         nonfinite: What becomes of a step that is not finite although the scale of the loss can't fall any more.
+        ema: Decay of the moving average of the weights; None for no average.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Updater:
         steps: int,
         scaler: LossScaler,
         nonfinite: Nonfinite,
+        ema: float | None = None,
     ) -> None:
         self._masters, self._parameters = masters, masters.parameters
         self._names, self._ties, self._group = names, ties, group
@@ -88,6 +94,7 @@ class Updater:
         if masters.home.is_apart and self._optimizer is not None:
             self._optimizer = OffloadedOptimizer(self._optimizer, masters.home)
             reserve_states(masters.home, optim, self._parameters)
+        self._average = None if ema is None else WeightAverage(ema, masters)
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
@@ -129,6 +136,8 @@ class Updater:
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
+        if self._average is not None:
+            self._average.update()
         self._masters.publish()
         self._masters.home.check()
         return lr
@@ -203,6 +212,8 @@ class Updater:
         yield from ((name, "", parameter) for name, parameter in self._parameters.items())
         if self._optimizer is not None:
             yield from kept_by(self._optimizer, self._parameters)
+        if self._average is not None:
+            yield from self._average.state()
 
     def load(self, read: Read) -> None:
         """Load saved optimizer state. The parameters themselves are loaded by the stages that hold them.
@@ -212,6 +223,17 @@ class Updater:
         """
         if self._optimizer is not None:
             keep(self._optimizer, self._spec.kind, self._parameters, self._masters.home, read)
+        if self._average is not None:
+            self._average.load(read)
+
+    def use_averages(self, *, use: bool) -> None:
+        """Let the weights have their averages' values, or again their own. No step may begin in between.
+
+        Args:
+            use: Whether to use the averages; a second call with the same does nothing.
+        """
+        if self._average is not None:
+            self._average.use(use=use)
 
     def _refuse(self, step: int, tally: Tally) -> None:
         """Skip a step that is not finite: lower the scale of the loss, if it can fall.

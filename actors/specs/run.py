@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Steps, Word
+from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Share, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Offload, Zero
@@ -101,6 +101,9 @@ class Run:
     """AdamW, SGD or Muon, with the learning-rate schedule"""
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
+    ema: Share | None = None
+    """decay of an exponential moving average of the weights that learn, such as 0.999, which evaluations, texts and
+    exports can be made with (ema=True, --ema); None keeps none"""
     precision: Precision = field(default_factory=Precision)
     """dtypes: of the layers, of the sums of gradients, of the weights that the optimizer has"""
     loss_scale: LossScale = field(default_factory=LossScale)

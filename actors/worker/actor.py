@@ -202,6 +202,10 @@ class Hosted:
         """Take a step of a generation; see ``Generator.perform``."""
         return worker_in(self._member).generator.perform(order)
 
+    def use_averages(self, use: bool) -> None:
+        """Let the weights have their averages' values, or again their own; see ``WorkerState.use_averages``."""
+        there(self._member).state.use_averages(use=use)
+
     # --- checkpoints ---
 
     def make_room(self) -> None:

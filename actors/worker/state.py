@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from raypar.actors.checkpoint.assembler import ShardFolder, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Slots
-from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
+from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, Written, buffer_name, logical_name, reader
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
@@ -145,6 +146,19 @@ class WorkerState:
             stage.step_buffers.conclude(taken=not updated.is_skipped, is_right=is_right)
         return updated, is_right
 
+    def use_averages(self, *, use: bool) -> None:
+        """Let the weights of all actors have their averages' values, or again their own; see ``Updater.use_averages``.
+
+        Raises:
+            ActionError: A communication failed.
+        """
+        self._seat.place.enter()
+        try:
+            self.update.use_averages(use=use)
+            self._seat.synchronize()
+        except GroupError as error:
+            raise self._seat.failed("averages of weights", None, error) from None
+
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are other tensors than the weights that this actor holds for its layers."""
         held = {id(weight) for weight in self.held}
@@ -251,7 +265,7 @@ class WorkerState:
     def wishes(self) -> Iterator[Wish]:
         """Yield all that ``adopt`` asks for, if it is there."""
         updated = [weight for weight, kept, _ in self.update.state() if not kept]
-        every = dict.fromkeys(key for keys in KEPT.values() for key in keys)
+        every = dict.fromkeys([*(key for keys in KEPT.values() for key in keys), AVERAGE])
         asked = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
         for weight, kept in asked:
             yield Wish(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))

@@ -90,7 +90,7 @@ def updater_of(
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
         told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
     policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
-    return Updater(part.masters, names, part.ties, every, tensors, told, *policy)
+    return Updater(part.masters, names, part.ties, every, tensors, told, *policy, run.ema)
 
 
 def shared_update(

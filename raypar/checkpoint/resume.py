@@ -39,6 +39,7 @@ _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "mesh.rank_dp",
     "optim",
     "clip",
+    "ema",
     "steps",
 )
 
@@ -231,7 +232,7 @@ def _of_own_layers(differing: Sequence[str]) -> list[str]:
 
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:
     """Yield the differences between the model's tensors and the stored ones."""
-    from raypar.actors.checkpoint.snapshot import SCALER, buffer_name, logical_name
+    from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, buffer_name, logical_name
     from raypar.actors.optim.groups import rule_of
     from raypar.actors.optim.loss_scale import NUMBERS
     from raypar.actors.optim.optimizer import KEPT
@@ -261,7 +262,8 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
             fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
             keys = KEPT[rule_of(run.optim, weight, weights[weight].dim()).kind] if weight in weights else ()
-            fits = kept in keys and logical.shape == (() if kept == "step" else wanted[weight][1])
-            fits = fits and all(logical_name(weight, other) in beside for other in keys)
+            known = kept in keys or (kept == AVERAGE and weight in weights)
+            fits = known and logical.shape == (() if kept == "step" else wanted[weight][1])
+            fits = fits and (kept == AVERAGE or all(logical_name(weight, other) in beside for other in keys))
         if not fits:
             yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"

@@ -57,6 +57,8 @@ class ExportArgs:
     """a run folder, a folder of checkpoints or a checkpoint; and the folder to write, which must not exist yet"""
     dtype: Format | None = None
     """dtype of the weights; None: the one that the run computes in"""
+    ema: bool = False
+    """write the moving averages of the weights, which a run with ema keeps"""
 
     def faults(self) -> Sequence[str]:
         """Return whether a path is missing, or one too many."""
@@ -135,11 +137,12 @@ def verify(path: Path) -> Outcome:
 
 def export(args: ExportArgs) -> Outcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
+    from raypar.checkpoint.averaged import averaged
     from raypar.checkpoint.hugging_face import export as write
     from raypar.checkpoint.resume import find as found_at
 
     path, folder = args.paths
-    found = found_at(path)
+    found = averaged(found_at(path)) if args.ema else found_at(path)
     written = write(found, folder, args.dtype, _last_loss(found))
     return Outcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True)
 

@@ -67,6 +67,8 @@ class ChatArgs:
     """texts that end a text; None: what the files beside the tokenizer say"""
     tokenizer: Path | None = None
     """a tokenizers JSON file, instead of the run's"""
+    ema: bool = False
+    """use the moving averages of the weights, which a run with ema keeps"""
     mesh: Mesh = field(default_factory=Mesh)
     """the actors that generate, which may be others than those that have trained"""
     device: DeviceChoice = "auto"
@@ -215,15 +217,20 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
     Raises:
         ConfigError: There is no such model, or it can't generate.
     """
+    from raypar.checkpoint.averaged import averaged
     from raypar.checkpoint.resume import find  # imports numpy
 
     path, found, template = absolute(source), None, None
     told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
     if (path / _CONFIG).exists():
+        if args.ema:
+            raise ConfigError(
+                [f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"]
+            )
         told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
         file = path / _TOKENIZER if (path / _TOKENIZER).exists() else None
     else:
-        found = find(path)
+        found = averaged(find(path)) if args.ema else find(path)
         trained = its_run(found)
         kept = ("model", "optim", "seed", "precision", "expert_order")
         told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}

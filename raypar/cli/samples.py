@@ -10,7 +10,8 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.validate.generation import generation_faults
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.report import Report
 
 if TYPE_CHECKING:
     from raypar.job.job import Job

@@ -34,10 +34,11 @@ from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.progress import validation_told
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.schedule import Schedule
@@ -265,10 +266,15 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         overlay = job.overlay()
         evaluation = job.evaluate()
         write(evaluation)
-        logging.getLogger("raypar").info("%s", validation_told(evaluation))
+        averaged = None if run.ema is None else job.evaluate(ema=True)
+        for one in (evaluation, averaged):
+            if one is not None:
+                logging.getLogger("raypar").info("%s", validation_told(one))
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
+        if averaged is not None:
+            rows = [*rows, ("validation loss of the averages", f"{averaged.loss:.4f}")]
         if job.failures:
             rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
         if job.saved is not None:

@@ -38,7 +38,7 @@ from raypar.config.validate.hugging_face import folder_faults as weight_faults
 from raypar.config.validate.lora import lora_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
-from raypar.config.validate.optim import group_faults
+from raypar.config.validate.optim import average_faults, group_faults
 from raypar.config.validate.order import order_faults, order_on
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
@@ -86,6 +86,7 @@ def check_run(
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
+    faults += average_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from raypar.actors.specs.run import Run
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 
 
 def displayed(

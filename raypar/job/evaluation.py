@@ -10,8 +10,10 @@ from typing import Any
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
+from raypar.job.averages import demand_averages
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.perplexity import is_cross_entropy
-from raypar.reporting.report import Evaluation, losses_of, mean_loss
+from raypar.reporting.report import losses_of, mean_loss
 
 
 class Evaluations:
@@ -36,17 +38,20 @@ class Evaluations:
         """Go on with the losses of evaluations that a run had before it was resumed, by number of steps taken."""
         self._losses = {step: loss for step, loss in earlier.items() if self.every and step % self.every == 0}
 
-    def take(self, step: int, count: int | None, take: Callable[[int], list[Any]]) -> Evaluation:
+    def take(self, step: int, count: int | None, take: Callable[[int], list[Any]], *, ema: bool = False) -> Evaluation:
         """Evaluate the run.
 
         Args:
             step: Number of training steps taken.
             count: Number of evaluation steps; None for ``run.eval_steps``.
             take: Takes the evaluation step of a number, from 0, and returns what each actor tells of it.
+            ema: Whether the steps are taken with the averages of the weights.
 
         Raises:
-            ConfigError: The run has no validation data.
+            ConfigError: The run has no validation data, or no averages.
         """
+        if ema:
+            demand_averages(self.run)
         if not self._has_data:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
@@ -55,7 +60,7 @@ class Evaluations:
             losses += found[0]
             counts += found[1]
         loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self.run))
+        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self.run), is_averaged=ema)
 
     def keep(self, evaluation: Evaluation) -> str:
         """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""

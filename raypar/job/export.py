@@ -13,23 +13,26 @@ from raypar.checkpoint.check import verified
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import demand_exportable, export
 from raypar.config.toml import plain_of
+from raypar.job.averages import demand_averages
 from raypar.job.training_loop import TrainingLoop
 from raypar.paths import absolute
 
 
-def export_hf(loop: TrainingLoop, folder: str | PathLike[str], dtype: Format | None) -> Path:
+def export_hf(loop: TrainingLoop, folder: str | PathLike[str], dtype: Format | None, *, ema: bool) -> Path:
     """Write a job's model as a folder of Hugging Face; see ``Job.export_hf``.
 
     The actors write their parts of the weights beside the folder, as in a checkpoint; this process then writes them in
     the order of Hugging Face, some megabytes at a time, and removes what the actors have written.
     """
     path = absolute(folder)
+    if ema:
+        demand_averages(loop.loaded.run)
     demand_exportable(plain_of(loop.loaded.run), path)
     parts = path.with_name(f".{path.name}.{uuid4().hex}.parts")
     try:
         with told(f"{str(path)!r} can't be written"):
             parts.mkdir()
-        saved = loop.copy_weights(parts)
+        saved = loop.copy_weights(parts, ema=ema)
         loss = None if loop.last is None else loop.last.loss
         return export(Found(saved, verified(saved)), path, dtype, loss)
     finally:

@@ -19,6 +19,7 @@ from raypar.config.run import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
 from raypar.errors import ConfigError, JobError
+from raypar.job.averages import demand_averages, use_averages
 from raypar.job.growing_text import Continuation, GrowingText, Request
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.training_loop import TrainingLoop
@@ -114,6 +115,7 @@ class TextGenerator:
         seed: Seed = 0,
         stop: Sequence[str | int] | None = None,
         on: Callable[[int, int, str], None] | None = None,
+        ema: bool = False,
     ) -> list[Continuation]:
         """Go on with prompts: several at a time, each with the same tokens on every mesh.
 
@@ -127,6 +129,7 @@ class TextGenerator:
             stop: Texts and token ids that end a text, without them; None: what the files beside the tokenizer say.
             on: Called with every new token: the number of its prompt, its id, and what it adds to the text. That is ""
                 until a character is whole, or while it might be the beginning of a stop.
+            ema: Whether to use the averages of the weights, which a run with ``ema`` keeps.
 
         Returns:
             What each prompt has got, in their order.
@@ -136,14 +139,18 @@ class TextGenerator:
             JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
         """
         self._loop.demand_ready()
+        if ema:
+            demand_averages(self._loop.loaded.run)
         sampling = Sampling(temperature, top_k, top_p, seed)
         every = [prompts] if isinstance(prompts, str) else prompts
         request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
         if not self._loop.generating.acquire(blocking=False):
             raise JobError("this job is generating text: call generate again when it has returned")
         try:
-            return Generation(request, lambda: self._loop.loaded, self._loop.read).run(on)
+            self._loop.is_averaged = ema
+            return Generation(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
         finally:
+            self._loop.is_averaged = False
             self._loop.generating.release()
 
 
@@ -156,13 +163,14 @@ class Generation:
         request: What to generate.
         loaded: Returns the run as the actors have it now.
         read: Makes a call to the actors, and handles its failure as the job does.
+        ema: Whether the actors use the averages of their weights.
 
     Raises:
         ConfigError: The caches take more memory than is free here.
     """
 
-    def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read) -> None:
-        self._request, self._loaded, self._read = request, loaded, read
+    def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read, *, ema: bool = False) -> None:
+        self._request, self._loaded, self._read, self._ema = request, loaded, read, ema
         self._texts = [GrowingText(request) for _ in request.prompts]
         self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
         self._handed: deque[list[Any]] = deque()
@@ -224,6 +232,8 @@ class Generation:
             filler = (Prompt(-1, whole[0][:1]),)  # all replicas take part in every step, also those with nothing to do
             groups = tuple(tuple(Prompt(number, whole[number]) for number in one) or filler for one in seats)
             orders.append(Prompts(schedule, groups, self._slots(groups), self._request.sampling))
+        if self._ema:
+            use_averages(loaded.calls, use=True)
         loaded.calls.gather(_submit(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
 
     def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
@@ -239,7 +249,10 @@ class Generation:
         ranks = range(loaded.run.mesh.size)
         while self._handed:
             loaded.calls.gather(self._handed.popleft(), "the last tokens", ranks)
-        return loaded.calls.gather(_submit(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+        ended = loaded.calls.gather(_submit(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+        if self._ema:
+            use_averages(loaded.calls, use=False)
+        return ended
 
     def _demand_room(self, loaded: LoadedRun) -> None:
         """Raise ConfigError if the caches take more memory than is free here."""

@@ -29,10 +29,11 @@ from raypar.job.relayout import Relayout
 from raypar.job.scoring import Scored, TextScorer
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import box, text_block
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
 from raypar.reporting.whereabouts import Whereabouts
 from raypar.schedules.drawing.overlay import Overlay
@@ -156,17 +157,18 @@ class Job:
         """
         return self._loop.train(steps, on, ahead)
 
-    def evaluate(self, steps: Count | None = None) -> Evaluation:
+    def evaluate(self, steps: Count | None = None, *, ema: bool = False) -> Evaluation:
         """Compute the loss on validation data.
 
         Args:
             steps: Number of evaluation steps; None for ``run.eval_steps``. In each, every replica evaluates
                 ``run.microbatches`` microbatches of its own.
+            ema: Whether to use the averages of the weights (``run.ema``). The run's record does not get it then.
 
         Raises:
-            ConfigError: The run has no validation data.
+            ConfigError: The run has no validation data, or no averages.
         """
-        return self._loop.evaluate(steps)
+        return self._loop.evaluate(steps, ema=ema)
 
     def save(self, folder: str | PathLike[str], keep_last: Count | None = None) -> Path:
         """Save a checkpoint and wait until it is complete on disk.
@@ -183,18 +185,19 @@ class Job:
         """
         return self._loop.save(Path(folder), keep_last)
 
-    def export_hf(self, folder: str | PathLike[str], dtype: Format | None = None) -> Path:
+    def export_hf(self, folder: str | PathLike[str], dtype: Format | None = None, *, ema: bool = False) -> Path:
         """Write the model as a folder of Hugging Face, which transformers loads, and return the folder's path.
 
         Args:
             folder: The folder, a new one, on a file system that all nodes see.
             dtype: Dtype of the weights; None for the one that the run computes in.
+            ema: Whether to write the averages of the weights.
 
         Raises:
             ConfigError: No model of Hugging Face is like this one, or the folder is taken. Lists all faults.
             CheckpointError: The folder can't be written. The job can continue.
         """
-        return export_hf(self._loop, folder, dtype)
+        return export_hf(self._loop, folder, dtype, ema=ema)
 
     @property
     def generate(self) -> Callable[..., list[Continuation]]:

@@ -17,6 +17,7 @@ from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.errors import JobError, MovedError
+from raypar.job.averages import evaluation_step, with_averages
 from raypar.job.displayed import displayed
 from raypar.job.evaluation import Evaluations
 from raypar.job.executors import executor_of
@@ -28,8 +29,9 @@ from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
 from raypar.job.steps_by_hand import StepsByHand
 from raypar.recovery.failures import Failure
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation, Report, reports_of
+from raypar.reporting.report import Report, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
 from raypar.stepping.stepper import Stepper
@@ -55,6 +57,7 @@ class TrainingLoop:
         next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
         generating: Held while text is generated.
+        is_averaged: Whether that is done with the averages of the weights.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TrainingLoop:
         self._training, self.generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
         self._ahead: Ahead | None = None
         self.last: Report | None = None
+        self.is_averaged = False
         self.exchange(loaded, record)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
@@ -135,24 +139,16 @@ class TrainingLoop:
         with closing(self._train(count, most)) as outcomes:
             return displayed(run, self.next_step + count, outcomes, on)
 
-    def evaluate(self, steps: int | None = None) -> Evaluation:
-        """Compute the loss on validation data, as ``Job.evaluate`` does.
-
-        Args:
-            steps: Number of evaluation steps; None for ``run.eval_steps``.
-
-        Raises:
-            ConfigError: The run has no validation data.
-        """
+    def evaluate(self, steps: int | None = None, *, ema: bool = False) -> Evaluation:
+        """Compute the loss on validation data, as ``Job.evaluate`` does. That of averaged weights is not recorded."""
         self.demand_ready()
 
         def take(number: int) -> list[Any]:
-            """Take one of the steps."""
-            what = f"evaluation step {number + 1}"
-            return self._after_this_step(partial(self._all, "run", "evaluate", number, what=what))
+            return self._after_this_step(lambda: evaluation_step(self.loaded, number, ema=ema))
 
-        evaluation = self._evaluations.take(self.next_step, steps, take)
-        self._record.write(evaluation)
+        evaluation = self._evaluations.take(self.next_step, steps, take, ema=ema)
+        if not ema:
+            self._record.write(evaluation)
         return evaluation
 
     def save(self, folder: Path, keep_last: int | None) -> Path:
@@ -160,10 +156,11 @@ class TrainingLoop:
         self._demand_alive("saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
-    def copy_weights(self, folder: Path) -> Path:
-        """Save a checkpoint of the weights alone now and return its path. Raises CheckpointError."""
+    def copy_weights(self, folder: Path, *, ema: bool) -> Path:
+        """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""
         self._demand_alive("an export")
-        return self._lifetime.guard(partial(self._saver.copy_weights, folder, self.next_step))
+        save = partial(self._saver.copy_weights, folder, self.next_step)
+        return self._lifetime.guard(partial(with_averages, self.loaded.calls, save) if ema else save)
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
@@ -194,6 +191,8 @@ class TrainingLoop:
         self._hand.demand_over()
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
+        if self.is_averaged:
+            raise JobError("the actors compute with averaged weights: do this when generate has returned")
 
     @property
     def saved(self) -> Path | None:

@@ -290,13 +290,14 @@ def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -
 def states_of(run: Run, counts: Counts) -> list[int]:
     """Return the elements of optimizer state of each pipeline rank of a run.
 
-    For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW.
+    For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW; and its
+    average if the run keeps one.
     """
+    average = int(run.ema is not None)
     if isinstance(run.optim, SGD):
-        return [count * bool(run.optim.momentum) for count in counts.held]
-    if isinstance(run.optim, Muon):
-        return [2 * count - min(count, single) for count, single in zip(counts.held, counts.matrices, strict=True)]
-    return [2 * count for count in counts.held]
+        return [count * (bool(run.optim.momentum) + average) for count in counts.held]
+    singles = counts.matrices if isinstance(run.optim, Muon) else [0] * len(counts.held)
+    return [(2 + average) * count - min(count, single) for count, single in zip(counts.held, singles, strict=True)]
 
 
 def _gathered(timeline: Timeline, counts: Counts) -> list[int]:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raypar.actors.specs.run import Run
-from raypar.reporting.report import Evaluation, Report, unit_of
+from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
 
 log = logging.getLogger("raypar")
@@ -137,4 +138,5 @@ def _short(value: float, digits: int) -> str:
 def validation_told(evaluation: Evaluation) -> str:
     """Return a line that tells an evaluation."""
     perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
-    return f"after step {evaluation.step}: validation loss {evaluation.loss:.4f}{perplexity}"
+    of_averages = " of the averaged weights" if evaluation.is_averaged else ""
+    return f"after step {evaluation.step}: validation loss{of_averages} {evaluation.loss:.4f}{perplexity}"

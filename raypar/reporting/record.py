@@ -17,8 +17,9 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
 from raypar.paths import METRICS, absolute
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.overflow import OverflowWarnings
-from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
+from raypar.reporting.report import Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder, kept
 from raypar.reporting.scale_warnings import ScaleWarnings
 from raypar.reporting.trackers.registry import sink_of

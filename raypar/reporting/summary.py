@@ -20,9 +20,10 @@ from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run
 from raypar.planner.rates import block_seconds
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
-from raypar.reporting.report import Evaluation, Report, unit_of
+from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay

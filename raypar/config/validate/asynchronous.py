@@ -90,10 +90,11 @@ def version_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, i
         )
 
 
-_VALIDATED = ("clip", "nonfinite")  # what all stages decide together, which validated updates allow
+_VALIDATED = ("clip", "nonfinite", "ema")  # what all stages decide together, which validated updates allow
 _FITTING: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("clip", lambda value: value is None, "None, as there is no global norm"),
     ("nonfinite", lambda value: value == "stop", "'stop'"),
+    ("ema", lambda value: value is None, "None"),
     ("data_parallel", lambda value: value == "all_reduce", "'all_reduce'"),
     ("offload", lambda value: value == "none", "'none'"),
     ("backward", lambda value: value != "split", "'whole'"),

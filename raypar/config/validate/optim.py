@@ -1,18 +1,36 @@
-"""Check an optimizer's groups of weights against the model."""
+"""Check an optimizer's groups of weights against the model, and what an average of the weights can't go with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AnyOptimizer, Muon
+from raypar.actors.specs.run import Run
 from raypar.config.fields import brief
 from raypar.config.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def average_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield what can't be together with an average of the weights.
+
+    Args:
+        run: The run.
+        right: Called with paths of fields, returns whether these have valid values by themselves.
+    """
+    if not right("ema") or run.ema is None:
+        return
+    if right("data_parallel") and run.data_parallel == "parameter_server":
+        told = f"ema is {run.ema:g}, but data_parallel is 'parameter_server', whose servers keep no averages"
+        yield f"{told}: set data_parallel to 'all_reduce', or leave ema out"
+    if right("precision") and run.precision.master != "fp32":
+        told = f"ema is {run.ema:g}, but precision.master is {run.precision.master!r}, in which an average hardly moves"
+        yield f"{told}: set precision.master to 'fp32', or leave ema out"
 
 
 def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:

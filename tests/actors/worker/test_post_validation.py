@@ -63,7 +63,7 @@ def marked(bad, layer):
 
 def team_of(size, bad, layer, **changes):
     model = Layers(lambda: [Layer(number, size) for number in range(RANKS)], loss, halves=True)
-    fields = {"schedule": "zb-h2", "data": marked(bad, layer), "steps": STEPS, "zero": 0, "model": model}
+    fields = {"schedule": "zb-h2", "data": marked(bad, layer), "steps": STEPS, "zero": 0, "model": model, "ema": 0.9}
     return Team(None, RANKS, MICROBATCHES, **fields | changes)
 
 

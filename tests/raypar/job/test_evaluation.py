@@ -10,8 +10,8 @@ import pytest
 import raypar as rp
 from raypar.config.validate.parallel import idle_fields
 from raypar.job.evaluation import Evaluations
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation
 
 
 def stops(losses, early_stop):

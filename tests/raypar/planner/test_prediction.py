@@ -17,8 +17,9 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.needs import counts_of
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import milliseconds

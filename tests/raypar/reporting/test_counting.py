@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.moe import MoE
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.report import Report
 from raypar.reporting.summary import brief
 from raypar.reporting.trackers.tracker import scalars
 

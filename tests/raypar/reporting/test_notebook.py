@@ -8,9 +8,10 @@ import pytest
 
 import raypar as rp
 from raypar.actors.collective.ledger import Entry
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import Totals, box, table
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 
 REPORT = Report(3, 2.5, 1.25, 1e-3, 512, 1000.0, 512.0, 0.25, None, (2, 1), (1 << 20, 2 << 20))
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from raypar.actors.specs.run import Run
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.summary import steps_told
 
 REPORT = Report(0, 2.53591, 0.12345, 1e-3, 256, 2503.4, 1500.0, 0.147, None, (2, 1), (558 << 20, 515 << 20))

@@ -12,8 +12,9 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record, _without_secrets
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.schedules import build, lower
 
 REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6), samples=8)

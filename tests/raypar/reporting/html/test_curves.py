@@ -17,13 +17,14 @@ from raypar.config.toml import plain_of, toml_of
 from raypar.errors import Death, JobError
 from raypar.planner.cost_model import costs_on_paper
 from raypar.recovery.failures import Failure
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import Line, Mark, line_chart
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.html.happenings import happenings
 from raypar.reporting.html.page import page, titled
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import Past, read
 from raypar.schedules.action import Op
 from tests.raypar.reporting.html.test_report import Reader

@@ -18,11 +18,12 @@ from raypar.cli.main import main
 from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
+from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import Line, bars, line_chart
 from raypar.reporting.html.figures import History, duration, share, significant, size
 from raypar.reporting.html.markup import Markup, element, joined
 from raypar.reporting.html.page import page
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import Counts, Past
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.schedules.drawing.overlay import Overlay

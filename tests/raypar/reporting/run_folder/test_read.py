@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from raypar.errors import ConfigError
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, lower, simulate, to_csv
 from tests.support.checkpoints import save_at

@@ -24,7 +24,8 @@ from raypar.config.toml import load_run, plain_of, toml_of
 from raypar.config.validate.outputs import folder_faults
 from raypar.errors import ConfigError
 from raypar.paths import MOST_METRICS
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.report import Report
 from raypar.reporting.run_folder.append import heard
 from raypar.reporting.run_folder.read import read
 from raypar.reporting.run_folder.write import Folder
