@@ -149,6 +149,7 @@ class Held:
         has_trained: Whether it has begun or taken a training step. If so, ``most`` and ``memory`` are those of the
             latest one, whatever evaluations came after it.
         process: Bytes that its process had before its first run, on a CPU; 0 if that is not known.
+        sequences: Of each group of a generation under way, their number and the positions of their caches.
     """
 
     actor: str
@@ -159,3 +160,4 @@ class Held:
     memory: int
     has_trained: bool
     process: int = 0
+    sequences: tuple[tuple[int, int], ...] = ()

@@ -76,6 +76,7 @@ class Generator:
             self._under_way.end()
             self._under_way, drawn = None, []
         self._probe.cache_bytes = 0 if self._under_way is None else self._under_way.num_bytes
+        self._probe.sequences = () if self._under_way is None else self._under_way.sizes
         self._probe.step.now = None
         return drawn
 
@@ -137,6 +138,11 @@ class Generation:
     def num_bytes(self) -> int:
         """Bytes of the caches."""
         return sum(one.num_bytes for one in self._sequences)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of each group, the number of sequences and the positions of their caches."""
+        return tuple(zip(map(len, self.prompts.groups), self.prompts.slots, strict=True))
 
     def run(self, step: Step, *, is_prompt: bool) -> Drawn:
         """Perform the row: read the prompts up to their last tokens, or give each sequence its next token.

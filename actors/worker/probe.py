@@ -38,6 +38,7 @@ class Probe:
     Attributes:
         step: The latest step that was begun.
         cache_bytes: Bytes of the keys and values of a generation under way.
+        sequences: Of each of its groups, the number of sequences and the positions of their caches.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Probe:
         older: HighWater | None = None,
     ) -> None:
         self.step, self.cache_bytes = Step(), 0
+        self.sequences: tuple[tuple[int, int], ...] = ()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._reducer, self._gathered, self._older = reducer, gathered, older
         self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
@@ -216,6 +218,7 @@ class Probe:
             },
             memory=self._memory_of_training()[0],
             has_trained=self.step.is_train or self._taken is not None,
+            sequences=self.sequences,
         )
 
     def record(self, stage: int) -> None:

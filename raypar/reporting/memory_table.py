@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.kv_cache import cache_bytes
 from raypar.planner.memory import Memory, worker_memory
 from raypar.planner.other_actors import others_memory
 from raypar.planner.prediction import from_flops
@@ -81,13 +83,29 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
     timeline = from_flops(run, world, counts, schedule).timeline
     workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
     return MemoryTable(
-        (one.actor, dict(_figures((workers if rank < world.mesh.size else others)[world.pp(rank)], one)))
+        (
+            one.actor,
+            dict(
+                _figures(
+                    (workers if rank < world.mesh.size else others)[world.pp(rank)],
+                    one,
+                    _cache(run, schedule, one, world.pp(rank)),
+                )
+            ),
+        )
         for rank, one in enumerate(held)
     )
 
 
-def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
-    """Yield the kinds of memory of one actor."""
+def _cache(run: Run, schedule: Schedule, held: Held, pp: int) -> int | None:
+    """Return what a formula says of the caches of a generation on an actor; None if there is no generation."""
+    if not held.sequences or not isinstance(run.model, Transformer):
+        return None
+    return cache_bytes(run, run.model, schedule, held.sequences)[pp]
+
+
+def _figures(formula: Memory, held: Held, cache: int | None) -> Iterator[tuple[str, Figure]]:
+    """Yield the kinds of memory of one actor, whose caches of keys and values take so many bytes by a formula."""
     found = held.most if held.has_trained else held.now
     yield "weights", Figure(formula.weights, found["weights"])
     yield "gradients", Figure(formula.gradients, found["gradients"])
@@ -105,6 +123,6 @@ def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
     yield "process", Figure(formula.process, held.process or None)
     yield "peak", Figure(None if unknown else formula.peak, held.memory if measured else None)
     if "cache" in found:
-        yield "cache", Figure(None, found["cache"])
+        yield "cache", Figure(cache, found["cache"])
     if "offloaded" in found:
         yield "offloaded", Figure(formula.offloaded, found["offloaded"])

@@ -14,6 +14,7 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.config.skeleton import Skeleton
 from raypar.job.generation import Generation, request_of
 from raypar.job.loaded_run import LoadedRun
+from raypar.reporting.memory_table import memory_table
 from tests.support.team import Team
 from tests.support.thread_jobs import Hands
 
@@ -75,6 +76,10 @@ class TeamGeneration:
 
     def tokens(self, prompts, count, sampling=GREEDY, stop=None):
         return [one.tokens for one in self.start(prompts, count, sampling, stop).run()]
+
+    def memory(self):
+        held = [actor.held() for actor in self.team.all]
+        return memory_table(self.loaded.run, self.hands.schedule, self.loaded.skeleton, held)
 
     def close(self):
         self.hands.close()

@@ -120,10 +120,16 @@ def planned(generation, prompts, count):
 @pytest.mark.parametrize("mesh", ["one", "pp2", "tp2", "pp2 tp2", "dp2"])
 def test_the_memory_of_caches_is_as_planned_and_linear(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:
-        seen = []
+        seen, tables = [], []
         started = generation.start(PROMPTS, 6)
-        started.run(lambda *_: seen.append([one.memory().get("cache", 0) for one in probes(generation)]))
+
+        def on(*_):
+            seen.append([one.memory().get("cache", 0) for one in probes(generation)])
+            tables.append(generation.memory())
+
+        started.run(on)
         assert len({tuple(one) for one in seen}) == 1, "a cache does not grow while tokens come"
+        assert all(one["cache"].formula == one["cache"].measured > 0 for table in tables for one in table.values())
         assert all("cache" not in one.memory() for one in probes(generation)), "it is dropped at the end"
         world = generation.team.world
         assert [planned(generation, PROMPTS, 6)[world.pp(rank)] for rank in world.replica(0)] == [
