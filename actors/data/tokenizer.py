@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raypar.actors.data.example_shapes import ExampleError, Template, Written
+from raypar.actors.data.token_bytes import Sizes, bytes_of_ids
 from raypar.actors.files import expanded, read_named
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
@@ -81,6 +82,11 @@ class Tokenizer:
         told = (self._read_json(name).get("eos_token_id") for name in _ENDS)
         found = [own, *(one for ids in told for one in (ids if isinstance(ids, list) else [ids]))]
         return frozenset(one for one in found if isinstance(one, int))
+
+    @cached_property
+    def id_bytes(self) -> Sizes | None:
+        """The bytes (ids,) that each id stands for; see ``bytes_of_ids``."""
+        return np.ones(self.num_ids, np.int64) if self._model is None else bytes_of_ids(self._model)
 
     @cached_property
     def template(self) -> Template | None:

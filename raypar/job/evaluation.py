@@ -11,6 +11,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.job.averages import demand_averages
+from raypar.job.target_bytes import target_bytes
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.perplexity import is_cross_entropy
 from raypar.reporting.report import losses_of, mean_loss
@@ -55,12 +56,14 @@ class Evaluations:
         if not self._has_data:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
-        for number in range(self.run.eval_steps if count is None else count):
+        steps = self.run.eval_steps if count is None else count
+        for number in range(steps):
             found = losses_of(take(number))
             losses += found[0]
             counts += found[1]
         loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-        return Evaluation(step, loss, sum(counts), seconds, is_cross_entropy(self.run), is_averaged=ema)
+        told = is_cross_entropy(self.run), ema, target_bytes(self.run, steps, sum(counts))
+        return Evaluation(step, loss, sum(counts), seconds, *told)
 
     def keep(self, evaluation: Evaluation) -> str:
         """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""

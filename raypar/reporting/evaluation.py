@@ -21,6 +21,7 @@ class Evaluation:
         seconds: Duration in seconds.
         is_cross_entropy: Whether the loss is known to be a cross-entropy.
         is_averaged: Whether it is that of the averages of the weights.
+        num_bytes: Bytes of the text that the targets stand for, special tokens for none; None if that is not known.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Evaluation:
     seconds: float
     is_cross_entropy: bool = True
     is_averaged: bool = False
+    num_bytes: int | None = None
 
     @property
     def steps_taken(self) -> int:
@@ -40,9 +42,20 @@ class Evaluation:
         """The exponential of the loss, at most that of 700, which is still finite; None if it says nothing."""
         return math.exp(min(self.loss, 700.0)) if self.is_cross_entropy else None
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The cross-entropy of all targets in bits, by the bytes that they stand for; None if it is not known.
+
+        Models with other tokenizers can be compared by it.
+        """
+        if not self.is_cross_entropy or not self.num_bytes:
+            return None
+        return self.loss * self.tokens / math.log(2) / self.num_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
         figures = {"val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        figures |= {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
         return {"step": self.step, **figures, "steps_taken": self.steps_taken}
 
     def __repr__(self) -> str:
@@ -51,6 +64,7 @@ class Evaluation:
         mean = (
             f"cross-entropy {self.loss!r} nats" if self.is_cross_entropy else f"mean of the model's loss {self.loss!r}"
         )
+        perplexity += [] if self.bits_per_byte is None else [f"{self.bits_per_byte!r} bits per byte"]
         figures = [mean, *perplexity, f"{self.tokens:,} targets", f"{self.seconds:.3g} s"]
         return f"<Evaluation after step {self.step}: {', '.join(figures)}>"
 
@@ -59,6 +73,7 @@ class Evaluation:
             ("steps taken", self.step),
             ("validation loss", f"{self.loss:.4f}"),
             *([] if self.perplexity is None else [("perplexity", f"{self.perplexity:.4g}")]),
+            *([] if self.bits_per_byte is None else [("bits per byte", f"{self.bits_per_byte:.4g}")]),
             ("tokens", f"{self.tokens:,}"),
             ("time", f"{self.seconds:.1f} s"),
         ]

@@ -250,6 +250,7 @@ def closing_rows(
         *_expert_rows(reports),
         ("validation loss", f"{evaluation.loss:.4f}"),
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
+        *([] if evaluation.bits_per_byte is None else [("bits per byte", f"{evaluation.bits_per_byte:.3f}")]),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
         *([] if prediction.source == IN_SLOTS else [("step time", _error_told(steady, prediction))]),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),

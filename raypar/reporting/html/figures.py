@@ -158,6 +158,8 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         rows.append(("validation loss", f"{history.evaluations[-1]['val_loss']:.4f}"))
         if history.is_cross_entropy:
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
+        if (bits := history.evaluations[-1].get("bits_per_byte")) is not None:
+            rows.append(("bits per byte", significant(bits)))
     if load := history.points("max_load"):
         rows.append(("max/mean load, median", f"{middle(load):.2f}"))
     if history.steps:

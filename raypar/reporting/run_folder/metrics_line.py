@@ -109,6 +109,7 @@ class EvaluationLine:
     val_loss: Loss
     tokens: Number
     perplexity: Loss | None = None
+    bits_per_byte: Loss | None = None
 
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
