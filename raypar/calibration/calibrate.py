@@ -17,15 +17,17 @@ from typing import Any
 
 from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
-from raypar.calibration.probes import Probed, probed
+from raypar.calibration.probes import probed
 from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
 from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
+from raypar.planner.memory import PROCESS_OF
 
 _CALL = 60.0  # seconds in which an actor answers a call
-_LEAST_LEFT = 0.25  # part of the time that must be left for the second family of models
+_LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first
+_FEW_CORES = 4  # on more it is not measured what actors take that share them
 _CPUINFO = Path("/proc/cpuinfo")
 Say = Callable[[str], object]
 
@@ -51,15 +53,12 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         count = len(nodes)
         late = begin + seconds * (1 - _LEAST_LEFT)
     actors = max(2, min(os.cpu_count() or 1, 4)) if device == "cpu" else 2
-    told = probed(device, actors, found, say, lambda: time.monotonic() > late)
+    crowd = 2 * actors if device == "cpu" and (os.cpu_count() or 1) <= _FEW_CORES else 0
+    found = replace(found, groups=tuple(groups))
+    found = probed(device, actors, crowd, found, say, lambda: time.monotonic() > late)
     taken = time.monotonic() - begin
     origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=round(taken, 1))
-    return _joined(replace(found, origin=origin, groups=tuple(groups)), told)
-
-
-def _joined(found: Calibration, told: Probed) -> Calibration:
-    """Return a calibration with what the short runs have told."""
-    return replace(found, layers=told.layers, update=told.update, busy=told.busy, message=told.message, call=told.call)
+    return replace(found, origin=origin)
 
 
 def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibration:
@@ -81,7 +80,23 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
     origin = Origin(platform.node(), name or processor(), os.cpu_count() or 1, 1, "", 0.0, _versions())
     none = Update(0.0, 0.0, 0.0)
     return Calibration(
-        FORMAT, origin, device, 1, tuple(products), tuple(attention), memory, (), none, (), 1.0, 0.0, 0.0
+        FORMAT,
+        origin,
+        device,
+        1,
+        tuple(products),
+        tuple(attention),
+        memory,
+        (),
+        0.0,
+        0.0,
+        none,
+        (),
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        PROCESS_OF[device],
     )
 
 

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama, Transformer
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.run import check_run
+from raypar.config.run import check_run, world_of
 from raypar.job.job import Job
 from raypar.job.launch import launch
-from raypar.planner.calibration import Calibration, Family, Layer, Update
+from raypar.planner.calibrated_costs import stage_seconds
+from raypar.planner.calibration import Beside, Calibration, Kind, Update
+from raypar.planner.memory import worker_memory
 from raypar.planner.parameters import num_parameters
-from raypar.planner.products import block_products, head_products
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
 from raypar.schedules.timeline import Timeline
 
 _STEPS = 6  # of each run; the first one also warms up
-_FEW, _MANY = 1, 5  # blocks of the two small models, whose difference is that of blocks alone
-_FAMILIES: dict[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+_FEW, _MANY = 1, 5  # blocks of the two smallest models, whose difference is that of blocks alone
+_SMALL, _MIDDLE, _LARGE = (32, 32, 1), (96, 128, 2), (256, 256, 2)  # hidden, tokens, samples
+_HEADS = 4
+_FAMILIES: Mapping[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+_EXPERTS = MoE(experts=4, top_k=2)
+# What each kind is measured on, besides what the ones before it are.
+_WITH: Mapping[Kind, Mapping[str, Any]] = {
+    "tensor": {"mesh": Mesh(tp=2)},
+    "gathered": {"mesh": Mesh(dp=2), "zero": 3},
+    "context": {"mesh": Mesh(cp=2)},
+    "sequence": {"mesh": Mesh(tp=2), "sequence_parallel": True},
+    "experts": {"moe": _EXPERTS},
+    "expert parallel": {"moe": _EXPERTS, "mesh": Mesh(dp=2, ep=2)},
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,7 @@ class Measured:
         step: Seconds of the STEP.
         message: Median seconds of a SEND, and of a RECV whose message was there; 0 without messages.
         between: Seconds of a step that are in no action.
+        peak: Bytes of the largest process.
     """
 
     run: Run
@@ -44,74 +62,90 @@ class Measured:
     step: float
     message: float
     between: float
-
-
-@dataclass(frozen=True)
-class Probed:
-    """What the short runs have told: see the attributes of ``Calibration``."""
-
-    layers: tuple[Layer, ...]
-    update: Update
-    busy: float
-    message: float
-    call: float
+    peak: int
 
 
 def probed(
-    device: DeviceKind, actors: int, products: Calibration, say: Callable[[str], object], late: Callable[[], bool]
-) -> Probed:
+    device: DeviceKind,
+    actors: int,
+    crowd: int,
+    known: Calibration,
+    say: Callable[[str], object],
+    late: Callable[[], bool],
+) -> Calibration:
     """Take the short runs.
 
     Args:
         device: Device of the actors.
         actors: As many as compute at once without sharing a core, at least 2.
-        products: A calibration with the measured products and attention.
+        crowd: Number of actors that do share cores; 0 if none would.
+        known: A calibration with the measured products, attention and groups.
         say: Told what is measured.
-        late: Whether it is time to leave out the second family.
+        late: Whether it is time to leave out what has not been measured yet.
+
+    Returns:
+        The calibration with what the runs have told.
     """
-    runs = {family: _runs(family, device) for family in _FAMILIES}
-    busy_run = replace(runs["gpt"][2], mesh=Mesh(dp=actors))
-    say(f"launching {actors} actors for short runs")
-    with launch(busy_run) as job:
-        busy = _taken(job, busy_run)
-        job.reset(pipe := replace(runs["gpt"][2], mesh=Mesh(pp=2)))
-        message = _taken(job, pipe).message
-        layers: list[Layer] = []
-        for family, small in runs.items():
-            if layers and late():
-                say(f"blocks of a {family}: left out, for lack of time")
-                break
-            say(f"blocks of a {family}")
-            found: list[Measured] = []
-            for run in small:
-                job.reset(run)
-                found.append(_taken(job, run))
-            layers.append(_layer(family, found, products))
-            if family == "gpt":
-                update, alone = _update(found), found
-    ratio = (busy.forward + busy.backward) / (alone[2].forward + alone[2].backward)
-    call = max(0.0, statistics.median(one.between for one in alone))
-    return Probed(tuple(layers), update, min(max(1.0, ratio), float(actors)), message, call)  # at worst on one core
+    middle, large = (_run("gpt", size, device) for size in (_MIDDLE, _LARGE))
+    most = max(actors, crowd)
+    say(f"launching {most} actors for short runs")
+    with launch(replace(middle, mesh=Mesh(dp=most))) as job:
+        first = _taken(job, job.run)  # on new actors: what a process has taken once stays
+        busy = _reset(job, replace(large, mesh=Mesh(dp=actors)))
+        message = _reset(job, replace(large, mesh=Mesh(pp=2))).message
+        say("blocks of a gpt")
+        found = [_reset(job, run) for run in _family("gpt", device)]
+        alone = found[-1]
+        ratio = (busy.forward + busy.backward) / (alone.forward + alone.backward)
+        known = replace(
+            _with_actions(known, found),
+            update=_update(found),
+            crowded=max(0.0, first.step - found[-2].step) if crowd else 0.0,
+            busy=min(max(1.0, ratio), float(actors)),  # at worst on one core
+            message=message,
+            call=max(0.0, statistics.median(one.between for one in found)),
+            process=_process(first) if device == "cpu" else known.process,
+        )
+        known = _with_family(known, "gpt", found)
+        for kind, changed in _WITH.items():
+            if late():
+                say(f"{kind}: left out, for lack of time")
+                continue
+            say(f"blocks with {kind}" if kind != "gathered" else "blocks whose weights are gathered")
+            known = _with_kind(known, kind, [_reset(job, _changed(run, changed)) for run in (middle, large)])
+        if late():
+            say("blocks of a llama: left out, for lack of time")
+        else:
+            say("blocks of a llama")
+            known = _with_family(known, "llama", [_reset(job, run) for run in _family("llama", device)])
+    return known
 
 
-def _runs(family: Family, device: DeviceKind) -> tuple[Run, Run, Run]:
-    """Return a run of one small block, one of several, and one of larger blocks."""
-    kind = _FAMILIES[family]
-    few, many = (kind(layers=layers, hidden=32, heads=2, seq=32) for layers in (_FEW, _MANY))
-    small = Run(
-        model=few,
-        microbatches=4,
-        micro_batch_size=1,
-        schedule="1f1b",
-        steps=1000,
-        device=device,
-    )
-    larger = kind(layers=2, hidden=256, heads=8, seq=256)
-    return (
-        small,
-        replace(small, model=many),
-        replace(small, model=larger, micro_batch_size=2),
-    )
+def _run(family: str, size: tuple[int, int, int], device: DeviceKind, layers: int = 2) -> Run:
+    """Return a run of a small model of a family."""
+    hidden, tokens, samples = size
+    model = _FAMILIES[family](layers=layers, hidden=hidden, heads=_HEADS, seq=tokens)
+    return Run(model=model, microbatches=4, micro_batch_size=samples, schedule="1f1b", steps=1000, device=device)
+
+
+def _family(family: str, device: DeviceKind) -> Iterator[Run]:
+    """Yield a run of one small block, one of several, and two of larger blocks."""
+    yield _run(family, _SMALL, device, _FEW)
+    yield _run(family, _SMALL, device, _MANY)
+    yield _run(family, _MIDDLE, device)
+    yield _run(family, _LARGE, device)
+
+
+def _changed(run: Run, changed: Mapping[str, Any]) -> Run:
+    """Return a run with other fields, of which ``moe`` is one of its model."""
+    model = replace(run.model, moe=changed["moe"]) if "moe" in changed else run.model
+    return replace(run, model=model, **{name: value for name, value in changed.items() if name != "moe"})
+
+
+def _reset(job: Job, run: Run) -> Measured:
+    """Take steps of another run on the job's actors."""
+    job.reset(run)
+    return _taken(job, run)
 
 
 def _taken(job: Job, run: Run) -> Measured:
@@ -136,6 +170,7 @@ def _taken(job: Job, run: Run) -> Measured:
         _usual(ops[Op.STEP]),
         statistics.median(seconds for each in messages for seconds in each) if messages else 0.0,
         _usual(between),
+        max(reports[-1].peak_memory or [0]),
     )
 
 
@@ -144,29 +179,59 @@ def _usual(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _layer(family: Family, found: Sequence[Measured], products: Calibration) -> Layer:
-    """Solve for what actions, blocks and elements take, from a small block, several, and larger ones."""
-    larger = found[2]
-    values: list[float] = []
-    for way, name in enumerate(("forward", "backward")):
-        known = [_products(one.run, products)[way] for one in found]
-        taken = [getattr(one, name) for one in found]
-        block = max(0.0, ((taken[1] - known[1]) - (taken[0] - known[0])) / (_MANY - _FEW))
-        action = max(0.0, taken[0] - known[0] - _FEW * block)
-        model = larger.run.model
+def _with_actions(known: Calibration, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what an action takes whatever its blocks, by one small block and several."""
+    few, many = found[:2]
+    forward, backward = (
+        max(0.0, (_MANY * (one - counted[0]) - _FEW * (several - counted[1])) / (_MANY - _FEW))
+        for one, several, counted in (
+            (few.forward, many.forward, [_counted(known, each.run)[0] for each in (few, many)]),
+            (few.backward, many.backward, [_counted(known, each.run)[1] for each in (few, many)]),
+        )
+    )
+    return replace(known, action_forward=forward, action_backward=backward)
+
+
+def _with_family(known: Calibration, family: Kind, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what the blocks of a family take besides their products."""
+    return _with_kind(known, family, found[1:])
+
+
+def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what the blocks of runs took beyond what it says of them."""
+    besides: list[Beside] = []
+    for one in found:
+        model, counted = one.run.model, _counted(known, one.run)
         assert isinstance(model, Transformer)
-        elements = model.layers * larger.run.micro_batch_size * model.seq * model.hidden
-        values += [action, block, max(0.0, (taken[2] - known[2] - action - model.layers * block) / elements)]
-    return Layer(family, values[0], values[3], values[1], values[4], values[2], values[5])
+        slower = known.busy if one.run.mesh.size > 1 else 1.0
+        forward, backward = (
+            max(0.0, (taken / slower - sure) / model.layers)
+            for taken, sure in zip((one.forward, one.backward), counted, strict=True)
+        )
+        besides.append(Beside(kind, _size(one.run, kind, model), forward, backward))
+    return replace(known, besides=(*known.besides, *besides))
 
 
-def _products(run: Run, calibration: Calibration) -> tuple[float, float]:
-    """Return the seconds of all products of a run of one stage, forwards and backwards."""
-    model = run.model
-    assert isinstance(model, Transformer)
-    each = [block_products(run, model, block, calibration) for block in range(model.layers)]
-    each.append(head_products(run, model, calibration))
-    return sum(one.forward for one in each), sum(one.backward for one in each)
+def _size(run: Run, kind: Kind, model: Transformer) -> int:
+    """Return the size of a block of a kind: see ``Beside``."""
+    if kind == "gathered":
+        return counts_of(run, check_run(run)["train"], None).units[0].gathered // model.layers
+    return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
+
+
+def _counted(known: Calibration, run: Run) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward of a run of one stage, as a calibration knows them."""
+    assert isinstance(run.model, Transformer)
+    found = stage_seconds(run, range(run.model.layers), known, tp=run.mesh.tensor_ranks)
+    return found[Op.F], found[Op.B]
+
+
+def _process(found: Measured) -> int:
+    """Return the bytes of an actor's process without what its run needs."""
+    run, schedule = found.run, check_run(found.run)["train"]
+    world, counts = world_of(run), counts_of(run, schedule, None)
+    memory = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)[0]
+    return max(1, found.peak - (memory.peak - memory.process))
 
 
 def _update(found: Sequence[Measured]) -> Update:
@@ -174,13 +239,11 @@ def _update(found: Sequence[Measured]) -> Update:
     steps = [one.step for one in found]
     sizes = [num_parameters(one.run.model) for one in found if isinstance(one.run.model, GPT | Llama)]
     tensors = [_tensors(one.run) for one in found]
-    parameter = max(0.0, (steps[2] - steps[0]) / (sizes[2] - sizes[0]))
+    parameter = max(0.0, (steps[-1] - steps[0]) / (sizes[-1] - sizes[0]))
     tensor = max(0.0, (steps[1] - steps[0] - parameter * (sizes[1] - sizes[0])) / (tensors[1] - tensors[0]))
     return Update(max(0.0, steps[0] - tensor * tensors[0] - parameter * sizes[0]), tensor, parameter)
 
 
 def _tensors(run: Run) -> int:
     """Return the number of a run's tensors of weights."""
-    from raypar.reporting.needs import counts_of
-
     return sum(units.tensors for units in counts_of(run, check_run(run)["train"], None).units)

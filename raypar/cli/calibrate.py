@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from raypar.cli.arguments import parsed
 from raypar.errors import ConfigError
-from raypar.planner.calibration import Calibration
+from raypar.planner.calibration import Calibration, Kind
 from raypar.planner.calibration_file import VARIABLE, default_path, write_calibration
 
 _MOST = 3600.0
+_OF_KIND: Mapping[Kind, str] = {
+    "tensor": "tensor parallelism adds to a block",
+    "sequence": "sequence parallelism adds to a block",
+    "context": "context parallelism adds to a block",
+    "experts": "experts add to a block",
+    "expert parallel": "dividing experts adds to a block",
+    "gathered": "gathering its weights adds to a block",
+}
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,11 @@ def told(found: Calibration) -> str:
         f"products up to {fastest / 1e9:,.0f} GFLOP/s, memory {found.memory / 1e9:.1f} GB/s",
         f"with all cores busy {found.busy:.2f} times as long",
     ]
-    for layer in found.layers:
-        both = f"{layer.forward * 1e3:.2f} and {layer.backward * 1e3:.2f} ms forwards and backwards"
-        lines.append(f"a block of a {layer.family} takes {both} beside its products")
+    largest = {one.kind: one for one in sorted(found.besides, key=lambda one: one.size)}
+    for kind, one in largest.items():
+        both = f"{one.forward * 1e3:.2f} and {one.backward * 1e3:.2f} ms forwards and backwards"
+        lines.append(f"{_OF_KIND.get(kind, f'a block of a {kind} takes')} {both} besides")
+    lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")
     for group in found.groups:
         if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):
             rate = group.bytes / group.seconds / 1e9

@@ -81,9 +81,12 @@ def _column(run: Run) -> Rows:
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
     prediction = before_run(run, world, counts, schedule)
-    workers = worker_memory(run, world, counts, prediction.timeline)
+    workers = worker_memory(run, world, counts, prediction.timeline, prediction.process)
     each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
-    kind, others = "server" if world.servers else "experts", others_memory(run, world, counts, prediction.timeline)
+    kind, others = (
+        "server" if world.servers else "experts",
+        others_memory(run, world, counts, prediction.timeline, prediction.process),
+    )
     each += [(f"{kind} of pp={rank}", memory) for rank, memory in enumerate(others)]
     rows = []
     for actor, memory in each:

@@ -5,11 +5,13 @@ the messages inside of layers. A backward takes its two products each, and what 
 once take longer: on CPUs they share the memory, and beyond the number of cores the cores.
 
 Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
-an operation of the measured group of nearest size. Not counted is how far they hide behind products.
+an operation of the measured group of nearest size, among actors that share cores as one of all of these. What an axis
+takes beyond that was measured on short runs that have it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from raypar.actors.mesh.world import World
@@ -17,7 +19,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Llama, Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.calibration import Calibration
+from raypar.planner.calibration import Calibration, Kind
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products
@@ -45,10 +47,14 @@ def calibrated_costs(
     """
     model = run.model
     assert isinstance(model, Transformer)
+    crowd = world.size if cores is not None and world.size > cores else 0
     costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
-        of_stage |= _computing(run, model, stage, blocks, run.mesh.tp_of(schedule.placement[stage]), calibration)
+        gathered = counts.units[stage].gathered / len(blocks) if world.gathers else 0.0
+        tp = run.mesh.tp_of(schedule.placement[stage])
+        found = stage_seconds(run, blocks, calibration, tp=tp, gathered=gathered, crowd=crowd)
+        of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
     boundary = element_bytes(run).weight * model.hidden * tokens
@@ -57,14 +63,15 @@ def calibrated_costs(
         sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
     )
     update = calibration.update
-    found = replace(
+    step = update.step + tensors * update.tensor + updated * update.parameter + (calibration.crowded if crowd else 0.0)
+    costs = replace(
         costs,
         of_stage=of_stage,
-        step=costs.step + update.step + tensors * update.tensor + updated * update.parameter,
+        step=costs.step + step,
         link=calibration.group("p2p", 2, boundary) + calibration.message,
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
-    return found if cores is None else _sharing(found, schedule, world.size / schedule.num_ranks, cores, calibration)
+    return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
 
 
 def _rates(calibration: Calibration, members: int) -> Rates:
@@ -76,39 +83,63 @@ def _rates(calibration: Calibration, members: int) -> Rates:
     return Rates(1.0, moved / seconds if seconds > 0 else 1e12, latency)
 
 
-def _computing(
-    run: Run, model: Transformer, stage: int, blocks: range, tp: int, calibration: Calibration
-) -> dict[tuple[int, Op], float]:
-    """Return the seconds of a stage's F, B, I and W."""
-    layer = calibration.layer("llama" if isinstance(model, Llama) else "gpt")
-    elements = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
-    forward, backward, later = layer.action_forward, layer.action_backward, 0.0
+def stage_seconds(
+    run: Run, blocks: range, calibration: Calibration, *, tp: int = 1, gathered: float = 0.0, crowd: int = 0
+) -> dict[Op, float]:
+    """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
+
+    Args:
+        run: The run, of a GPT or Llama.
+        blocks: The stage's blocks.
+        calibration: What was measured.
+        tp: Number of tensor ranks that divide the stage.
+        gathered: Parameters of a block that are gathered for every pass over it.
+        crowd: Number of actors that share cores; 0 if each has its own.
+    """
+    model = run.model
+    assert isinstance(model, Transformer)
+    size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
+    forward, backward, later = calibration.action_forward, calibration.action_backward, 0.0
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
-        sent = _messages(run, model, block, tp, calibration)
-        own = layer.forward + elements * layer.element_forward + one.forward + sent
+        sent = _messages(run, model, block, tp, calibration, crowd)
+        besides = [calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)]
+        besides.append(calibration.beside("gathered", gathered) if gathered else (0.0, 0.0))
+        own = one.forward + sent + sum(there for there, _ in besides)
         forward += own
-        backward += layer.backward + elements * layer.element_backward + one.backward + sent
+        backward += one.backward + sent + sum(back for _, back in besides)
         again = word_of(run.recompute, range(model.layers), block)
         backward += own if again == "full" else one.core if again == "selective" else 0.0
         later += one.later
     if blocks[-1] == model.layers - 1:
         head = head_products(run, model, calibration, tp)
         forward, backward, later = forward + head.forward, backward + head.backward, later + head.later
-    seconds = {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
-    return {(stage, op): each for op, each in seconds.items()}
+    return {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
 
 
-def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration) -> float:
+def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
+    """Yield what takes time in a block besides its products and messages."""
+    yield "llama" if isinstance(model, Llama) else "gpt"
+    if tp > 1:
+        yield "sequence" if run.sequence_parallel else "tensor"
+    if run.mesh.cp > 1:
+        yield "context"
+    if model.num_experts(block):
+        yield "experts"
+        if run.mesh.ep > 1:
+            yield "expert parallel"
+
+
+def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration, crowd: int) -> float:
     """Return the seconds of the messages inside of a block in one direction."""
     tokens, each = run.micro_batch_size * model.seq / run.mesh.cp, element_bytes(run).weight
     stream = tokens * model.hidden * each
-    seconds = 2 * calibration.group("all_reduce", tp, stream)
+    seconds = 2 * calibration.group("all_reduce", max(tp, crowd), stream) if tp > 1 else 0.0
     if run.mesh.cp > 1:
         keys = 2 * tokens * model.num_kv_heads * model.head_size * each / tp
         seconds += (run.mesh.cp - 1) * calibration.group("p2p", 2, keys)
     if model.moe is not None and model.num_experts(block) and run.mesh.ep > 1:
-        seconds += 2 * calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k)
+        seconds += 2 * calibration.group("all_gather", max(run.mesh.ep, crowd), stream * model.moe.top_k)
     return seconds
 
 

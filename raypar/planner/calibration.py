@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, MinLen
 
 from raypar.actors.bounds import Count, NotNegative, Positive
 from raypar.actors.specs.types import DeviceKind
+from raypar.planner.least_squares import relative_fit
 
-FORMAT = 1
-_NEIGHBOURS = 4  # measured products from which one of another shape is interpolated
+FORMAT = 2
 
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]
+Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,21 @@ class AttentionTime:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What a block, and an action, take besides their products.
+class Beside:
+    """What a block takes besides what is counted for it.
 
     Attributes:
-        family: The kind of model.
-        action_forward: Seconds of a forward of a stage, whatever its blocks.
-        action_backward: Seconds of its backward, likewise.
-        forward: Seconds of a block in a forward.
-        backward: Seconds of a block in a backward.
-        element_forward: Seconds for each element of the residual stream in a forward.
-        element_backward: Seconds for each of them in a backward.
+        kind: Of a family of models, besides its products; of an axis or of experts, what these add to that besides
+            their products and messages; of gathered weights, what every pass over a block adds.
+        size: Elements of the residual stream of a microbatch; of gathered weights, parameters of the block.
+        forward: Seconds of a forward.
+        backward: Seconds of a backward.
     """
 
-    family: Family
-    action_forward: NotNegative
-    action_backward: NotNegative
+    kind: Kind
+    size: Count
     forward: NotNegative
     backward: NotNegative
-    element_forward: NotNegative
-    element_backward: NotNegative
 
 
 @dataclass(frozen=True)
@@ -154,12 +151,16 @@ class Calibration:
         products: Matrix products by shape.
         attention: Cores of attention by shape.
         memory: Bytes per second that an actor reads and writes in large tensors.
-        layers: What blocks take besides, by family.
+        besides: What blocks take besides, by kind and size.
+        action_forward: Seconds of a forward of a stage, whatever its blocks.
+        action_backward: Seconds of its backward, likewise.
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
+        crowded: Seconds that a STEP takes longer where actors share cores with others.
         message: Seconds that an actor spends on a SEND or a RECV of a message that is there.
         call: Seconds between two steps that the driver takes.
+        process: Bytes of an actor's process without a run.
     """
 
     format: Annotated[int, Ge(FORMAT)]
@@ -169,29 +170,41 @@ class Calibration:
     products: Annotated[tuple[Product, ...], MinLen(1)]
     attention: Annotated[tuple[AttentionTime, ...], MinLen(1)]
     memory: Positive
-    layers: Annotated[tuple[Layer, ...], MinLen(1)]
+    besides: tuple[Beside, ...]
+    action_forward: NotNegative
+    action_backward: NotNegative
     update: Update
     groups: tuple[GroupTime, ...]
     busy: Annotated[float, Ge(1)]
+    crowded: NotNegative
     message: NotNegative
     call: NotNegative
+    process: Annotated[int, Ge(1)]
 
     def product(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
-        """Return the seconds of a product and of its backward, by the speed of measured ones of nearby shapes."""
-        wanted = (rows, inner, columns)
+        """Return the seconds of a product and of its backward: a call, FLOPs, and elements that are read and written.
 
-        def distance(one: Product) -> float:
-            measured = (one.rows, one.inner, one.columns)
-            return sum(math.log(max(a, 1.0) / b) ** 2 for a, b in zip(wanted, measured, strict=True))
-
-        near = sorted((distance(one), place) for place, one in enumerate(self.products))[:_NEIGHBOURS]
-        weights = [(1 / (far + 1e-6), self.products[place]) for far, place in near]
-        flops, total = rows * inner * columns, sum(weight for weight, _ in weights)
+        The coefficients are those that fit the measured products best. Nothing is faster than the fastest of these.
+        """
+        terms = _terms(rows, inner, columns)
+        found = (sum(each * term for each, term in zip(fit, terms, strict=True)) for fit in self._fits)
         forward, backward = (
-            sum(weight * getattr(one, way) / (one.rows * one.inner * one.columns) for weight, one in weights) / total
-            for way in ("forward", "backward")
+            max(seconds, terms[1] * least) for seconds, least in zip(found, self._fastest, strict=True)
         )
-        return forward * flops, backward * flops
+        return forward, backward
+
+    @cached_property
+    def _fits(self) -> tuple[Sequence[float], Sequence[float]]:
+        """The coefficients of a product's terms, forwards and backwards."""
+        terms = [_terms(one.rows, one.inner, one.columns) for one in self.products]
+        forward = relative_fit(terms, [one.forward for one in self.products])
+        return forward, relative_fit(terms, [one.backward for one in self.products])
+
+    @cached_property
+    def _fastest(self) -> tuple[float, float]:
+        """The seconds of a multiplication in the fastest measured product, forwards and backwards."""
+        each = [(one, one.rows * one.inner * one.columns) for one in self.products]
+        return min(one.forward / size for one, size in each), min(one.backward / size for one, size in each)
 
     def core(self, tokens: float, heads: float, width: float) -> tuple[float, float]:
         """Return the seconds of an attention core forwards and backwards, by the speed of the nearest length."""
@@ -199,9 +212,18 @@ class Calibration:
         part = 4.0 * tokens**2 * heads * width / nearest.flops
         return nearest.forward * part, nearest.backward * part
 
-    def layer(self, family: str) -> Layer:
-        """Return what blocks of a family take; of one that was not measured, what those of the first one do."""
-        return next((one for one in self.layers if one.family == family), self.layers[0])
+    def beside(self, kind: Kind, size: float) -> tuple[float, float]:
+        """Return the seconds of a block forwards and backwards besides what is counted, between the measured sizes.
+
+        Of a family that was not measured they are those of the other one, of anything else none.
+        """
+        found = [one for one in self.besides if one.kind == kind]
+        if not found and kind in get_args(Family):
+            found = [one for one in self.besides if one.kind in get_args(Family)]
+        if not found:
+            return 0.0, 0.0
+        forward, backward = (sorted((one.size, getattr(one, way)) for one in found) for way in ("forward", "backward"))
+        return _between(forward, size), _between(backward, size)
 
     def group(self, op: GroupOp, members: int, bytes_: float) -> float:
         """Return the seconds of an operation of a group, between those of the measured sizes.
@@ -217,6 +239,11 @@ class Calibration:
         nearest = min((one.members for one in measured), key=lambda count: abs(math.log(members / count)))
         points = sorted((one.bytes, one.seconds) for one in measured if one.members == nearest)
         return _between(points, bytes_)
+
+
+def _terms(rows: float, inner: float, columns: float) -> tuple[float, ...]:
+    """Return what a product's time is made of: a call, multiplications, and elements of its three matrices."""
+    return 1.0, rows * inner * columns, rows * inner, inner * columns, rows * columns
 
 
 def _between(points: Iterable[tuple[float, float]], at: float) -> float:

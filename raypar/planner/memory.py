@@ -158,7 +158,9 @@ class Memory:
         return self.total + self.shared
 
 
-def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
+def worker_memory(
+    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
+) -> list[Memory]:
     """Estimate the memory of a worker of each pipeline rank.
 
     Args:
@@ -166,6 +168,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         world: Its ranks.
         counts: Its parameters.
         timeline: The predicted training step, which says how many activations and weights are held at a time.
+        process: Bytes of an actor's process without a run, if they were measured.
 
     Returns:
         The memory by pipeline rank.
@@ -203,7 +206,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
-                process=PROCESS_OF[device],
+                process=PROCESS_OF[device] if process is None else process,
                 working=round(WORKING_OF[device] * (activations[rows[rank]] or 0)),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,

@@ -21,15 +21,17 @@ from raypar.planner.snapshots import snapshot_counts
 from raypar.schedules.timeline import Timeline
 
 
-def others_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
+def others_memory(
+    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
+) -> list[Memory]:
     """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
 
     The arguments are those of ``worker_memory``.
     """
-    return expert_memory(run, world, counts, timeline) or server_memory(run, world, counts)
+    return expert_memory(run, world, counts, timeline, process) or server_memory(run, world, counts, process)
 
 
-def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
+def server_memory(run: Run, world: World, counts: Counts, process: int | None = None) -> list[Memory]:
     """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
 
     The arguments are those of ``worker_memory``.
@@ -47,7 +49,7 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
                 each.gradient * share,
                 optimizer,
                 0,
-                process=PROCESS_OF[device],
+                process=PROCESS_OF[device] if process is None else process,
                 snapshots=snapshots * saved,
                 copies=copies * saved,
             )
@@ -55,7 +57,9 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
     return found
 
 
-def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
+def expert_memory(
+    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
+) -> list[Memory]:
     """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
 
     What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
@@ -74,7 +78,7 @@ def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 gradients=each.gradient * count if stays else 0,
                 optimizer=optimizer if stays else 0,
                 activations=rows,
-                process=PROCESS_OF[device],
+                process=PROCESS_OF[device] if process is None else process,
                 working=round(WORKING_OF[device] * (rows or 0)),
                 offloaded=offloaded_bytes(world, each, count, weights, optimizer),
                 snapshots=snapshots * saved,

@@ -54,12 +54,14 @@ class Prediction:
         source: Where the costs come from: FROM_FLOPS, FROM_CALIBRATION, IN_SLOTS, FROM_STEPS or FROM_ITSELF.
         alone: Makespan without the messages between replicas, as far as they are known, in the unit of the timeline.
         between: Seconds between two steps, if they are known.
+        process: Bytes of an actor's process without a run, if they are known.
     """
 
     timeline: Timeline
     source: str
     alone: float
     between: float = 0.0
+    process: int | None = None
 
     def most(self, op: Op) -> float:
         """Return how long the actions of an op in a step last together on the rank where they last longest."""
@@ -126,7 +128,8 @@ def from_calibration(
     computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
     alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
     timeline = simulate(schedule, costs)
-    return Prediction(timeline, FROM_CALIBRATION, alone.makespan / schedule.num_steps, calibration.call)
+    each = alone.makespan / schedule.num_steps
+    return Prediction(timeline, FROM_CALIBRATION, each, calibration.call, calibration.process)
 
 
 def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:

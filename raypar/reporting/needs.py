@@ -60,7 +60,14 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
     return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 
-def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline, step: int = 0) -> Rows:
+def need_rows(
+    run: Run,
+    schedule: Schedule,
+    skeleton: Skeleton | None,
+    timeline: Timeline,
+    step: int = 0,
+    process: int | None = None,
+) -> Rows:
     """Say what a run needs: parameters, and the memory of its actors against what is free here.
 
     Args:
@@ -69,9 +76,10 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
         timeline: The predicted training step.
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
+        process: Bytes of an actor's process without a run, if they were measured.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
+    workers, others = (of(run, world, counts, timeline, process) for of in (worker_memory, others_memory))
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
     most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:

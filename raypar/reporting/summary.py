@@ -76,7 +76,7 @@ def plan_rows(
         late = f"weights of a gradient are up to {oldest} step{'s' * (oldest != 1)} old"
         late = late if oldest else "no gradient is late, and updates are validated later"
         rows.append(("flushes", f"after every {schedule.stream} steps, evaluation and checkpoint; {late}"))
-    rows += need_rows(run, schedule, skeleton, prediction.timeline, step)
+    rows += need_rows(run, schedule, skeleton, prediction.timeline, step, prediction.process)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: {_halves_told(run)}"))

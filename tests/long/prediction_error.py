@@ -105,7 +105,7 @@ def measured(name: str, run: Run, steps: int) -> Error:
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
     predicted = from_calibration(run, world, counts, schedule, calibration)
-    memory = [one.peak for one in worker_memory(run, world, counts, predicted.timeline)]
+    memory = [one.peak for one in worker_memory(run, world, counts, predicted.timeline, predicted.process)]
     with launch(run) as job:
         reports = [job.step() for _ in range(steps + 2)][2:]
     return Error(

@@ -16,9 +16,9 @@ from raypar.errors import ConfigError
 from raypar.planner.calibration import (
     FORMAT,
     AttentionTime,
+    Beside,
     Calibration,
     GroupTime,
-    Layer,
     Origin,
     Product,
     Update,
@@ -49,14 +49,18 @@ def known(**changed):
         products=products,
         attention=(AttentionTime(64, 8, 32, 1e-3, 2e-3),),
         memory=1e10,
-        layers=(Layer("gpt", 1e-4, 2e-4, 1e-3, 2e-3, 1e-9, 2e-9),),
+        besides=(Beside("gpt", 1 << 10, 1e-3, 2e-3), Beside("gpt", 1 << 13, 2e-3, 4e-3)),
+        action_forward=1e-4,
+        action_backward=2e-4,
         update=Update(1e-3, 1e-5, 1e-9),
         groups=tuple(
             GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
         ),
         busy=1.0,
+        crowded=0.0,
         message=0.0,
         call=5e-4,
+        process=300 << 20,
     )
     return replace(found, **changed)
 
@@ -105,10 +109,20 @@ def test_the_file_is_named_by_the_variable_and_else_in_the_home(monkeypatch):
     assert default_path() is None
 
 
-def test_a_product_of_another_shape_is_made_at_the_speed_of_its_neighbours():
-    assert known().product(100, 128, 200) == pytest.approx((100 * 128 * 200 / RATE, 2 * 100 * 128 * 200 / RATE))
-    slow = known(products=(*known().products, Product(32, 64, 1024, 1.0, 2.0)))
-    assert slow.product(32, 64, 1024)[0] == pytest.approx(1.0, rel=1e-3)
+def test_a_product_of_another_shape_has_the_costs_of_the_measured_ones():
+    def seconds(m, k, n):
+        return 1e-5 + m * k * n / RATE + 1e-10 * (m * k + 2 * k * n + 3 * m * n)
+
+    shapes = [(m, k, n) for m in (32, 128, 512) for k, n in ((64, 64), (64, 256), (256, 64), (256, 1024), (1024, 256))]
+    found = known(products=tuple(Product(*one, seconds(*one), 2 * seconds(*one)) for one in shapes))
+    wanted = seconds(200, 192, 576)
+    assert found.product(200, 192, 576) == pytest.approx((wanted, 2 * wanted), rel=1e-3)
+
+
+def test_a_product_is_never_faster_than_the_fastest_measured_one():
+    slow = known(products=(Product(32, 64, 64, 1e-3, 2e-3), Product(32, 64, 256, 1e-3, 2e-3)))
+    assert slow.product(32, 64, 4096)[0] >= 16e-3
+    assert known(products=(Product(32, 64, 64, 1e-3, 2e-3),)).product(32, 64, 64) == pytest.approx((1e-3, 2e-3))
 
 
 def test_a_message_lies_between_those_that_were_measured():
@@ -123,8 +137,7 @@ def test_a_step_on_one_actor_is_the_sum_of_what_was_measured(monkeypatch):
     tokens, hidden = 128, 64
     products = 4 * tokens * (4 * hidden**2 + 8 * hidden**2) + tokens * hidden * 256
     core = 4 * 1e-3 * (4 * 64**2 * 4 * 32) / (4 * 64**2 * 8 * 32)
-    elements = 4 * tokens * hidden * 1e-9
-    forward = 1e-4 + 4 * 1e-3 + products / RATE + core + elements
+    forward = 1e-4 + 4 * 2e-3 + products / RATE + core  # a microbatch has 1 << 13 elements
     counts = counts_of(run, check_run(run)["train"], None)
     update = 1e-3 + counts.units[0].tensors * 1e-5 + counts.held[0] * 1e-9
     found = predicted(run, known(), monkeypatch)
@@ -145,7 +158,7 @@ def test_what_is_run_again_and_what_is_divided_counts(monkeypatch):
     run = Run(model=MODEL, device="cpu", backward="whole")
     plain = predicted(run, known(), monkeypatch).step
     assert predicted(replace(run, recompute="full"), known(), monkeypatch).step > 1.2 * plain
-    layers = known(layers=(Layer("gpt", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),), groups=())
+    layers = known(besides=(), action_forward=0.0, action_backward=0.0, groups=())
     halves = predicted(replace(run, mesh=Mesh(tp=2)), layers, monkeypatch).step
     assert 0.4 < halves / predicted(run, layers, monkeypatch).step < 0.7
 
@@ -176,3 +189,37 @@ def test_a_calibration_that_cant_be_read_is_told_and_not_used(monkeypatch, tmp_p
     with caplog.at_level(logging.WARNING):
         found = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
     assert found.source == FROM_FLOPS and "raypar calibrate" in caplog.text
+
+
+def test_what_an_axis_adds_to_a_block_is_between_the_measured_sizes(monkeypatch):
+    besides = (*known().besides, Beside("tensor", 1 << 12, 1e-3, 1e-3), Beside("tensor", 1 << 14, 5e-3, 5e-3))
+    assert known(besides=besides).beside("tensor", 10 << 10) == pytest.approx((3e-3, 3e-3))
+    assert known(besides=besides).beside("llama", 1 << 10) == known().beside("gpt", 1 << 10)
+    assert known().beside("context", 1 << 10) == (0.0, 0.0)
+    run = Run(model=MODEL, mesh=Mesh(tp=2), device="cpu", backward="whole", microbatches=4, micro_batch_size=2)
+    without, with_it = (predicted(run, known(besides=one), monkeypatch).step for one in (known().besides, besides))
+    assert with_it - without == pytest.approx(4 * MODEL.layers * 2 * (1e-3 + 4e-3 / 3))
+    sequence = replace(run, sequence_parallel=True)
+    assert predicted(sequence, known(besides=besides), monkeypatch).step == pytest.approx(without)
+
+
+def test_gathers_of_weights_and_a_crowd_take_longer(monkeypatch):
+    run = Run(model=MODEL, mesh=Mesh(dp=2), zero=3, device="cpu", backward="whole")
+    parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered // MODEL.layers
+    gathers = known(besides=(*known().besides, Beside("gathered", parameters, 1e-3, 2e-3)))
+    more = predicted(run, gathers, monkeypatch).step - predicted(run, known(), monkeypatch).step
+    assert more == pytest.approx(run.microbatches * MODEL.layers * 3e-3, rel=0.01)
+    crowd = predicted(run, known(crowded=1.0), monkeypatch, 1).step - predicted(run, known(), monkeypatch, 1).step
+    assert crowd == pytest.approx(1.0)
+    assert predicted(run, known(crowded=1.0), monkeypatch, 2).step == predicted(run, known(), monkeypatch, 2).step
+
+
+def test_the_process_of_a_plan_is_the_measured_one(monkeypatch, tmp_path):
+    path = tmp_path / "calibration.json"
+    run = Run(model=MODEL, device="cpu")
+    rows = []
+    for process in (300 << 20, 200 << 20):
+        write_calibration(known(process=process), path)
+        monkeypatch.setenv(VARIABLE, str(path))
+        rows.append(dict(plan_rows(run, check_run(run)["train"]))["memory, pp=0"])
+    assert "process 300 MiB" in rows[0] and "process 200 MiB" in rows[1]
