@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from raypar.planner.hardware.data_sheets import sheet_faults
 
 #: The constant of the A100, by which the ten rows of Narayanan et al. 2021, table 1, are right on average.
-REACHED = 0.77
+REACHED = 0.796
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Device:
         each_node: How many a node usually has.
         reached: The part of these figures that a training step reaches.
         kernel: Seconds that an operation takes at least, however small it is.
+        units: Multiprocessors, each of which makes a tile of a product at a time; 0: products are not made in tiles.
         source: Where the figures are from.
     """
 
@@ -42,27 +43,34 @@ class Device:
     each_node: int = 8
     reached: float = REACHED
     kernel: float = 5e-6
+    units: int = 0
     source: str = ""
 
     def faults(self) -> Iterator[str]:
         """Yield which figures are no figures of a device."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float | int) and not 0 < value < float("inf") and field.name != "kernel":
+            if not isinstance(value, float | int):
+                continue
+            if field.name in ("kernel", "units") and not 0 <= value < float("inf"):
+                yield f"device {self.name!r}: {field.name} is {value}: it must be 0 or more"
+            elif field.name not in ("kernel", "units") and not 0 < value < float("inf"):
                 yield f"device {self.name!r}: {field.name} is {value}: it must be more than 0"
         if self.reached > 1:
             yield f"device {self.name!r}: reached is {self.reached}: it is a part of the data sheet, 1 at the most"
 
 
 _SHEETS = (
-    Device("a100", 312e12, 19.5e12, 80e9, 2039e9, "nvlink3", source="NVIDIA A100 80GB SXM data sheet, 2021"),
-    Device("a100-40gb", 312e12, 19.5e12, 40e9, 1555e9, "nvlink3", source="NVIDIA A100 40GB SXM data sheet, 2020"),
-    Device("h100", 989.4e12, 66.9e12, 80e9, 3350e9, "nvlink4", source="NVIDIA H100 SXM data sheet, 2023"),
-    Device("h200", 989.4e12, 66.9e12, 141e9, 4800e9, "nvlink4", source="NVIDIA H200 SXM data sheet, 2024"),
-    Device("b200", 2250e12, 75e12, 180e9, 7700e9, "nvlink5", source="NVIDIA HGX B200 data sheet, 2024"),
-    Device("l4", 121e12, 30.3e12, 24e9, 300e9, "pcie4", source="NVIDIA L4 data sheet, 2023"),
+    Device("a100", 312e12, 19.5e12, 80e9, 2039e9, "nvlink3", units=108, source="NVIDIA A100 80GB SXM data sheet, 2021"),
+    Device(
+        "a100-40gb", 312e12, 19.5e12, 40e9, 1555e9, "nvlink3", units=108, source="NVIDIA A100 40GB SXM data sheet, 2020"
+    ),
+    Device("h100", 989.4e12, 66.9e12, 80e9, 3350e9, "nvlink4", units=132, source="NVIDIA H100 SXM data sheet, 2023"),
+    Device("h200", 989.4e12, 66.9e12, 141e9, 4800e9, "nvlink4", units=132, source="NVIDIA H200 SXM data sheet, 2024"),
+    Device("b200", 2250e12, 75e12, 180e9, 7700e9, "nvlink5", units=148, source="NVIDIA HGX B200 data sheet, 2024"),
+    Device("l4", 121e12, 30.3e12, 24e9, 300e9, "pcie4", units=58, source="NVIDIA L4 data sheet, 2023"),
     # A core of docs/benchmarks.md (2026-11-24), measured, so that it reaches all of it; fp32 is its fastest dtype.
-    Device("cpu", 80e9, 80e9, 8e9, 10e9, "shm", 16, 1.0, 2e-5, "a core of an AMD EPYC, docs/benchmarks.md"),
+    Device("cpu", 80e9, 80e9, 8e9, 10e9, "shm", 16, 1.0, 2e-5, source="a core of an AMD EPYC, docs/benchmarks.md"),
 )
 
 DEVICES: Mapping[str, Device] = {device.name: device for device in _SHEETS}

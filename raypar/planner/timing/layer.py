@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.activations import ELEMENT_BYTES
-from raypar.planner.timing.roofline import Work, product
+from raypar.planner.timing.roofline import Product, Work
 
 Kind = Literal["linear", "scores", "fused", "beside"]
 
-#: Of a forward's FLOPs and bytes, what the backward takes: a product has two; a fused attention also makes its scores
-#: again; an operation on elements reads the gradient, what was kept, and writes a gradient.
-_BACKWARD: dict[Kind, float] = {"linear": 2.0, "scores": 2.0, "fused": 2.5, "beside": 1.5}
+#: Of the forward's FLOPs and bytes, what the backward of an operation that is no product takes: a fused attention also
+#: makes its scores again; an operation on elements reads the gradient, what was kept, and writes a gradient.
+_BACKWARD: dict[Kind, float] = {"fused": 2.5, "beside": 1.5}
 _FP32 = ELEMENT_BYTES["fp32"]
 _LOSS_PASSES = 3  # over fp32 logits, in the forward and again in the backward: largest, sum of exponentials, result
 
@@ -26,17 +26,29 @@ class Part(NamedTuple):
         name: What it is.
         kind: linear: a product with weights; scores: a product of attention; fused: attention in one operation; beside:
             an operation on elements.
-        work: Of its forward.
+        does: Its forward.
     """
 
     name: str
     kind: Kind
-    work: Work
+    does: Work | Product
 
     @property
-    def backward(self) -> Work:
-        """Work of its backward."""
-        return self.work.times(_BACKWARD[self.kind])
+    def work(self) -> Work:
+        """FLOPs and bytes of its forward."""
+        return self.does.work if isinstance(self.does, Product) else self.does
+
+    @property
+    def backward(self) -> tuple[Work | Product, ...]:
+        """The operations of its backward."""
+        if isinstance(self.does, Product):
+            return self.does.of_left, self.does.of_right
+        return (self.does.times(_BACKWARD[self.kind]),)
+
+    @property
+    def of_weights(self) -> Product | None:
+        """The operation of its backward that makes the gradients of weights; None if it has none."""
+        return self.does.of_right if self.kind == "linear" and isinstance(self.does, Product) else None
 
     @property
     def is_core(self) -> bool:
@@ -79,7 +91,7 @@ def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
     T, h, t, e = sizes.tokens, model.hidden, sizes.ranks, sizes.element
     heads, width, keys = model.heads / t, model.head_size, max(model.num_kv_heads / t, 1.0)
     both = heads + keys
-    yield Part("qkv", "linear", product(T, width * (heads + 2 * keys), h, e))
+    yield Part("qkv", "linear", Product(T, width * (heads + 2 * keys), h, e))
     if model.positions == "rope":
         yield Part("rope", "beside", Work(0.0, 2 * e * T * width * both))
     if isinstance(model, Llama) and model.qk_norm:
@@ -91,12 +103,12 @@ def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
         yield Part("attention", "fused", Work(2.0 * samples * rows * seen * width, moved))
     else:
         scores = samples * rows * seen
-        yield Part("scores", "scores", product(rows, seen, width, e, samples))
+        yield Part("scores", "scores", Product(rows, seen, width, e, samples))
         yield Part("softmax", "beside", Work(0.0, 2 * e * scores))
         if model.dropout:
             yield Part("dropout of scores", "beside", Work(0.0, (2 * e + 1) * scores))
-        yield Part("values", "scores", product(rows, width, seen, e, samples))
-    yield Part("out", "linear", product(T, h, width * heads, e))
+        yield Part("values", "scores", Product(rows, width, seen, e, samples))
+    yield Part("out", "linear", Product(T, h, width * heads, e))
 
 
 def is_materialised(model: GPT | Llama) -> bool:
@@ -110,13 +122,13 @@ def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[Part]:
     yield from _matrices(model, T, own, e)
     inside = 3 if isinstance(model, Llama) else 2  # reads one or two, writes one
     yield Part("activation", "beside", Work(0.0, inside * e * T * own))
-    yield Part("down", "linear", product(T, h, own, e))
+    yield Part("down", "linear", Product(T, h, own, e))
 
 
 def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> Iterator[Part]:
     """Yield the products into an MLP."""
     for name in ("gate", "up")[2 - (model.mlp_matrices - 1) :]:
-        yield Part(name, "linear", product(rows, width, model.hidden, element))
+        yield Part(name, "linear", Product(rows, width, model.hidden, element))
 
 
 def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[Part]:
@@ -126,11 +138,11 @@ def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> I
     tokens = sizes.tokens / (sizes.ranks if mesh.folds_experts else 1)
     rows, held = tokens * moe.top_k, max(1, num_experts // mesh.expert_parts)
     width = model.expert_width / mesh.expert_ranks
-    yield Part("router", "linear", product(tokens, num_experts, h, e))
+    yield Part("router", "linear", Product(tokens, num_experts, h, e))
     yield Part("to and from experts", "beside", Work(0.0, 8 * e * rows * h, 4))
     for name in ("gate", "up", "down")[3 - model.mlp_matrices :]:
         columns, depth = (h, width) if name == "down" else (width, h)
-        yield Part(f"experts' {name}", "linear", product(rows / held, columns, depth, e, held))
+        yield Part(f"experts' {name}", "linear", Product(rows / held, columns, depth, e, held))
     yield Part("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
     if moe.shared:
         yield from _mlp(model, moe.shared * model.expert_width, sizes)
@@ -158,6 +170,6 @@ def head_parts(run: Run, model: GPT | Llama) -> tuple[Part, ...]:
     logits, e = sizes.tokens * model.vocab / sizes.ranks, sizes.element
     return (
         Part("norm", "beside", Work(0.0, 2 * e * sizes.whole * model.hidden)),
-        Part("logits", "linear", product(sizes.tokens, model.vocab / sizes.ranks, model.hidden, e)),
+        Part("logits", "linear", Product(sizes.tokens, model.vocab / sizes.ranks, model.hidden, e)),
         Part("loss", "beside", Work(0.0, _LOSS_PASSES * _FP32 * logits, _LOSS_PASSES)),
     )

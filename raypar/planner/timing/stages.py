@@ -102,8 +102,8 @@ def _layer(
     """Return the seconds of a layer with so many experts, of which ``word`` says what is recomputed."""
     parts = layer_parts(run, model, num_experts)
     spent = _spent(parts, roofline)
-    core = sum(roofline.seconds(part.work) for part in parts if part.is_core)
-    core_back = sum(roofline.seconds(part.backward) for part in parts if part.is_core)
+    of_core = _spent((part for part in parts if part.is_core), roofline)
+    core, core_back = of_core.forward, of_core.backward
     along, back = (
         (max(0.0, messages.context - core), max(0.0, 2 * messages.context - core_back))
         if messages.hides
@@ -127,7 +127,7 @@ def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) 
 def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
     """Return the seconds of operations, without messages."""
     parts = [*parts]
-    forward = sum(roofline.seconds(part.work) for part in parts)
-    backward = sum(roofline.seconds(part.backward) for part in parts)
-    weights = sum(roofline.seconds(part.work) for part in parts if part.kind == "linear")
+    forward = sum(roofline.seconds(part.does) for part in parts)
+    backward = sum(roofline.seconds(each) for part in parts for each in part.backward)
+    weights = sum(roofline.seconds(part.of_weights) for part in parts if part.of_weights)
     return Seconds(forward, backward, weights)

@@ -40,13 +40,13 @@ def space_of(row):
 
 
 def test_published_tp_and_pp_are_among_the_best_three_of_most_rows():
-    """Of 39.1B and 18.4B they are not: the planner finds less tensor and more pipeline parallelism faster."""
+    """Of 39.1B they are not: the planner finds less tensor and more pipeline parallelism faster."""
     found = {}
     for row in NARAYANAN:
         run = run_of(row)
         ranking = ranked(run, run.model, machines_of(row), space_of(row), MEGATRON)
         found[row.billions] = (row.tp, row.pp) in [one.family[:2] for one in ranking.best[:3]]
-    assert [billions for billions, is_near in found.items() if not is_near] == [18.4, 39.1]
+    assert [billions for billions, is_near in found.items() if not is_near] == [39.1]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
 from raypar.planner.timing.layer import embedding_parts, head_parts, layer_parts
+from raypar.planner.timing.roofline import Product
 from raypar.planner.timing.simulated import simulated
 from raypar.planner.timing.step import Paper, predicted
 
@@ -92,6 +93,29 @@ def test_tensor_ranks_divide_the_products():
             assert quarter.work.bytes == one.work.bytes
     sequence = layer_parts(replace(RUN, mesh=Mesh(tp=4), sequence_parallel=True), model)
     assert sum(part.work.bytes for part in sequence) < sum(part.work.bytes for part in divided)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "units", "longer"),
+    [
+        (256 * 108, 128, 108, 1.0),  # one full round
+        (256 * 109, 128, 108, 216 / 109),  # and one tile in a second round
+        (128, 256 * 108, 108, 1.0),  # tiles lie the other way
+        (256, 128 * 27, 108, 1.0),  # each sum in four parts
+        (256, 128 * 50, 108, 108 / 100),  # each sum in two parts
+        (255, 128 * 108, 108, 256 / 255),  # a row short of a tile
+        (1, 1, 0, 1.0),  # no tiles
+    ],
+)
+def test_the_last_round_of_tiles_takes_as_long_as_a_full_one(rows, columns, units, longer):
+    assert Product(rows, columns, 4096, 2).longer(units) == pytest.approx(longer)
+
+
+def test_a_backward_has_the_products_of_both_gradients():
+    product = Product(2, 3, 5, 2, 7)
+    assert product.of_left[:3] == (2, 5, 3)
+    assert product.of_right[:3] == (5, 3, 2)
+    assert product.of_left.work == product.of_right.work == product.work
 
 
 def test_a_slower_network_makes_a_longer_step():
