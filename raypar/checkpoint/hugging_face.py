@@ -22,6 +22,7 @@ from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
+from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
@@ -140,6 +141,8 @@ def export(
     path = absolute(folder)
     plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
+    if faults := [f"export: {fault}" for fault in base_faults(run, found)]:
+        raise ConfigError(faults)
     chosen, home = dtype or run.precision.compute, plain["model"].get("hf")
     home = None if home == "none" else home
     if model is None:

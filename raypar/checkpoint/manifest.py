@@ -41,6 +41,7 @@ class Manifest:
         raypar: Version of raypar that wrote it.
         format: Name of the file format.
         version: Version of the file format.
+        base: Fingerprint of the weights that the adapters belong to, if there are adapters alone; else "".
         sha256: Digest of the manifest's text with an empty string in place of this digest.
     """
 
@@ -52,6 +53,7 @@ class Manifest:
     raypar: str
     format: str = _FORMAT
     version: int = _VERSION
+    base: str = ""
     sha256: str = ""
 
     def faults(self) -> Iterator[str]:
@@ -75,7 +77,11 @@ class Manifest:
 
 
 def manifest_of(
-    step: int, seed: int, run: Mapping[str, Any], shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]]
+    step: int,
+    seed: int,
+    run: Mapping[str, Any],
+    shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]],
+    base: str = "",
 ) -> Manifest:
     """Create the manifest of a checkpoint.
 
@@ -84,6 +90,7 @@ def manifest_of(
         seed: Seed of the run.
         run: The resolved run, as plain data.
         shards: Each shard file, with the logical tensors of which it has a slice, by name.
+        base: Fingerprint of the weights that the adapters belong to; "" if it has all weights.
 
     Raises:
         CheckpointError: The slices of a tensor disagree or do not cover it.
@@ -100,7 +107,7 @@ def manifest_of(
             faults.append(f"tensor {name!r}: its slices are of different tensors: {sorted(kinds)}")
         slices = tuple(stored for part in parts for stored in part.slices)
         tensors[name] = Logical(parts[0].dtype, parts[0].shape, slices)
-    manifest = Manifest(step, seed, dict(run), tensors, tuple(file for file, _ in shards), _own_version())
+    manifest = Manifest(step, seed, dict(run), tensors, tuple(file for file, _ in shards), _own_version(), base=base)
     faults = faults or list(manifest.faults())
     if faults:
         raise CheckpointError(faults)

@@ -12,6 +12,7 @@ from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Found, instead_of, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
@@ -147,6 +148,7 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
             stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
         differing = [*_tensor_faults(run, skeleton, stored)]
         faults += _of_own_layers(differing) if isinstance(run.model, Layers) else differing
+        faults += base_faults(run, found)
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name, now, was in changed:
@@ -169,6 +171,13 @@ def _compared(run: Run, found: Found) -> tuple[list[str], list[tuple[str, str, s
         for name, new, old in changed
         if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
     ]
+    adapters = [any(name.startswith("model.lora.") for name in one) for one in (now, was)]
+    if adapters == [False, True]:
+        fix = f"give model.lora as it was (rank {was['model.lora.rank']}), or train what raypar ckpt export has merged"
+        faults.append(f"model.lora is None, but the checkpoint has adapters alone: {fix}")
+    elif adapters == [True, False] and not mine:
+        fix = "leave model.lora out, or train adapters of the folder that raypar ckpt export writes of it"
+        faults.append(f"model.lora is given, but the checkpoint has all weights and no adapters: {fix}")
     if ("model.fn" in now) != ("model.fn" in was):
         faults.append("model is the user's own Layers in one of them only: give the run that was saved")
     return faults, changed

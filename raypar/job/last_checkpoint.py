@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from raypar.actors.specs.run import Run
+from raypar.checkpoint.base import base_of
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
@@ -56,4 +57,4 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
         ]
         written = calls.gather(refs, "saving snapshots", [*writes])
         shards = [shard for of_one in written for shard in of_one]
-        return save.commit(manifest_of(step, run.seed, plain_of(run), shards), run.keep_last)
+        return save.commit(manifest_of(step, run.seed, plain_of(run), shards, base_of(run)), run.keep_last)

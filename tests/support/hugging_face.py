@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from raypar.checkpoint import Save, manifest_of, verified
+from raypar.checkpoint.base import base_of
 from raypar.checkpoint.find import Found
 from raypar.config.toml import plain_of
 
@@ -80,7 +81,7 @@ def checkpoint_of(team, folder, step=1):
         written = team.each(lambda actor: actor.write(str(save.path)))
         assert not [one for one in written if isinstance(one, Exception)]
         shards = [one for one in written if one is not None]
-        path = save.commit(manifest_of(step, team.run.seed, plain_of(team.run), shards))
+        path = save.commit(manifest_of(step, team.run.seed, plain_of(team.run), shards, base_of(team.run)))
     return Found(path, verified(path))
 
 

@@ -1,0 +1,46 @@
+"""A fingerprint of the weights in a folder of Hugging Face, by which adapters know the model that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+
+from raypar.actors.files import told
+from raypar.actors.hugging_face.folder import ITEM, model_type_of, tensors_in
+
+_SAMPLE = 32  # elements that are read of a tensor, at its beginning and in its middle
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the names, shapes and some elements of all weights; their files and dtype do not matter.
+
+    Elements are rounded to bfloat16, so that a copy in another dtype has the same fingerprint.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: It can't be read.
+    """
+    digest, files = hashlib.sha256(), dict[str, list[tuple[str, int, int]]]()
+    kept = tensors_in(folder, model_type_of(folder))
+    samples = dict[str, bytes]()
+    for name, one in kept.items():
+        size, item = math.prod(one.shape), ITEM.get(one.dtype, 0)
+        for at in sorted({0, max(0, size // 2 - _SAMPLE)}) if item else ():
+            files.setdefault(one.file, []).append((name, one.start + at * item, min(_SAMPLE, size - at) * item))
+    for file, places in files.items():
+        with told(f"{str(folder / file)!r} can't be read"), (folder / file).open("rb") as opened:
+            for name, start, count in places:
+                opened.seek(start)
+                raw = bytearray(opened.read(count))
+                values = torch.frombuffer(raw, dtype=_DTYPES[kept[name].dtype]) if raw else torch.empty(0)
+                rounded = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+                samples[name] = samples.get(name, b"") + rounded
+    for name in sorted(kept):
+        digest.update(repr((name, kept[name].shape)).encode() + samples.get(name, b""))
+    return digest.hexdigest()
