@@ -22,7 +22,7 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
-from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
+from raypar.planner.calibration import FORMAT, Calibration, Crowd, GroupTime, Origin, Update
 from raypar.planner.memory import PROCESS_OF
 
 _CALL = 60.0  # seconds in which an actor answers a call
@@ -93,7 +93,7 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         none,
         (),
         1.0,
-        0.0,
+        Crowd(),
         0.0,
         0.0,
         PROCESS_OF[device],

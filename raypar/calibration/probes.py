@@ -16,19 +16,21 @@ from raypar.config.run import check_run, world_of
 from raypar.job.job import Job
 from raypar.job.launch import launch
 from raypar.planner.calibrated_costs import stage_seconds
-from raypar.planner.calibration import Beside, Calibration, Kind, Update
+from raypar.planner.calibration import Beside, Calibration, Crowd, Kind, Update
 from raypar.planner.memory import worker_memory
 from raypar.planner.parameters import num_parameters
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import from_calibration, from_flops
 from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
 from raypar.schedules.timeline import Timeline
 
-_STEPS = 6  # of each run; the first one also warms up
+_STEPS = 7  # of each run; the first one also warms up
+_HALVINGS = 12  # in which a duration is found that predicts a step
 _FEW, _MANY = 1, 5  # blocks of the two smallest models, whose difference is that of blocks alone
 _SMALL, _MIDDLE, _LARGE = (32, 32, 1), (96, 128, 2), (256, 256, 2)  # hidden, tokens, samples
 _HEADS = 4
+_FOUR = GPT(layers=4, hidden=_MIDDLE[0], heads=_HEADS, seq=_MIDDLE[1])
 _FAMILIES: Mapping[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _EXPERTS = MoE(experts=4, top_k=2)
 # What each kind is measured on, besides what the ones before it are.
@@ -40,6 +42,8 @@ _WITH: Mapping[Kind, Mapping[str, Any]] = {
     "experts": {"moe": _EXPERTS},
     "expert parallel": {"moe": _EXPERTS, "mesh": Mesh(dp=2, ep=2)},
 }
+# Of actors that share cores, runs with operations inside of layers, and with messages between stages.
+_CROWDS: tuple[Mapping[str, Any], ...] = ({"mesh": Mesh(dp=2, tp=2)}, {"mesh": Mesh(pp=4), "model": _FOUR})
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Measured:
         backward: Seconds of a backward.
         step: Seconds of the STEP.
         message: Median seconds of a SEND, and of a RECV whose message was there; 0 without messages.
+        span: Seconds from the first action of a step to its last.
         between: Seconds of a step that are in no action.
         peak: Bytes of the largest process.
     """
@@ -61,6 +66,7 @@ class Measured:
     backward: float
     step: float
     message: float
+    span: float
     between: float
     peak: int
 
@@ -93,6 +99,7 @@ def probed(
         first = _taken(job, job.run)  # on new actors: what a process has taken once stays
         busy = _reset(job, replace(large, mesh=Mesh(dp=actors)))
         message = _reset(job, replace(large, mesh=Mesh(pp=2))).message
+        crowds = [_reset(job, replace(middle, **changed)) for changed in _CROWDS] if crowd else []
         say("blocks of a gpt")
         found = [_reset(job, run) for run in _family("gpt", device)]
         alone = found[-1]
@@ -100,7 +107,7 @@ def probed(
         known = replace(
             _with_actions(known, found),
             update=_update(found),
-            crowded=max(0.0, first.step - found[-2].step) if crowd else 0.0,
+            crowd=Crowd(max(0.0, first.step - found[-2].step) if crowd else 0.0),
             busy=min(max(1.0, ratio), float(actors)),  # at worst on one core
             message=message,
             call=max(0.0, statistics.median(one.between for one in found)),
@@ -118,7 +125,7 @@ def probed(
         else:
             say("blocks of a llama")
             known = _with_family(known, "llama", [_reset(job, run) for run in _family("llama", device)])
-    return known
+    return _with_crowd(known, *crowds) if crowds else known
 
 
 def _run(family: str, size: tuple[int, int, int], device: DeviceKind, layers: int = 2) -> Run:
@@ -169,14 +176,16 @@ def _taken(job: Job, run: Run) -> Measured:
         _usual(ops[Op.B]),
         _usual(ops[Op.STEP]),
         statistics.median(seconds for each in messages for seconds in each) if messages else 0.0,
+        _usual(spans),
         _usual(between),
         max(reports[-1].peak_memory or [0]),
     )
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """Return the lower quartile: other programs only make an action longer."""
-    return sorted(seconds)[len(seconds) // 4]
+    """Return the mean without the shortest and the longest quarter."""
+    cut = len(seconds) // 4
+    return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def _with_actions(known: Calibration, found: Sequence[Measured]) -> Calibration:
@@ -224,6 +233,23 @@ def _counted(known: Calibration, run: Run) -> tuple[float, float]:
     assert isinstance(run.model, Transformer)
     found = stage_seconds(run, range(run.model.layers), known, tp=run.mesh.tensor_ranks)
     return found[Op.F], found[Op.B]
+
+
+def _with_crowd(known: Calibration, operations: Measured, links: Measured) -> Calibration:
+    """Return a calibration with what messages take among actors that share cores: so much that it predicts two runs."""
+
+    def longer(field: str, measured: Measured) -> Crowd:
+        run, schedule, crowd = measured.run, check_run(measured.run)["train"], known.crowd
+        world, counts = world_of(run), counts_of(run, schedule, None)
+        least, most = 0.0, measured.span
+        for _ in range(_HALVINGS):
+            half = replace(crowd, **{field: (least + most) / 2})
+            span = from_calibration(run, world, counts, schedule, replace(known, crowd=half)).timeline.makespan
+            least, most = (least, (least + most) / 2) if span > measured.span else ((least + most) / 2, most)
+        return replace(crowd, **{field: least})
+
+    known = replace(known, crowd=longer("operation", operations))
+    return replace(known, crowd=longer("link", links))
 
 
 def _process(found: Measured) -> int:

@@ -5,8 +5,8 @@ the messages inside of layers. A backward takes its two products each, and what 
 once take longer: on CPUs they share the memory, and beyond the number of cores the cores.
 
 Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
-an operation of the measured group of nearest size, among actors that share cores as one of all of these. What an axis
-takes beyond that was measured on short runs that have it.
+an operation of the measured group of nearest size. What an axis takes beyond that was measured on short runs that have
+it, and so was what messages and updates take among actors that share cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Llama, Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.calibration import Calibration, Kind
+from raypar.planner.calibration import Calibration, Crowd, Kind
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products
@@ -47,13 +47,13 @@ def calibrated_costs(
     """
     model = run.model
     assert isinstance(model, Transformer)
-    crowd = world.size if cores is not None and world.size > cores else 0
+    crowd = calibration.crowd if cores is not None and world.size > cores else Crowd()
     costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
         gathered = counts.units[stage].gathered / len(blocks) if world.gathers else 0.0
         tp = run.mesh.tp_of(schedule.placement[stage])
-        found = stage_seconds(run, blocks, calibration, tp=tp, gathered=gathered, crowd=crowd)
+        found = stage_seconds(run, blocks, calibration, tp=tp, gathered=gathered, operation=crowd.operation)
         of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
@@ -63,12 +63,12 @@ def calibrated_costs(
         sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
     )
     update = calibration.update
-    step = update.step + tensors * update.tensor + updated * update.parameter + (calibration.crowded if crowd else 0.0)
+    step = update.step + tensors * update.tensor + updated * update.parameter + crowd.step
     costs = replace(
         costs,
         of_stage=of_stage,
         step=costs.step + step,
-        link=calibration.group("p2p", 2, boundary) + calibration.message,
+        link=calibration.group("p2p", 2, boundary) + calibration.message + crowd.link,
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
     return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
@@ -84,7 +84,7 @@ def _rates(calibration: Calibration, members: int) -> Rates:
 
 
 def stage_seconds(
-    run: Run, blocks: range, calibration: Calibration, *, tp: int = 1, gathered: float = 0.0, crowd: int = 0
+    run: Run, blocks: range, calibration: Calibration, *, tp: int = 1, gathered: float = 0.0, operation: float = 0.0
 ) -> dict[Op, float]:
     """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
 
@@ -94,7 +94,7 @@ def stage_seconds(
         calibration: What was measured.
         tp: Number of tensor ranks that divide the stage.
         gathered: Parameters of a block that are gathered for every pass over it.
-        crowd: Number of actors that share cores; 0 if each has its own.
+        operation: Seconds that an operation of a group takes longer, where actors share cores.
     """
     model = run.model
     assert isinstance(model, Transformer)
@@ -102,7 +102,7 @@ def stage_seconds(
     forward, backward, later = calibration.action_forward, calibration.action_backward, 0.0
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
-        sent = _messages(run, model, block, tp, calibration, crowd)
+        sent = _messages(run, model, block, tp, calibration, operation)
         besides = [calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)]
         besides.append(calibration.beside("gathered", gathered) if gathered else (0.0, 0.0))
         own = one.forward + sent + sum(there for there, _ in besides)
@@ -130,16 +130,16 @@ def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
             yield "expert parallel"
 
 
-def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration, crowd: int) -> float:
+def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration, operation: float) -> float:
     """Return the seconds of the messages inside of a block in one direction."""
     tokens, each = run.micro_batch_size * model.seq / run.mesh.cp, element_bytes(run).weight
     stream = tokens * model.hidden * each
-    seconds = 2 * calibration.group("all_reduce", max(tp, crowd), stream) if tp > 1 else 0.0
+    seconds = 2 * (calibration.group("all_reduce", tp, stream) + operation) if tp > 1 else 0.0
     if run.mesh.cp > 1:
         keys = 2 * tokens * model.num_kv_heads * model.head_size * each / tp
-        seconds += (run.mesh.cp - 1) * calibration.group("p2p", 2, keys)
+        seconds += (run.mesh.cp - 1) * (calibration.group("p2p", 2, keys) + operation)
     if model.moe is not None and model.num_experts(block) and run.mesh.ep > 1:
-        seconds += 2 * calibration.group("all_gather", max(run.mesh.ep, crowd), stream * model.moe.top_k)
+        seconds += 2 * (calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k) + operation)
     return seconds
 
 

@@ -121,6 +121,21 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """What takes longer where actors share cores, besides their computing.
+
+    Attributes:
+        step: Seconds of a STEP.
+        link: Seconds of a message from one actor to another.
+        operation: Seconds of an operation of a group inside of a layer.
+    """
+
+    step: NotNegative = 0.0
+    link: NotNegative = 0.0
+    operation: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
 class GroupTime:
     """An operation of a group.
 
@@ -157,7 +172,7 @@ class Calibration:
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
-        crowded: Seconds that a STEP takes longer where actors share cores with others.
+        crowd: What takes longer where actors share cores.
         message: Seconds that an actor spends on a SEND or a RECV of a message that is there.
         call: Seconds between two steps that the driver takes.
         process: Bytes of an actor's process without a run.
@@ -176,7 +191,7 @@ class Calibration:
     update: Update
     groups: tuple[GroupTime, ...]
     busy: Annotated[float, Ge(1)]
-    crowded: NotNegative
+    crowd: Crowd
     message: NotNegative
     call: NotNegative
     process: Annotated[int, Ge(1)]

@@ -18,6 +18,7 @@ from raypar.planner.calibration import (
     AttentionTime,
     Beside,
     Calibration,
+    Crowd,
     GroupTime,
     Origin,
     Product,
@@ -57,7 +58,7 @@ def known(**changed):
             GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
         ),
         busy=1.0,
-        crowded=0.0,
+        crowd=Crowd(),
         message=0.0,
         call=5e-4,
         process=300 << 20,
@@ -209,9 +210,20 @@ def test_gathers_of_weights_and_a_crowd_take_longer(monkeypatch):
     gathers = known(besides=(*known().besides, Beside("gathered", parameters, 1e-3, 2e-3)))
     more = predicted(run, gathers, monkeypatch).step - predicted(run, known(), monkeypatch).step
     assert more == pytest.approx(run.microbatches * MODEL.layers * 3e-3, rel=0.01)
-    crowd = predicted(run, known(crowded=1.0), monkeypatch, 1).step - predicted(run, known(), monkeypatch, 1).step
-    assert crowd == pytest.approx(1.0)
-    assert predicted(run, known(crowded=1.0), monkeypatch, 2).step == predicted(run, known(), monkeypatch, 2).step
+
+
+def test_steps_messages_and_operations_of_a_crowd_take_longer(monkeypatch):
+    def more(cores, mesh, **crowd):
+        run = Run(model=MODEL, mesh=mesh, microbatches=4, device="cpu", backward="whole")
+        with_it, without = (
+            predicted(run, known(crowd=one), monkeypatch, cores).step for one in (Crowd(**crowd), Crowd())
+        )
+        return with_it - without
+
+    assert more(1, Mesh(dp=2), step=1.0) == pytest.approx(1.0)
+    assert more(1, Mesh(tp=2), operation=1e-2) == pytest.approx(2 * 4 * MODEL.layers * 2 * 2 * 1e-2, rel=0.05)
+    assert more(1, Mesh(pp=2), link=1.0) > 2.0
+    assert more(2, Mesh(pp=2), step=1.0, link=1.0, operation=1.0) == 0.0
 
 
 def test_the_process_of_a_plan_is_the_measured_one(monkeypatch, tmp_path):
