@@ -47,6 +47,7 @@ FAILURES = "failures.jsonl"  # one line per failure that the run has survived, o
 MOST_METRICS = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
+FORECAST = "forecast.json"  # what was predicted of a step before the run: its source, seconds, peaks and actions
 LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}
 PROVENANCE = "provenance.json"  # versions, host, commit and command line of the run, and of each time it was resumed
 LOG = "log.txt"  # the messages of the logger "raypar"
@@ -57,7 +58,7 @@ COMPARISON = "comparison.html"  # the page of raypar report with several runs, i
 TRACE = "trace.json"  # the trace of raypar trace
 
 TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run
-RUN_FILES = (*TRAINING_FILES, FAILURES, PROVENANCE, LOG)  # all files that a run itself writes into its folder
+RUN_FILES = (*TRAINING_FILES, FAILURES, FORECAST, PROVENANCE, LOG)  # all files that a run itself writes into its folder
 
 RUNS = "runs"  # where the folder "auto" makes a new run folder
 AUTO = "auto"

@@ -17,6 +17,7 @@ from raypar.job.loaded_run import LoadedRun
 from raypar.job.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
+from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.memory_table import MemoryTable, memory_table
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
@@ -274,19 +275,14 @@ class Inspection:
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
         return timelines_of(self._schedule, self._world, rows)
 
-    def overlay(self, dp: int = 0) -> Overlay:
-        """Compare the latest compiled training step of one replica with its prediction.
-
-        The prediction is a simulation with the durations measured in the steps before it. The first step, which has
-        none before it, is predicted from its own durations.
-
-        Args:
-            dp: Index of the data-parallel replica.
-
-        Raises:
-            ValueError: No step was measured yet, or there is no such replica.
-        """
+    def overlay(self, dp: int = 0, *, before_run: bool = False) -> Overlay:
+        """Compare the latest compiled training step of one replica with its prediction; see ``Job.overlay``."""
         measured = self.timeline(dp)
+        if before_run:
+            found = forecast_of(self._run, self._schedule, self._skeleton)
+            if found.timeline is None:
+                raise ConfigError([f"no step was predicted in seconds before the run: {found.better}"])
+            return Overlay(measured, found.timeline, found.source)
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
         prediction = from_steps(measured, before)
         return Overlay(measured, prediction.timeline, prediction.source)

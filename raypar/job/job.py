@@ -318,18 +318,19 @@ class Job:
         """
         return self._loading.inspection.timelines(ago)
 
-    def overlay(self, dp: int = 0) -> Overlay:
+    def overlay(self, dp: int = 0, *, before_run: bool = False) -> Overlay:
         """Compare the latest compiled training step of one replica with its prediction.
 
         The prediction is a simulation with the durations measured in the steps before it; of the first, in itself.
 
         Args:
             dp: Index of the data-parallel replica.
+            before_run: Lay what was predicted before the run over the step, from the calibration if it fits the run.
 
         Raises:
-            ValueError: No step was measured yet, or there is no such replica.
+            ValueError: No step was measured yet, there is no such replica, or nothing was predicted in seconds.
         """
-        return self._loading.inspection.overlay(dp)
+        return self._loading.inspection.overlay(dp, before_run=before_run)
 
     # --- its life ---
 

@@ -88,7 +88,7 @@ class TrainingLoop:
         """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
         self.loaded, self._evaluations.run = loaded, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
-        self._record.move(loaded.schedule, run)
+        self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
         self._stragglers = Stragglers(loaded.world)
 
     def leave(self, folder: str | None) -> None:
@@ -111,7 +111,8 @@ class TrainingLoop:
             name: The job's name.
         """
         self.next_step = step
-        self._record.begin(self.loaded.run, self.loaded.schedule, step, name)
+        loaded = self.loaded
+        self._record.begin(loaded.run, loaded.schedule, step, name, loaded.skeleton)
         if self.loaded.run.early_stop:
             self._evaluations.begin(self._record.validation_losses(self.loaded.run, step))
 

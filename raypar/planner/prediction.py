@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.actors.mesh.world import World
@@ -17,7 +17,7 @@ from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.planner.calibrated_costs import calibrated_costs
 from raypar.planner.calibration import Calibration
-from raypar.planner.calibration_file import found_calibration
+from raypar.planner.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.host import computes_here, device_kind, num_cores
 from raypar.planner.memory import Counts
@@ -98,17 +98,48 @@ def before_run(run: Run, world: World, counts: Counts, schedule: Schedule) -> Pr
     except ConfigError as error:
         log.warning("predicted without a calibration: %s", "; ".join(error.faults))
         calibration = None
-    if calibration is None or not fits(run, calibration):
+    if calibration is None or misfits(run, calibration):
         return from_flops(run, world, counts, schedule)
     return from_calibration(run, world, counts, schedule, calibration)
 
 
-def fits(run: Run, calibration: Calibration) -> bool:
-    """Return whether a calibration measured what a run would do: on its kind of device, in fp32, with its threads."""
-    known = isinstance(run.model, Transformer) and not run.precision.is_half and run.data_parallel == "all_reduce"
-    same = calibration.device == device_kind(run.device) and calibration.threads == run.threads
-    here = not computes_here(run.device) or calibration.origin.cores == num_cores()
-    return known and same and here
+def why_uncalibrated(run: Run) -> str:
+    """Say why a run is predicted without a calibration, and what gives one that fits; "" if it is predicted with one."""
+    if told := [*_not_measured(run)]:
+        return "; ".join(told)
+    try:
+        calibration = found_calibration()
+    except ConfigError as error:
+        return "; ".join(error.faults)
+    if calibration is None:
+        where = default_path()
+        if where is None:
+            return f"{VARIABLE} is empty, so that no calibration is used: unset it, or name a file of raypar calibrate"
+        return f"there is no calibration in {where}: raypar calibrate measures this machine or cluster in a minute"
+    return "; ".join(misfits(run, calibration))
+
+
+def misfits(run: Run, calibration: Calibration) -> list[str]:
+    """Return why a calibration says nothing of a run: it must be of its kind of device, in fp32, with its threads."""
+    found, again = [*_not_measured(run)], "raypar calibrate measures anew"
+    if calibration.device != (kind := device_kind(run.device)):
+        found.append(f"the calibration is of device {calibration.device!r}, and the run is for {kind!r}: {again}")
+    if calibration.threads != run.threads:
+        told = f"the calibration is of {calibration.threads} threads an actor, and the run has {run.threads}"
+        found.append(f"{told}: threads={calibration.threads} is predicted in seconds")
+    if computes_here(run.device) and calibration.origin.cores != (cores := num_cores()):
+        found.append(f"the calibration is of {calibration.origin.cores} cores, and here are {cores}: {again}")
+    return found
+
+
+def _not_measured(run: Run) -> Iterator[str]:
+    """Yield what a run does that no calibration measures."""
+    if not isinstance(run.model, Transformer):
+        yield "a calibration knows a GPT and a Llama, and not layers of your own"
+    if run.precision.is_half:
+        yield f"a calibration is of fp32, and the run computes in {run.precision.compute}"
+    if run.data_parallel != "all_reduce":
+        yield f"a calibration is of data_parallel='all_reduce', and the run has {run.data_parallel!r}"
 
 
 def from_calibration(

@@ -15,9 +15,11 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
+from raypar.config.skeleton import Skeleton
 from raypar.config.toml import plain_of
 from raypar.paths import METRICS, absolute
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder, kept
@@ -51,7 +53,7 @@ class Record:
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
         self._last: int | None = None  # the same, also if they are
 
-    def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
+    def begin(self, run: Run, schedule: Schedule, step: int, name: str, skeleton: Skeleton | None = None) -> None:
         """Record that the run starts or continues.
 
         Args:
@@ -59,9 +61,10 @@ class Record:
             schedule: The lowered schedule of a training step.
             step: The first step to be taken.
             name: The job's name.
+            skeleton: The run's model without weights; built if it is needed and None.
         """
         if self._folder is not None:
-            self._folder.begin(run, schedule, step)
+            self._folder.begin(run, schedule, step, forecast_of(run, schedule, skeleton, step))
         title = name if run.folder is None else absolute(run.folder).name
         for tracker in run.track:
             self._tell(tracker, partial(self._add, tracker, title, run, step))
@@ -73,16 +76,20 @@ class Record:
         lines = map(json.loads, kept(absolute(run.folder) / METRICS, step).splitlines())
         return {line["step"]: float(line["val_loss"]) for line in lines if "val_loss" in line}  # "NaN" is a word there
 
-    def move(self, schedule: Schedule, run: Run | None = None) -> None:
+    def move(self, run: Run, schedule: Schedule, step: int, skeleton: Skeleton, *, is_other: bool = False) -> None:
         """Record that the run goes on in another layout, with another schedule of a training step.
 
         Args:
+            run: The run in this layout.
             schedule: The schedule.
-            run: The run, if it is another one now.
+            step: The first step to be taken in it.
+            skeleton: The run's model without weights.
+            is_other: Whether the run was asked for this layout, and so is another one from now on.
         """
         self._step = self._last = None
         if self._folder is not None:
-            self._folder.move(schedule, run)
+            forecast = forecast_of(run, schedule, skeleton, step)
+            self._folder.move(schedule, run if is_other else None, forecast)
 
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""

@@ -22,6 +22,7 @@ from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Pr
 from raypar.planner.rates import block_seconds
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
+from raypar.reporting.forecasting import compared, forecast_of
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -111,14 +112,6 @@ def _time_told(steps: int, prediction: Prediction, least: float) -> str:
     if prediction.source == FROM_CALIBRATION:
         return f"{whole}: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)}, {source}"
     return f"{whole} and more: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)} and more, {source}"
-
-
-def _error_told(reports: Sequence[Report], prediction: Prediction) -> str:
-    """Say how long steps took, and how far the prediction before the run was from that."""
-    measured = statistics.median(report.step_ms for report in reports) / 1e3
-    error = prediction.step / measured - 1
-    told = f"{milliseconds(measured)} measured (median), {milliseconds(prediction.step)} predicted {prediction.source}"
-    return f"{told} ({error:+.0%})"
 
 
 def _halves_told(run: Run) -> str:
@@ -232,6 +225,7 @@ def closing_rows(
         Rows of a name and a figure.
     """
     prediction = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
+    forecast = forecast_of(run, schedule, None, prediction=prediction)
     last = reports[-1]
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
@@ -243,7 +237,7 @@ def closing_rows(
     measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
     skipped = sum(report.skipped for report in reports)
     since = f" in this session, after step {reports[0].step:,}" if reports[0].step else ""
-    named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
+    step_time, *peaks = compared(forecast, [report.step_ms for report in steady], memory)
     return [
         ("steps", f"{len(reports):,}{since}" + (f", of which {skipped:,} skipped" if skipped else "")),
         ("train loss", f"{last.loss:.4f}"),
@@ -252,12 +246,13 @@ def closing_rows(
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         *([] if evaluation.bits_per_byte is None else [("bits per byte", f"{evaluation.bits_per_byte:.3f}")]),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
-        *([] if prediction.source == IN_SLOTS else [("step time", _error_told(steady, prediction))]),
+        *([] if prediction.source == IN_SLOTS else [("step time", f"{step_time}, {prediction.source}")]),
+        *([("calibration", forecast.better)] if forecast.better else []),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
-        ("peak memory", ", ".join(named)),
+        ("peak memory", "; ".join(f"{peak.name.removeprefix('peak memory, ')} {peak}" for peak in peaks)),
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
         *((name, str(path)) for name, path in files.items() if path is not None),
     ]

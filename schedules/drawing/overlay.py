@@ -14,7 +14,7 @@ from raypar.schedules.drawing.text import WIDTH, grid, milliseconds, summary
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
 from raypar.schedules.timeline import Timeline
 
-_WHY = "they differ by waits that the schedule does not ask for, and by actions that were not as long as usual"
+_WHY = "waits that the schedule does not ask for, and actions that were not as long as predicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,11 @@ class Overlay:
 
     @property
     def titles(self) -> list[str]:
-        """Return one line for each timeline, with makespan, bubble and activations in flight, and why they differ."""
+        """Return one line for each timeline, with makespan, bubble and activations in flight, and how they differ."""
         measured, predicted = (f"{name} {summary(timeline, milliseconds)}" for name, timeline in self._named.items())
-        return [measured, f"{predicted} ({self.source})" if self.source else predicted, _WHY]
+        length = self.measured.makespan
+        error = f"the predicted makespan is off by {self.predicted.makespan / length - 1:+.0%}: " if length else ""
+        return [measured, f"{predicted} ({self.source})" if self.source else predicted, f"{error}{_WHY}"]
 
     def svg(self) -> str:
         """Draw the overlay as standalone SVG."""

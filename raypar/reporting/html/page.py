@@ -26,6 +26,7 @@ from raypar.reporting.html.figures import (
     size,
     smoothed,
 )
+from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.happenings import ending, happenings
 from raypar.reporting.html.loss_scale import loss_scale
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
@@ -279,6 +280,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         *experts(history, marks),
         loss_scale(history, marks),
         overflow(history),
+        forecast(past, history),
         steps(past),
         memory(history),
         messages(past, marks),

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import FailFast, TypeAdapter, ValidationError
+from pydantic import FailFast
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_plain
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
-from raypar.config.fields import brief
 from raypar.config.schedule import MOST_BYTES
 from raypar.config.toml import parsed
 from raypar.errors import ConfigError
 from raypar.paths import (
     CHECKPOINTS,
     FAILURES,
+    FORECAST,
     LEDGER,
     LOG,
     METRICS,
@@ -33,13 +33,15 @@ from raypar.paths import (
     absolute,
     holds_run,
 )
+from raypar.reporting.run_folder.damage import MOST_TOLD, DamagedError, json_of
 from raypar.reporting.run_folder.failure_line import FailureLine
+from raypar.reporting.run_folder.forecast import Forecast, forecast_in
 from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine, figures_of
-from raypar.schedules.action import Action, Op
+from raypar.reporting.run_folder.timeline_rows import Rows, timeline_of
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.timeline import Event, Timeline
+from raypar.schedules.timeline import Timeline
 from raypar.schedules.torch_csv import from_csv
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ _MOST = {  # bytes
     RUN: 1 << 20,
     METRICS: 1 << 30,
     FAILURES: 64 << 20,
+    FORECAST: 1 << 30,
     SCHEDULE: MOST_BYTES,
     TIMELINE: 1 << 30,
     LEDGER: 64 << 20,
@@ -74,7 +77,6 @@ _MOST = {  # bytes
 }
 _LONGEST = 1 << 20  # bytes of a line of metrics
 _MOST_ACTIONS = 8  # actions of a stage for one microbatch: F, I, W and communication
-_MOST_TOLD = 10  # largest number of faults that are reported of one file
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Past:
         provenance: Where the run comes from, by name: versions, host, commit, command line; empty if not written.
         under_way: Whether a job is writing to the folder.
         failures: One dict for each failure that the run has survived or ended with (``Failure.to_dict``).
+        forecast: What was predicted of its steps before the first of them; None if it was not written.
     """
 
     folder: Path
@@ -109,13 +112,14 @@ class Past:
     provenance: dict[str, str] = field(default_factory=dict)
     under_way: bool = False
     failures: list[dict[str, Any]] = field(default_factory=list)
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True)
-class _Row:
-    """The schema of one timeline: rank, actor, action, start, end, bytes and bucket of each event."""
+class _Actions:
+    """The schema of one timeline."""
 
-    actions: Annotated[list[tuple[Number, str, str, Figure, Figure, Number, Number | None]], FailFast()]
+    actions: Rows
 
 
 @dataclass(frozen=True)
@@ -123,19 +127,7 @@ class _Measured:
     """The schema of the timelines file."""
 
     step: Number
-    timelines: Annotated[list[_Row], FailFast()]
-
-
-class _DamagedError(Exception):
-    """The faults of one file.
-
-    Attributes:
-        faults: The faults.
-        sound: What can be used of the file nevertheless; None if nothing can.
-    """
-
-    def __init__(self, *faults: str, sound: Any = None) -> None:
-        self.faults, self.sound = faults, sound
+    timelines: Annotated[list[_Actions], FailFast()]
 
 
 def read(folder: Path) -> Past:
@@ -182,7 +174,7 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
             return parse(read_plain(folder / name, _MOST[name]))
         except FileNotFoundError:
             return missing
-        except _DamagedError as error:
+        except DamagedError as error:
             faults.extend(f"{name} {fault}" for fault in error.faults)
             return missing if error.sound is None else error.sound
         except (OSError, ValueError) as error:
@@ -198,12 +190,16 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     latest: Latest = None, []
     latest = part(TIMELINE, lambda raw: _measured(raw, schedule), latest)
     metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
-    ledger: Ledger = part(LEDGER, lambda raw: _json(raw, Ledger), {})
+    ledger: Ledger = part(LEDGER, lambda raw: json_of(raw, Ledger), {})
     log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
     provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
     failures: list[dict[str, Any]] = part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), [])
+    none: Forecast | None = None
+    forecast = part(FORECAST, lambda raw: forecast_in(raw, schedule), none)
     checkpoints = _checkpoints(folder, faults)
-    past = Past(folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going, failures)
+    past = Past(
+        folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going, failures, forecast
+    )
     return past, faults
 
 
@@ -247,7 +243,7 @@ def _checkpoints(folder: Path, faults: list[str]) -> list[Listed]:
 
 def _provenance(raw: bytes) -> dict[str, str]:
     """Read where a run comes from, and of each time that it was resumed what was different then."""
-    first = _json(raw, dict[str, Any])
+    first = json_of(raw, dict[str, Any])
     again = first.pop("resumed", None)
     resumes = [one for one in again if isinstance(one, dict)] if isinstance(again, list) else []
     found = {name: _spelled(value) for name, value in first.items() if value is not None}
@@ -265,10 +261,10 @@ def _config(raw: bytes) -> dict[str, Any]:
     try:
         config = parsed(raw)
     except ValueError as error:
-        raise _DamagedError(f"is not TOML ({error})") from error
+        raise DamagedError(f"is not TOML ({error})") from error
     tables = [isinstance(config.get(name), dict) for name in ("model", "mesh", "data", "optim")]
     if not all(tables) or not isinstance(config.get("steps"), int):
-        raise _DamagedError("is not that of a raypar run")
+        raise DamagedError("is not that of a raypar run")
     return config
 
 
@@ -278,13 +274,13 @@ def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
         schedule = from_csv(raw.decode(), Path(named).stem if isinstance(named, str) else "schedule")
         cells = schedule.num_stages * schedule.num_microbatches
         if cells > schedule.num_actions:
-            raise _DamagedError("is no schedule of a training step: it leaves microbatches out")
+            raise DamagedError("is no schedule of a training step: it leaves microbatches out")
         if _MOST_ACTIONS * (cells + schedule.num_ranks) < schedule.num_actions:
-            raise _DamagedError("is no schedule of a training step: it has actions more than once")
+            raise DamagedError("is no schedule of a training step: it has actions more than once")
         schedule = lower(schedule)
         check(schedule, send_capacity=SEND_WINDOW)
     except (ScheduleError, UnicodeDecodeError) as error:
-        raise _DamagedError(f"is no schedule that can run ({error})") from error
+        raise DamagedError(f"is no schedule that can run ({error})") from error
     return schedule
 
 
@@ -298,80 +294,21 @@ def _lines(raw: bytes, schema_of: Callable[[dict[str, Any]], type]) -> list[dict
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # after the last newline a line may be incomplete
         try:
             if len(line) > _LONGEST:
-                raise _DamagedError(f"is longer than {_LONGEST} bytes")
-            plain = _json(line, dict[str, Any])
-            _json(line, schema_of(plain))
+                raise DamagedError(f"is longer than {_LONGEST} bytes")
+            plain = json_of(line, dict[str, Any])
+            json_of(line, schema_of(plain))
             lines.append(figures_of(plain))
-        except _DamagedError as error:
+        except DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]
-            if len(faults) >= _MOST_TOLD:
+            if len(faults) >= MOST_TOLD:
                 break
     if faults:
-        raise _DamagedError(*faults, sound=lines)
+        raise DamagedError(*faults, sound=lines)
     return lines
 
 
 def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
-    measured = _json(raw, _Measured)
+    measured = json_of(raw, _Measured)
     if schedule is None:
         return None, []
-    faults, timelines = list[str](), list[Timeline]()
-    for row in measured.timelines:
-        events = list[Event]()
-        for rank, actor, spelled, start, end, size, bucket in row.actions:
-            try:
-                action = Action.parse(spelled)
-            except ValueError as error:
-                faults.append(f"has {error}")
-                continue
-            events.append(Event(rank, actor, action, start, end, size, bucket))
-        faults += (
-            f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
-        )
-        timelines.append(Timeline(_as_measured(schedule, events), tuple(events), measured=True))
-    if faults:
-        raise _DamagedError(*faults[:_MOST_TOLD])
-    return measured.step, timelines
-
-
-def _as_measured(schedule: Schedule, events: Sequence[Event]) -> Schedule:
-    """Return the schedule that a timeline was measured with.
-
-    An older raypar wrote the schedule before backwards were split. Then its rows are replaced by those of the events.
-    """
-    planned = {action for row in schedule.rows for action in row}
-    if not any(event.action.op is Op.I and event.action not in planned for event in events):
-        return schedule
-    rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for event in events:
-        if event.bucket is None and event.rank < len(rows):
-            rows[event.rank].append(event.action)
-    return replace(schedule, rows=tuple(map(tuple, rows)))
-
-
-def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
-    """Yield the reasons why a schedule can't have produced an event."""
-    stage, _, microbatch, _ = event.action
-    if event.rank >= schedule.num_ranks or (stage or 0) >= schedule.num_stages:
-        yield f"the schedule has {schedule.num_ranks} ranks and {schedule.num_stages} stages"
-    if (microbatch or 0) >= schedule.num_microbatches:
-        yield f"the schedule has {schedule.num_microbatches} microbatches"
-    if event.end < event.start:
-        yield "it ends before it starts"
-
-
-def _json(raw: bytes, kind: Callable[..., T]) -> T:
-    """Parse JSON of a given type. NaN and infinity are allowed, because a loss may be either."""
-    try:
-        found: T = _reader(kind).validate_json(raw, strict=True)
-    except ValidationError as error:
-        told = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:_MOST_TOLD]]
-        raise _DamagedError(
-            *(f"has {at or 'a text'}: {brief(one['input'])}: {one['msg']}" for at, one in told)
-        ) from error
-    return found
-
-
-@cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    return measured.step, [timeline_of(row.actions, schedule, measured=True) for row in measured.timelines]

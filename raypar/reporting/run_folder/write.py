@@ -16,10 +16,24 @@ from raypar.actors.files import read_plain, sync_folder, told, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
-from raypar.paths import FAILURES, LEDGER, LOG, METRICS, MOST_METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
+from raypar.paths import (
+    FAILURES,
+    FORECAST,
+    LEDGER,
+    LOG,
+    METRICS,
+    MOST_METRICS,
+    PROVENANCE,
+    RUN,
+    SCHEDULE,
+    TIMELINE,
+    absolute,
+)
 from raypar.reporting.run_folder.append import Lines, LogFile
+from raypar.reporting.run_folder.forecast import Forecast, text_of
 from raypar.reporting.run_folder.metrics_line import written
 from raypar.reporting.run_folder.provenance import renewed
+from raypar.reporting.run_folder.timeline_rows import rows_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.torch_csv import to_csv
@@ -60,19 +74,20 @@ class Folder:
         self._handler = LogFile(self._log)
         self._handler.open()
 
-    def begin(self, run: Run, schedule: Schedule, step: int) -> None:
+    def begin(self, run: Run, schedule: Schedule, step: int, forecast: Forecast | None = None) -> None:
         """Write the configuration, the schedule and the start of the metrics.
 
         Args:
             run: The run.
             schedule: The lowered schedule of a training step.
             step: Number of steps already taken. The metrics of these steps are kept, and later ones removed.
+            forecast: What is predicted of its steps.
         """
         path = self._path
 
         def write() -> None:
             """Write the run's files anew."""
-            self._plan(schedule)
+            self._plan(schedule, forecast)
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
             if not step:
@@ -84,12 +99,13 @@ class Folder:
 
         self._try(write)
 
-    def move(self, schedule: Schedule, run: Run | None = None) -> None:
-        """Write the schedule with which the run goes on in another layout, and the run, if it is another one now."""
+    def move(self, schedule: Schedule, run: Run | None = None, forecast: Forecast | None = None) -> None:
+        """Write the schedule with which the run goes on in another layout, what is predicted of its steps, and the run,
+        if it is another one now."""
 
         def write() -> None:
             """Write the files anew."""
-            self._plan(schedule)
+            self._plan(schedule, forecast)
             if run is not None:
                 self._configure(run)
 
@@ -103,11 +119,13 @@ class Folder:
             config["schedule"] = str(self._path / SCHEDULE)
         _write(self._path / RUN, _HEAD.format(self._path) + toml_of(config))
 
-    def _plan(self, schedule: Schedule) -> None:
-        """Write the schedule anew, and remove the times of steps that may have had another one."""
-        for name in (TIMELINE, LEDGER):
+    def _plan(self, schedule: Schedule, forecast: Forecast | None) -> None:
+        """Write the schedule and what is predicted anew, and remove the times of steps that may have had another one."""
+        for name in (TIMELINE, LEDGER, FORECAST):
             (self._path / name).unlink(missing_ok=True)
         _write(self._path / SCHEDULE, to_csv(schedule))
+        if forecast is not None:
+            _write(self._path / FORECAST, text_of(forecast))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to the metrics."""
@@ -137,10 +155,7 @@ class Folder:
             timelines: Its timelines.
             ledger: The calls, bytes and seconds by actor name and (axis, op).
         """
-        rows = [
-            {"actions": [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket] for e in timeline.events]}
-            for timeline in timelines
-        ]
+        rows = [{"actions": rows_of(timeline)} for timeline in timelines]
         moved = {
             actor: {f"{axis} {op}": [entry.calls, entry.bytes, entry.seconds] for (axis, op), entry in table.items()}
             for actor, table in ledger.items()

@@ -1,0 +1,87 @@
+"""What a run is predicted to take before it starts, and how far that was from what it took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from raypar.actors.specs.run import Run
+from raypar.config.run import world_of
+from raypar.config.skeleton import Skeleton
+from raypar.planner.memory import worker_memory
+from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, why_uncalibrated
+from raypar.reporting.needs import counts_of, size
+from raypar.reporting.run_folder.forecast import Forecast
+from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.schedule import Schedule
+
+
+class Comparison(NamedTuple):
+    """A figure that was predicted and measured, in words.
+
+    Attributes:
+        name: What it is: "step time".
+        measured: What it was; "" if nothing was measured.
+        predicted: What was predicted of it; "" if nothing was.
+        error: How far the prediction was from it, in percent of what was measured, with its sign; "" if that is not
+            known.
+    """
+
+    name: str
+    measured: str
+    predicted: str
+    error: str
+
+    def __str__(self) -> str:
+        told = [f"{value} {word}" for value, word in zip(self[1:3], ("measured", "predicted"), strict=True) if value]
+        return ", ".join(told) + (f" ({self.error})" if self.error else "")
+
+
+def forecast_of(
+    run: Run, schedule: Schedule, skeleton: Skeleton | None, step: int = 0, prediction: Prediction | None = None
+) -> Forecast:
+    """Predict a step of a run, and the peak of its actors' memory.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; built if it is needed and None.
+        step: Number of steps taken before.
+        prediction: The prediction of a step, if it is known; None to make it.
+    """
+    world, counts = world_of(run), counts_of(run, schedule, skeleton)
+    found = prediction or before_run(run, world, counts, schedule)
+    memory, is_known = worker_memory(run, world, counts, found.timeline), found.source != IN_SLOTS
+    peaks = tuple(one.peak for one in memory) if all(one.activations is not None for one in memory) else ()
+    better = "" if found.source == FROM_CALIBRATION else why_uncalibrated(run)
+    drawn = found.timeline if is_known else None
+    return Forecast(step, found.source, found.step if is_known else None, peaks, better, drawn)
+
+
+def compared(forecast: Forecast, steps_ms: Sequence[float], peaks: Sequence[int]) -> list[Comparison]:
+    """Hold a forecast against what steps have taken.
+
+    Args:
+        forecast: The forecast.
+        steps_ms: Milliseconds of each step, without the first one, which also warms up.
+        peaks: By pipeline rank, bytes of the actor that had most.
+
+    Returns:
+        A comparison of the step, whose median counts, and one of the peak of each pipeline rank.
+    """
+    median = statistics.median(steps_ms) / 1e3 if steps_ms else None
+    rows = [_compared("step time", median, forecast.step, milliseconds)]
+    known = forecast.peaks if len(forecast.peaks) == len(peaks) else [None] * len(peaks)
+    for rank, (measured, predicted) in enumerate(zip(peaks, known, strict=True)):
+        rows.append(_compared(f"peak memory, pp={rank}", measured or None, predicted, _bytes))
+    return rows
+
+
+def _compared(name: str, measured: float | None, predicted: float | None, told: Callable[[float], str]) -> Comparison:
+    error = "" if not measured or predicted is None else f"{predicted / measured - 1:+.0%}"
+    return Comparison(name, *("" if value is None else told(value) for value in (measured, predicted)), error)
+
+
+def _bytes(count: float) -> str:
+    return size(round(count))
