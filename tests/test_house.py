@@ -382,7 +382,7 @@ MAY_IMPORT = {
         "schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
         "raypar/reporting/run_folder schedules/drawing"
     ),
     "raypar/reporting/run_folder": (

@@ -16,6 +16,8 @@ from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
 from raypar.reporting.device_peaks import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
+from raypar.reporting.html.figures import History
+from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
 from raypar.reporting.html.page import page, unread
@@ -99,12 +101,14 @@ class _Page(NamedTuple):
         home: The folder and the name of the file that it is usually written to.
         poor: What can't be read of damaged folders.
         lost: Why other folders are no runs.
+        told: Lines that the terminal shows too.
     """
 
     html: str
     home: Path
     poor: Sequence[str]
     lost: Sequence[str]
+    told: Sequence[str] = ()
 
 
 def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Written:
@@ -142,7 +146,8 @@ def report(args: ReportArgs) -> Written | Live:
         return Live(lambda: _served(folders, peak), args.port)
     made = _page(folders, peak)
     written = _written(args.out or made.home, args.out, made.html)
-    return Written("\n".join([written, *(f"could not be read: {fault}" for fault in made.poor)]), made.lost)
+    lines = [*made.told, written, *(f"could not be read: {fault}" for fault in made.poor)]
+    return Written("\n".join(lines), made.lost)
 
 
 def trace(args: TraceArgs) -> str:
@@ -180,7 +185,17 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
         return _Page(comparison(pasts, faults=[*poor, *lost], every=every), home / COMPARISON, poor, lost)
     if lost:
         lost.append(f"{str(home)!r} alone is shown, and compared with nothing: correct the other path")
-    return _Page(page(pasts[0], faults=[*poor, *lost], peak=peak, every=every), home / REPORT, poor, lost)
+    shown = page(pasts[0], faults=[*poor, *lost], peak=peak, every=every)
+    return _Page(shown, home / REPORT, poor, lost, _predicted(pasts[0]))
+
+
+def _predicted(past: Past) -> list[str]:
+    """Say how far the prediction before a run was from what its steps took."""
+    if past.forecast is None or not past.metrics:
+        return []
+    rows = [f"{one.name}: {one}" for one in comparisons(past.forecast, History.of(past))]
+    told = f"predicted {past.forecast.source}"
+    return [*rows, f"{told}; {past.forecast.better}" if past.forecast.better else told]
 
 
 def _written(target: Path, out: Path | None, text: str) -> str:

@@ -3,6 +3,7 @@ the rows or as values arrive."""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Compiled(Executor):
         self._calls = calls
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:
-        return self._calls.submit("run", "train", step, epoch, copy_within, stream)
+        return self._calls.submit("train", json.dumps([step, epoch, copy_within, stream]).encode())
 
     def results(self, begun: list[Any], what: str) -> list[StepResult]:
         return self._calls.gather(begun, what)

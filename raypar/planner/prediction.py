@@ -104,7 +104,7 @@ def before_run(run: Run, world: World, counts: Counts, schedule: Schedule) -> Pr
 
 
 def why_uncalibrated(run: Run) -> str:
-    """Say why a run is predicted without a calibration, and what gives one that fits; "" if it is predicted with one."""
+    """Say why a run is predicted without a calibration, and what gives one that fits; "" if it has one."""
     if told := [*_not_measured(run)]:
         return "; ".join(told)
     try:
@@ -125,7 +125,7 @@ def misfits(run: Run, calibration: Calibration) -> list[str]:
     if calibration.device != (kind := device_kind(run.device)):
         found.append(f"the calibration is of device {calibration.device!r}, and the run is for {kind!r}: {again}")
     if calibration.threads != run.threads:
-        told = f"the calibration is of {calibration.threads} threads an actor, and the run has {run.threads}"
+        told = f"the calibration is of threads={calibration.threads} an actor, and the run has {run.threads}"
         found.append(f"{told}: threads={calibration.threads} is predicted in seconds")
     if computes_here(run.device) and calibration.origin.cores != (cores := num_cores()):
         found.append(f"the calibration is of {calibration.origin.cores} cores, and here are {cores}: {again}")

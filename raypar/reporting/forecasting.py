@@ -79,8 +79,10 @@ def compared(forecast: Forecast, steps_ms: Sequence[float], peaks: Sequence[int]
 
 
 def _compared(name: str, measured: float | None, predicted: float | None, told: Callable[[float], str]) -> Comparison:
+    """Tell a figure in words."""
     error = "" if not measured or predicted is None else f"{predicted / measured - 1:+.0%}"
-    return Comparison(name, *("" if value is None else told(value) for value in (measured, predicted)), error)
+    one, other = ("" if value is None else told(value) for value in (measured, predicted))
+    return Comparison(name, one, other, error)
 
 
 def _bytes(count: float) -> str:

@@ -16,7 +16,7 @@ _TITLE = "Predicted before the run"
 
 
 def comparisons(forecast: Forecast, history: History) -> list[Comparison]:
-    """Hold a forecast against the steps that it is of; the first of them, which also warms up, has no part in the time."""
+    """Hold a forecast against the steps that it is of. The time leaves out the first one, which also warms up."""
     lines = [line for line in history.steps if line["step"] >= forecast.since]
     times = [line["step_ms"] for line in lines if line.get("step_ms") is not None]
     peaks = [max(sizes) for sizes in zip_longest(*(line["peak_memory"] for line in lines), fillvalue=0)]

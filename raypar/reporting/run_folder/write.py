@@ -120,7 +120,7 @@ class Folder:
         _write(self._path / RUN, _HEAD.format(self._path) + toml_of(config))
 
     def _plan(self, schedule: Schedule, forecast: Forecast | None) -> None:
-        """Write the schedule and what is predicted anew, and remove the times of steps that may have had another one."""
+        """Write the schedule and what is predicted, and remove the times of steps that may have had another one."""
         for name in (TIMELINE, LEDGER, FORECAST):
             (self._path / name).unlink(missing_ok=True)
         _write(self._path / SCHEDULE, to_csv(schedule))

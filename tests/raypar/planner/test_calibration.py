@@ -14,56 +14,18 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
 from raypar.planner.calibration import (
-    FORMAT,
-    AttentionTime,
     Beside,
-    Calibration,
     Crowd,
-    GroupTime,
-    Origin,
     Product,
-    Update,
 )
 from raypar.planner.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
 from raypar.planner.host import num_cores
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
 from raypar.reporting.needs import counts_of
 from raypar.reporting.summary import plan_rows
+from tests.support.calibrations import RATE, known
 
-RATE = 1e10  # multiplications a second
 MODEL = GPT(layers=4, hidden=64, heads=2, seq=64)
-
-
-def known(**changed):
-    """A machine with simple numbers."""
-    products = tuple(
-        Product(m, k, n, m * k * n / RATE, 2 * m * k * n / RATE)
-        for m in (32, 512)
-        for k in (64, 256)
-        for n in (64, 256)
-    )
-    found = Calibration(
-        format=FORMAT,
-        origin=Origin("here", "a processor", num_cores(), 1, "2026-11-26T12:00:00+00:00", 50.0, {"torch": "2"}),
-        device="cpu",
-        threads=1,
-        products=products,
-        attention=(AttentionTime(64, 8, 32, 1e-3, 2e-3),),
-        memory=1e10,
-        besides=(Beside("gpt", 1 << 10, 1e-3, 2e-3), Beside("gpt", 1 << 13, 2e-3, 4e-3)),
-        action_forward=1e-4,
-        action_backward=2e-4,
-        update=Update(1e-3, 1e-5, 1e-9),
-        groups=tuple(
-            GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
-        ),
-        busy=1.0,
-        crowd=Crowd(),
-        message=0.0,
-        call=5e-4,
-        process=300 << 20,
-    )
-    return replace(found, **changed)
 
 
 def predicted(run, calibration, monkeypatch, cores=64):

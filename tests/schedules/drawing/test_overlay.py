@@ -28,7 +28,8 @@ def test_the_grid_has_two_lines_a_rank_both_titles_and_why_they_differ():
         "rank 1 predicted     F0 B0 -- F1 B1 --",
         "measured 1f1b: makespan 600 ms, bubble 33.3%, in flight 2 1",
         "predicted 1f1b: makespan 450 ms, bubble 33.3%, in flight 2 1",
-        "they differ by waits that the schedule does not ask for, and by actions that were not as long as usual",
+        "the predicted makespan is off by -25%: waits that the schedule does not ask for, and actions that were not as "
+        "long as predicted",
     ]
 
 
