@@ -126,10 +126,7 @@ class Hosted:
     # --- steps ---
 
     def train(self, order: bytes) -> StepResult:
-        """Take a training step. ``order`` is a JSON list of the arguments of ``run`` behind the program.
-
-        Ray packs each argument for each actor anew; one of bytes halves what a call costs the driver.
-        """
+        """Take a training step. ``order`` is a JSON list of the arguments of ``run`` behind the program."""
         return self.run("train", *json.loads(order))
 
     def run(

@@ -63,6 +63,7 @@ class Compiled(Executor):
         self._calls = calls
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:
+        # Ray packs each argument for each actor anew: one of bytes halves what the calls cost the driver.
         return self._calls.submit("train", json.dumps([step, epoch, copy_within, stream]).encode())
 
     def results(self, begun: list[Any], what: str) -> list[StepResult]:
