@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +19,24 @@ from raypar.cli.plan import compared, placed
 from raypar.cli.train import RunArgs
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import Node, place, told
-from raypar.config.run import check_run, unrecorded
+from raypar.config.fields import Fault
+from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
+from raypar.planner.calibration_file import calibration_faults, calibration_named, found_calibration
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import Found, cluster_from, cluster_of
 from raypar.planner.host import starts_own_ray
 from raypar.planner.parameters import num_parameters, short_count
+from raypar.planner.prediction import fits, from_calibration
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
-from raypar.planner.search.ranking import Candidate, Ranking, ranked, smallest
+from raypar.planner.search.ranking import Candidate, Price, Ranking, ranked, smallest
 from raypar.planner.search.space import Space
 from raypar.planner.timing.messages import LADDER
+from raypar.reporting.needs import counts_of
+
+log = logging.getLogger(__name__)
 
 _MOST_PLACED = 1024  # actors whose nodes are told
 _NODES_TOLD = 4
@@ -50,6 +57,9 @@ class PlanArgs(RunArgs):
     """link between nodes: ib-hdr, ib-ndr, ethernet-100 and others; "" for the usual one"""
     cluster: Path | None = None
     """TOML file of a cluster, with devices and links of your own, in place of gpus, gpu, nodes and between"""
+    calibration: Path | None = None
+    """what raypar calibrate wrote, from which steps are predicted; none: that of this machine, for a run as it is and
+    for --gpu cpu"""
     batch: int = 0
     """sequences of a step of all replicas; 0: those of the run"""
     out: Path | None = None
@@ -62,16 +72,52 @@ def plan(words: Sequence[str]) -> str:
     parsed = parse(PlanArgs, words, "plan", what, "gpt-small")
     args = parsed.args
     run = unrecorded(args.run())
-    if args.gpus is None and args.cluster is None:
-        check_run(run, wrong=parsed.wrong)
-        return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
+    with calibration_named(args.calibration):
+        return (
+            _as_it_is(run, args, parsed.wrong)
+            if args.gpus is None and args.cluster is None
+            else _ranked(run, args, parsed.wrong, words)
+        )
+
+
+def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[Fault]) -> str:
+    """Say what a run takes as it is."""
+    named = [Fault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
+    check_run(run, wrong=[*wrong, *named])
+    return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
+
+
+def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[str]) -> str:
+    """Rank the layouts of a run's model on a cluster."""
     found = _cluster(args)
-    faults = [*(fault.text for fault in parsed.wrong), *found.faults, *_request_faults(args, run, words)]
+    faults = [*(fault.text for fault in wrong), *found.faults, *_request_faults(args, run, words)]
     if faults or found.cluster is None:
         raise ConfigError(faults)
     cluster = found.cluster
     batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
-    return "\n".join(_planned(_on(run, cluster), cluster, _space(batch, run, words), args.out))
+    return "\n".join(_planned(_on(run, cluster), cluster, _space(batch, run, words), args.out, _price(args, cluster)))
+
+
+def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
+    """Return how steps are predicted from a calibration of the devices; None if there is none."""
+    if args.calibration is None and cluster.device.name != "cpu":
+        return None
+    try:
+        calibration = found_calibration()
+    except ConfigError as error:
+        log.warning("predicted without a calibration: %s", "; ".join(error.faults))
+        return None
+    if calibration is None:
+        return None
+
+    def price(run: Run) -> float | None:
+        """Return the seconds of a step; None if the calibration is not of such runs."""
+        if not fits(run, calibration):
+            return None
+        schedule = check_run(run)["train"]
+        return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration).step
+
+    return price
 
 
 def _space(batch: int, run: Run, words: Sequence[str]) -> Space:
@@ -103,6 +149,7 @@ def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[
         yield f"--batch is {args.batch}: give 1 or more sequences of a step, or leave it out"
     if args.gpus is not None and args.cluster is not None:
         yield "--gpus and --cluster both say how many devices there are: leave one out"
+    yield from calibration_faults(args.calibration)
     yield from file_faults("--out", args.out)
 
 
@@ -129,11 +176,11 @@ def _on(run: Run, cluster: Cluster) -> Run:
     )
 
 
-def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None) -> Iterator[str]:
+def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None, price: Price | None) -> Iterator[str]:
     """Yield the lines of a plan. Raises ConfigError if nothing fits."""
     model = run.model
     assert isinstance(model, GPT | Llama)
-    ranking = ranked(run, model, cluster, space)
+    ranking = ranked(run, model, cluster, space, price=price)
     tokens = space.batch * model.seq
     if not ranking.best:
         raise ConfigError([*missing(ranking, cluster.size), *_enough(run, cluster, space)])
@@ -143,9 +190,11 @@ def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None) -> Iter
     yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
     yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; the best of each mesh:"
     yield from ("", *table(ranking), "")
-    how = "simulated" if best.simulated else "in closed form"
+    how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"
     yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s; of an actor:"
     yield from picture(best)
+    if price is not None and not best.calibrated:
+        yield "not from the calibration, which is of another device, of other threads or cores, or of fp32 alone"
     yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
     yield from ("", "why:", *(f"  {line}" for line in reasons(ranking)))
     if len(ranking.best) > 1:

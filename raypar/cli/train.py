@@ -32,6 +32,7 @@ from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
+from raypar.planner.calibration_file import calibration_faults, calibration_named
 from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
@@ -93,6 +94,8 @@ class TrainArgs(RunArgs):
     """TOML file of faults that are injected on purpose, to see that the run survives them (max_failures)"""
     sample_every: int = 0
     """go on with two pieces of the validation text after every so many steps; 0: never"""
+    calibration: Path | None = None
+    """what raypar calibrate wrote, from which steps are predicted; none: where it writes it if nothing else is said"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 
@@ -159,7 +162,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
         text = f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run"
         wrong.append(Fault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
     if args.dry_run:
-        with sparing_cache(run) as run:
+        with sparing_cache(run) as run, calibration_named(args.calibration):
             schedule = _checked(run, args, begun, wrong, words)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
@@ -170,7 +173,8 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
         from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
 
         run = settled(run)
-        return _trained(run, args, schedule, begun, launches)
+        with calibration_named(args.calibration):
+            return _trained(run, args, schedule, begun, launches)
     except ConfigError:
         raise
     except BaseException as error:  # a signal during the launch may be another error, of Ray's
@@ -210,6 +214,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults = error.faults
     right = right_fields([*wrong, *field_faults(run)])
     faults += [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
+    faults += calibration_faults(args.calibration)
     if right("model", "data", "mesh"):
         faults += sample_faults(run, args.sample_every)
     if args.overwrite and run.folder is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -79,6 +81,29 @@ def found_calibration() -> Calibration | None:
     if path is None or (VARIABLE not in os.environ and not path.exists()):
         return None
     return read_calibration(path)
+
+
+def calibration_faults(path: Path | None) -> Iterator[str]:
+    """Yield what is wrong with the calibration that a flag names; nothing if it names none."""
+    if path is not None:
+        try:
+            read_calibration(path)
+        except ConfigError as error:
+            yield from error.faults
+
+
+@contextmanager
+def calibration_named(path: Path | None) -> Iterator[None]:
+    """Have predictions use the calibration of a file, as if RAYPAR_CALIBRATION named it; None: the one they would."""
+    before = os.environ.get(VARIABLE)
+    if path is not None:
+        os.environ[VARIABLE] = str(path)
+    try:
+        yield
+    finally:
+        if path is not None:
+            os.environ.pop(VARIABLE)
+            os.environ.update({} if before is None else {VARIABLE: before})
 
 
 def _place(path: tuple[int | str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.actors.specs.model import GPT, Llama
@@ -19,6 +19,10 @@ from raypar.planner.timing.step import Paper, Step, predicted
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 _SIMULATED = 4  # layouts at the head of the ranking that are simulated
 _MOST_SIMULATED = 24_000  # actions of a simulated step
+_PRICED = 3  # candidates of a mesh whose steps are predicted from a calibration
+
+#: Returns the seconds of a step of a run; None if nothing is known of it.
+Price = Callable[[Run], float | None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Candidate:
         need: The memory of its fullest actor.
         order: In what order ranks fill the cluster.
         simulated: Seconds of its step by simulation; None if it was not simulated.
+        calibrated: Whether these are from a calibration.
     """
 
     run: Run
@@ -38,6 +43,7 @@ class Candidate:
     need: Need
     order: Order = LADDER
     simulated: float | None = None
+    calibrated: bool = False
 
     @property
     def seconds(self) -> float:
@@ -91,7 +97,14 @@ class Ranking:
     looked: int
 
 
-def ranked(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, software: Software = RAYPAR) -> Ranking:
+def ranked(
+    run: Run,
+    model: GPT | Llama,
+    cluster: Cluster,
+    space: Space,
+    software: Software = RAYPAR,
+    price: Price | None = None,
+) -> Ranking:
     """Search the layouts of a run on all devices of a cluster.
 
     Args:
@@ -100,6 +113,7 @@ def ranked(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, softwar
         cluster: The cluster.
         space: What to choose from.
         software: What the program does with its messages.
+        price: Predicts a step on the devices themselves, which were calibrated; None: all is told from data sheets.
     """
     search = _Search(run, model, cluster, space, software)
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):
@@ -109,7 +123,29 @@ def ranked(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, softwar
     if cluster.num_racks > 1:
         fits = [_placed(one, model, cluster, software) for one in fits]
     fits.sort(key=lambda one: one.seconds)
-    return Ranking(_best(fits, model, cluster, space, software), tuple(fits), search.least, search.room, search.looked)
+    known = [] if price is None else _priced(fits, price)
+    best = tuple(known) or _best(fits, model, cluster, space, software)
+    return Ranking(best, tuple(fits), search.least, search.room, search.looked)
+
+
+def _priced(fits: Sequence[Candidate], price: Price) -> list[Candidate]:
+    """Return the best candidate of each mesh by the prices of some of each; none if one has no price.
+
+    Args:
+        fits: All candidates, the fastest first.
+        price: Predicts the step of a run.
+    """
+    families = dict[tuple[object, ...], list[Candidate]]()
+    for one in fits:
+        families.setdefault(one.family, []).append(one)
+    best = list[Candidate]()
+    for family in families.values():
+        seconds = [(price(one.run), one) for one in family[:_PRICED]]
+        known = [replace(one, simulated=each, calibrated=True) for each, one in seconds if each is not None]
+        if not known:
+            return []
+        best.append(min(known, key=lambda one: one.seconds))
+    return sorted(best, key=lambda one: one.seconds)
 
 
 class _Search:

@@ -1,15 +1,21 @@
 """``raypar plan --gpus``: the plan in words, the file that trains, and all mistakes of a request at once."""
 
+import os
+import re
+
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cli.planning import plan
+from raypar.cli.train import train
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import Node, place
 from raypar.config.run import check_run
 from raypar.config.toml import load_run
 from raypar.errors import ConfigError
+from raypar.planner.calibration_file import VARIABLE, write_calibration
+from tests.raypar.planner.test_calibration import known
 
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
 
@@ -84,3 +90,26 @@ def test_the_two_nodes_of_the_notes_hold_two_stages_each():
 def test_so_few_devices_are_refused(gpus):
     with pytest.raises(ConfigError, match=f"gpus is {gpus}: give 1 or more"):
         planned(f"--gpus {gpus}")
+
+
+def test_a_plan_for_this_machine_takes_as_long_as_the_dry_run_of_its_file_by_the_calibration(tmp_path, monkeypatch):
+    file, out = tmp_path / "mine.json", tmp_path / "job.toml"
+    write_calibration(known(), file)
+    told = planned(f"--gpus 2 --gpu cpu --batch 8 --out {out} --calibration {file}")
+    step = float(re.search(r"the best step takes (\S+) s \(from the calibration\)", told)[1])
+    monkeypatch.setenv(VARIABLE, str(file))
+    dry = dict(train([str(out), "--dry-run"], terminal=False).rows)["time"]
+    assert "from the calibration" in dry
+    in_ms = float(re.search(r"steps of (\S+) ms", dry)[1].replace(",", ""))
+    assert in_ms == pytest.approx(1e3 * step, rel=0.005)  # which is told with three digits
+    other = planned(f"--gpus 2 --gpu h100 --batch 8 --calibration {file}")
+    assert "(from the calibration)" not in other and "not from the calibration" in other
+
+
+@pytest.mark.parametrize("words", ["--gpus 2 --gpu cpu --batch 8", ""])
+def test_a_calibration_that_is_not_there_is_a_mistake(tmp_path, words):
+    before = dict(os.environ)
+    with pytest.raises(ConfigError) as error:
+        planned(f"{words} --calibration {tmp_path / 'none.json'}")
+    assert "none.json" in error.value.faults[0] and "raypar calibrate" in error.value.faults[0]
+    assert dict(os.environ) == before
