@@ -28,7 +28,7 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import Found, cluster_from, cluster_of
 from raypar.planner.host import starts_own_ray
 from raypar.planner.parameters import num_parameters, short_count
-from raypar.planner.prediction import fits, from_calibration
+from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
 from raypar.planner.search.ranking import Candidate, Price, Ranking, ranked, smallest
@@ -112,7 +112,7 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
 
     def price(run: Run) -> float | None:
         """Return the seconds of a step; None if the calibration is not of such runs."""
-        if not fits(run, calibration):
+        if misfits(run, calibration):
             return None
         schedule = check_run(run)["train"]
         return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration).step
@@ -194,7 +194,7 @@ def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None, price: 
     yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s; of an actor:"
     yield from picture(best)
     if price is not None and not best.calibrated:
-        yield "not from the calibration, which is of another device, of other threads or cores, or of fp32 alone"
+        yield f"not from the calibration: {why_uncalibrated(best.run)}"
     yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
     yield from ("", "why:", *(f"  {line}" for line in reasons(ranking)))
     if len(ranking.best) > 1:

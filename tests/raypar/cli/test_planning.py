@@ -15,7 +15,7 @@ from raypar.config.run import check_run
 from raypar.config.toml import load_run
 from raypar.errors import ConfigError
 from raypar.planner.calibration_file import VARIABLE, write_calibration
-from tests.raypar.planner.test_calibration import known
+from tests.support.calibrations import known
 
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
 
