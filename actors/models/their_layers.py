@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,11 @@ class TheirLayers:
 
     Attributes:
         config: The content of its config.json.
+        is_causal: That what they make of a token does not depend on those behind it, so that they can generate text.
     """
 
     config: str
+    is_causal: ClassVar[bool] = True
 
     def __call__(self) -> list[nn.Module]:
         """Build the layers, in float32. Raises ValueError if the model's parts are not those that its plan names."""

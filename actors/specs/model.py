@@ -292,6 +292,11 @@ class Layers:
     """folder of a Hugging Face model whose weights the layers begin with, as rp.HF("folder") gives it; None: what fn
     gives them"""
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether they generate text, as the modules of transformers do, but compute a whole text for every token."""
+        return self.seq is not None and bool(getattr(self.fn, "is_causal", False))
+
 
 def _divisor_near(wanted: int, whole: int) -> int:
     """Return the divisor of ``whole`` that is nearest to ``wanted``, the smaller of two."""

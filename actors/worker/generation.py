@@ -17,6 +17,7 @@ from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.layers.kv_cache import Sequences, going_on
 from raypar.actors.models.sampler import choose
 from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.sampling import Prompts
 from raypar.actors.tensors import Values
@@ -110,7 +111,9 @@ class Generation:
 
     def __init__(self, seat: Seat, part: Part, prompts: Prompts) -> None:
         self._seat, self._stages, self.prompts = seat, part.stages, prompts
-        self._vocab = seat.plan.run.model.vocab
+        model = seat.plan.run.model
+        self._vocab, self._again = model.vocab, isinstance(model, Layers) and not prompts.scored
+        self._texts = [[[*prompt.tokens] for prompt in one] for one in prompts.groups]  # where they are computed again
         schedule, group = prompts.schedule, seat.groups.get("pp")
         self._row = schedule.rows[seat.row]
         self._windows = Windows(part.weights, self._row, seat.plan.run.recompute)
@@ -156,6 +159,10 @@ class Generation:
         """
         self._courier, self._is_prompt, self._drawn = self._couriers[is_prompt], is_prompt, []
         self._sent, self._sending = self._sending, []
+        if self._again and is_prompt:
+            return []  # nothing would be kept
+        if self._again:
+            self._courier.begin()  # texts are longer now
         self._windows.begin()
         for action in self._row:
             step.now, start = action, self._seat.place.mark()
@@ -197,11 +204,11 @@ class Generation:
         """Compute a stage for a group of sequences; the last one chooses their tokens."""
         number, group = numbers_of(action)
         stage, sequences = self._stages[number], self._sequences[group]
-        if not self._is_prompt:
+        if not self._is_prompt and not self._again:
             sequences.go_to(self._lengths[group] - 1 + self.steps, self._seat.place.device)
         inputs = self._inputs(group) if number == 0 else self._take(action)
         scored = self.prompts.scored
-        with nullcontext() if scored else going_on(stage.modules, sequences):
+        with nullcontext() if scored or self._again else going_on(stage.modules, sequences):
             outputs = stage.infer(inputs, head=scored or not self._is_prompt)
         if not stage.is_last:
             self._values[action] = outputs
@@ -215,6 +222,8 @@ class Generation:
 
         Sequence parallelism divides dim 1, which is padded to a multiple of its ranks for it; of one token by itself.
         """
+        if self._again:
+            return self._whole_texts(group)
         run, prompts = self._seat.plan.run, [prompt.tokens for prompt in self.prompts.groups[group]]
         multiple = run.mesh.tensor_ranks if run.sequence_parallel else 1
         if not self._is_prompt:
@@ -225,9 +234,21 @@ class Generation:
         padded = [(*tokens[:width], *[0] * (width - len(tokens[:width]))) for tokens in prompts]
         return self._seat.place.to((torch.tensor(padded),))
 
+    def _whole_texts(self, group: int) -> Values:
+        """Return all token ids of the texts of a group, (B, S) int64, padded behind."""
+        texts = self._texts[group]
+        if self.steps:
+            for text, token in zip(texts, self._tokens(group).tolist(), strict=True):
+                text.append(token)
+        width = max(map(len, texts))
+        return self._seat.place.to((torch.tensor([[*text, *[0] * (width - len(text))] for text in texts]),))
+
     def _choose(self, group: int, logits_BSV: Tensor) -> None:
         """Choose the next tokens of a group, tell them, and hand them to the first stage."""
         logits_BV = logits_BSV[:, 0]
+        if self._again:
+            ends_B = (self._lengths[group] - 1 + self.steps).to(logits_BSV.device)
+            logits_BV = logits_BSV[torch.arange(len(ends_B), device=logits_BSV.device), ends_B]
         if logits_BV.shape[-1] < self._vocab:
             logits_BV = all_gathered(self._seat.groups["tp"], 1, logits_BV)
         prompts, steps = self.prompts.groups[group], self.steps

@@ -16,7 +16,6 @@ from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
@@ -198,7 +197,7 @@ def _launched(run: Run, found: Found | None) -> Job:
 
 def _seq(run: Run) -> int:
     """Return the number of positions of a run's model."""
-    assert isinstance(run.model, Transformer)
+    assert run.model.seq is not None
     return run.model.seq
 
 
@@ -243,7 +242,7 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
         tokenizer = Tokenizer(None if file is None else str(file), template)
     except ExampleError as error:
         raise ConfigError([*wrong, str(error)]) from error
-    if isinstance(model, Transformer):
+    if model.seq is not None:
         numbers = folder / "numbers.txt"
         numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
         told["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
@@ -256,7 +255,7 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
 def _tokenizer_of(run: Run) -> Path | None:
     """Return the tokenizer file of a run's data, or of its model's folder; None for bytes."""
     named = run.data.tokenizer if isinstance(run.data, Text | Examples) else None
-    if named is None and isinstance(run.model, Transformer):
+    if named is None:
         named = run.model.hf
     path = None if named is None else Path(named)
     if path is not None and path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import tyro
 
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.cli.flags import read_flags
 from raypar.cli.model_tables import read_tables
@@ -73,14 +75,17 @@ def parse(
         default = replace(default, model=model)
         sound, faults = read_flags(kind, left, default, wrong)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
-        args: A = tyro.cli(
-            kind,
-            config=(tyro.conf.AvoidSubcommands,),
-            args=sound,
-            default=kind(**parts),
-            prog=f"raypar {command}",
-            description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
-        )
+        with warnings.catch_warnings():
+            if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
+                warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
+            args: A = tyro.cli(
+                kind,
+                config=(tyro.conf.AvoidSubcommands,),
+                args=sound,
+                default=kind(**parts),
+                prog=f"raypar {command}",
+                description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
+            )
         return Parsed(args, [*wrong, *faults])
 
     first = words[0] if words and not words[0].startswith("-") else fallback

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.data import Text
-from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.validate.generation import generation_faults
 from raypar.reporting.evaluation import Evaluation
@@ -33,7 +32,7 @@ def sample_faults(run: Run, every: int) -> Iterator[str]:
         yield f"--sample-every is {every}: it must be at least 0, which is never"
     if every <= 0:
         return
-    if not isinstance(run.data, Text) or (isinstance(run.model, Transformer) and run.model.seq < _LEAST):
+    if not isinstance(run.data, Text) or (run.model.seq or 0) < _LEAST:
         yield f"--sample-every goes on with text, for a model of at least {_LEAST} positions: leave it out"
     yield from (f"--sample-every: {fault}" for fault in generation_faults(run))
 

@@ -13,6 +13,7 @@ from raypar.actors.specs.model import Layers
 from raypar.schedules.nearest_name import nearest
 
 MOST_SEQ = 1024  # tokens of a sequence, unless the user says another number
+_LOSS = "their_layers.cross_entropy"
 _DIVIDED = 64  # a head is divided over tp if its vocabulary is a multiple of this
 
 
@@ -62,6 +63,28 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
     fields: dict[str, Any] = {"seq": seq, "vocab": theirs.vocab_size, "plan": plan}
     fn = TheirLayers(json.dumps(plain, sort_keys=True))
     return Layers(fn=fn, loss=cross_entropy, **fields | rest), []
+
+
+def is_theirs(model: Mapping[str, Any]) -> bool:
+    """Return whether a model as plain data, as a run was written, is one of the modules of transformers."""
+    fn = model.get("fn")
+    return isinstance(fn, Mapping) and isinstance(fn.get("config"), str) and str(model.get("loss")).endswith(_LOSS)
+
+
+def their_model_again(model: Mapping[str, Any]) -> Layers:
+    """Return a model of the modules of transformers from plain data, for which ``is_theirs`` is true.
+
+    Raises:
+        ValueError: A field is not one that such a model was written with.
+    """
+    from raypar.actors.models.their_layers import TheirLayers, cross_entropy  # imports torch
+
+    fields = {name: value for name, value in model.items() if name not in ("fn", "loss")}
+    if faults := [*unknown_faults("Layers", fields)]:
+        raise ValueError("; ".join(faults))
+    fields = {name: None if value == "none" else value for name, value in fields.items()}
+    fields |= {"plan": dict(fields.get("plan") or ()), "skips": tuple(map(tuple, fields.get("skips") or ()))}
+    return Layers(fn=TheirLayers(model["fn"]["config"]), loss=cross_entropy, **fields)
 
 
 def _told(config: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from raypar.config.fields import Fault, brief, field_faults
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
+from raypar.config.their_model import is_theirs, their_model_again
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import nearest
@@ -139,8 +140,13 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
         ConfigError: The run has functions of the user's own.
     """
     faults: list[Fault] = []
-    rest = dict(table)
-    own = {part: table[part]["fn"] for part in ("model", "data") if "fn" in _part(table, part)}
+    rest, theirs = dict(table), None
+    if is_theirs(_part(table, "model")):
+        try:
+            theirs = their_model_again(rest.pop("model"))
+        except (TypeError, ValueError) as error:
+            raise ConfigError([f"model: it can't be read again ({error}): give the run that was saved"]) from error
+    own = {part: rest[part]["fn"] for part in ("model", "data") if "fn" in _part(rest, part)}
     if own:
         how = "a run with your own functions starts from Python, launch(run, resume=...)"
         raise ConfigError([f"{part}.fn is {brief(name)}: {how}" for part, name in own.items()])
@@ -155,6 +161,8 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
             start = replace(start, **layout(str(rest.pop("layout"))))
         except ConfigError as error:
             faults += [Fault("", text, of_type=True) for text in error.faults]
+    if theirs is not None:
+        start = replace(start, model=theirs)
     run = _changed(start, rest, "", faults)
     if wrong := [fault for fault in field_faults(run) if fault.of_type]:
         run = _changed(start, _without(rest, [fault.path for fault in wrong]), "", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from raypar.actors.bounds import Count, NotNegative, Probability, Seed
 from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
 from raypar.config.arguments import checked_arguments
@@ -28,6 +29,8 @@ from raypar.planner.kv_cache import cache_bytes
 from raypar.reporting.needs import size
 from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 Read = Callable[[Callable[[], list[Any]]], list[Any]]
 Told = Callable[[int, int, str], None]
@@ -66,7 +69,6 @@ def request_of(
         raise ConfigError(faults)
     encode = (lambda text: ()) if tokenizer is None else tokenizer.encoded
     ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
-    assert isinstance(run.model, Transformer)
     if faults := [*prompt_faults(run.model, ids, new_tokens)]:
         raise ConfigError(faults)
     ends = frozenset[int]() if tokenizer is None else tokenizer.ends
@@ -86,7 +88,7 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     data, model = run.data, run.model
     if isinstance(data, Text | Examples) and data.tokenizer is not None:
         return Tokenizer(data.tokenizer, data.template if isinstance(data, Examples) else None)
-    folder = model.hf if isinstance(model, Transformer) else None
+    folder = model.hf
     if folder is not None and (Path(folder) / "tokenizer.json").exists():
         return Tokenizer(folder)
     is_text = isinstance(data, Examples) or (isinstance(data, Text) and not data.path.endswith(".bin"))
@@ -146,6 +148,10 @@ class TextGenerator:
         request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
         if not self._loop.generating.acquire(blocking=False):
             raise JobError("this job is generating text: call generate again when it has returned")
+        if isinstance(self._loop.loaded.run.model, Layers):
+            log.warning(
+                "modules of transformers keep no keys and values here: each token computes its whole text again"
+            )
         try:
             self._loop.is_averaged = ema
             return Generation(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
@@ -265,7 +271,8 @@ class Generation:
 
     def cache_bytes(self, loaded: LoadedRun) -> list[int]:
         """Return the bytes of the caches of an actor of each pipeline rank, of the replica with the most."""
-        assert isinstance(loaded.run.model, Transformer)
+        if isinstance(loaded.run.model, Layers):  # they keep nothing
+            return [0] * loaded.run.mesh.pp
         count, lengths = _num_groups(loaded, len(self._texts)), [len(prompt) for prompt in self._request.prompts]
         seats = seats_of(len(lengths), loaded.run.mesh.dp, count)[0]
         rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]

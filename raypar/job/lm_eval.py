@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raypar.actors.specs.model import Transformer
 from raypar.config.arguments import checked_arguments
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
@@ -30,7 +29,7 @@ def lm_eval_model(job: Job) -> Any:
     """
     if faults := [*generation_faults(job.run)]:
         raise ConfigError(faults)
-    assert isinstance(job.run.model, Transformer)
+    assert job.run.model.seq is not None
     tokenizer = tokenizer_of(job.run)
     if tokenizer is None:
         raise ConfigError(["lm-eval gives texts, and the run has no tokenizer for them: give one with its data"])

@@ -8,7 +8,6 @@ from math import log
 from typing import Any
 
 from raypar.actors.bounds import Count
-from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
 from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError, JobError
@@ -119,7 +118,6 @@ def _short(prompts: Sequence[Sequence[int]]) -> Iterator[str]:
 def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
     """Have the actors score some texts, at once."""
     run, ranks = loaded.run, range(loaded.run.mesh.size)
-    assert isinstance(run.model, Transformer)
     schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
     seats = seats_of(len(texts), run.mesh.dp, schedule.num_microbatches)
     orders = []

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 
 
 def generation_faults(run: Run) -> Iterator[str]:
     """Yield why the actors of a run can't generate text, each with what would."""
     model, mesh = run.model, run.mesh
-    if not isinstance(model, Transformer):
-        yield "model is your own layers, which keep no keys and values: only GPT and Llama generate"
+    if isinstance(model, Layers):
+        if not model.computes_again:
+            told = "model is your own layers, which keep no keys and values"
+            yield f"{told}: only GPT, Llama and what rp.HF(folder) gives generate"
     elif model.moe is not None and model.moe.capacity is not None:
         told = f"model.moe.capacity is {model.moe.capacity:g}: what experts drop depends on the tokens that come later"
         yield f"{told}; reset the job to a run with capacity None"
@@ -27,7 +29,7 @@ def generation_faults(run: Run) -> Iterator[str]:
         yield "mesh.expert_actors take part in steps of training only: reset the job to mesh.ep instead"
 
 
-def prompt_faults(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[str]:
+def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[str]:
     """Yield what is wrong with prompts, of which there must be one, with token ids of the model, and room behind them.
 
     Args:
@@ -56,8 +58,10 @@ def prompt_faults(model: Transformer, prompts: Sequence[Sequence[int]], new_toke
             )
 
 
-def _positions(model: Transformer) -> int:
+def _positions(model: Transformer | Layers) -> int:
     """Return how many positions keys have that are kept: dynamic scaling turns those of longer sequences anew."""
+    if isinstance(model, Layers):
+        return model.seq or 0
     scaling = model.rope_scaling
     if scaling is None or scaling.kind != "dynamic" or scaling.trained is None:
         return model.seq

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.checkpoint.hugging_face import export
+from raypar.config.toml import plain_of, run_of
+from raypar.config.validate.generation import generation_faults
+from raypar.job.scoring import scores
 from raypar.reporting.report import losses_of, mean_loss
+from tests.support.generation import TeamGeneration
 from tests.support.hugging_face import _LLAMA, CONFIGS, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
 
@@ -114,3 +120,65 @@ def test_replicas_share_their_weights(given):
                 ids, labels = batch(0, number, dp)
                 wanted.append(cross_entropy(theirs(ids).logits[0], labels[0]).item())
     assert sorted(losses) == pytest.approx(sorted(wanted), rel=1e-5)
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 6]]
+
+
+@pytest.mark.parametrize(
+    "mesh", [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(pp=2, tp=2), rp.Mesh(dp=2)], ids=["one", "pp2", "pp2 tp2", "dp2"]
+)
+def test_they_generate_what_transformers_generates(given, mesh):
+    folder, theirs = given
+    run = rp.Run(
+        model=rp.HF(folder, seq=12),
+        mesh=mesh,
+        data=rp.Batches(batch, batch),
+        microbatches=2,
+        timeout=20.0,
+        zero=3 if mesh.dp > 1 else None,
+    )
+    with closing(TeamGeneration(run)) as generation:
+        made = generation.tokens(PROMPTS, 6)
+        for prompt, tokens in zip(PROMPTS, made, strict=True):
+            ids = torch.tensor([prompt])
+            with torch.no_grad():
+                whole = theirs.generate(
+                    ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+                )
+            assert tuple(whole[0, len(prompt) :].tolist()) == tokens
+        assert generation.start(PROMPTS, 6).cache_bytes(generation.loaded) == [0] * mesh.pp
+
+
+def test_they_score_and_prompts_beyond_their_positions_are_refused(given):
+    folder, theirs = given
+    run = rp.Run(model=rp.HF(folder, seq=12), mesh=rp.Mesh(pp=2), data=rp.Batches(batch, batch), microbatches=2)
+    with closing(TeamGeneration(run)) as generation:
+        (one,) = scores(lambda: generation.loaded, lambda call: call(), [[3, 1, 4, 1, 5]], 4)
+        with torch.no_grad():
+            wanted = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].log_softmax(-1)
+        assert one.logs == pytest.approx([wanted[i, t].item() for i, t in enumerate([1, 4, 1, 5])], abs=1e-5)
+        with pytest.raises(rp.ConfigError, match="has 9 tokens, and with 6 more it is longer than the 12 positions"):
+            generation.start([[1] * 9], 6)
+
+
+def test_own_layers_still_do_not_generate():
+    own = rp.Layers(list, torch.nn.functional.mse_loss, seq=8)
+    (fault,) = generation_faults(rp.Run(model=own))
+    assert fault.startswith("model is your own layers, which keep no keys and values: only GPT, Llama and what rp.HF")
+
+
+def test_a_run_of_them_is_read_again_as_it_was_written(given):
+    folder, _ = given
+    run = rp.Run(model=rp.HF(folder, seq=12), mesh=rp.Mesh(pp=2))
+    again = run_of(plain_of(run))
+    assert again == replace(run, folder=None) and again.model.plan == run.model.plan
+    assert plain_of(again) == plain_of(run)
+    other = plain_of(run)
+    other["model"]["loss"] = "mine.cross"
+    with pytest.raises(rp.ConfigError, match="a run with your own functions starts from Python"):
+        run_of(other)
+    other = plain_of(run)
+    other["model"]["plans"] = 3
+    with pytest.raises(rp.ConfigError, match=r"model: it can't be read again .*'plans': did you mean plan"):
+        run_of(other)
