@@ -45,7 +45,11 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
             faults.append(f"dropout is {changes['dropout']!r}, and modules of transformers take 0.0 here")
     elif drops:
         faults.append(f"it has {', '.join(sorted(drops))}, which actors would draw apart: give dropout=0.0")
-    rest = {name: value for name, value in changes.items() if name != "dropout"}
+    rest = {name: value for name, value in changes.items() if name not in ("dropout", "lora")}
+    if changes.get("lora") is not None:
+        faults.append(
+            "lora is given, and modules of transformers have no adapters here: leave it out, all weights learn"
+        )
     if faults := [*faults, *unknown_faults("Layers", rest)]:
         return None, faults
     try:

@@ -108,6 +108,10 @@ def test_what_transformers_can_not_give_is_told_with_what_would_work(given, tmp_
     with pytest.raises(rp.ConfigError, match="seq is 99, and the model has 64 positions: give 64 at most"):
         rp.HF(folder, seq=99)
     assert rp.HF(folder, dropout=0.0).hf == str(folder)
+    with pytest.raises(
+        rp.ConfigError, match="modules of transformers have no adapters here: leave it out, all weights"
+    ):
+        rp.HF(folder, lora=rp.Lora())
 
 
 def test_replicas_share_their_weights(given):
