@@ -1,6 +1,7 @@
 """The rules of ``rules.py`` for schedules of millions of actions: each is asked once for a stage and op.
 
-A rule says the same of all microbatches, so what it said of one is kept and said of the others.
+A rule says the same of all microbatches, so what it said of one is kept and said of the others. It is not so where
+microbatches are cut into slices, whose first and last need less: there a rule is asked each time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class KnownRule:
 
     def __call__(self, action: Action) -> Sequence[Action]:
         """Return what the rule returns."""
+        if self._schedule.slices > 1:
+            return self._rule(action, self._schedule)
         stage, op, microbatch, peer = action
         found = self._known.get((stage, op, peer))
         if found is None:

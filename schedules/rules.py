@@ -165,14 +165,25 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     if stage is None or op in WHOLE_STAGE or op is _STEP or op is _USE or op is _VALIDATE:
         return ()
     if op is _F:
-        return _makers(taken(action, schedule), schedule)
+        return (*_makers(taken(action, schedule), schedule), *_of_slices(action, schedule))
     if op is _B or op is _I:
-        return (Action(stage, _F, microbatch), *_makers(taken(action, schedule), schedule))
+        makers = _makers(taken(action, schedule), schedule)
+        return (Action(stage, _F, microbatch), *makers, *_of_slices(action, schedule))
     if op is _W or op is _SEND_B:
         return (Action(stage, _I, microbatch),)
     if op is _SEND_F:
         return (Action(stage, _F, microbatch),)
     return (partner(action),)
+
+
+def _of_slices(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The forward of the slice before, or the backward of the slice behind, of the same microbatch and stage."""
+    stage, op, number, _ = action
+    if schedule.slices == 1 or number is None:
+        return ()
+    if op is _F:
+        return (Action(stage, _F, number - 1),) if number % schedule.slices else ()
+    return (Action(stage, _I, number + 1),) if (number + 1) % schedule.slices else ()
 
 
 def taken(action: Action, schedule: Schedule) -> tuple[Action, ...]:

@@ -147,7 +147,7 @@ class Schedule:
         name: The name in messages and pictures.
         rows: One tuple of actions for each pipeline rank, or for each replica of one, see ``replicas``.
         placement: ``placement[stage]`` is the pipeline rank that holds the stage.
-        num_microbatches: Number of microbatches of one step.
+        num_microbatches: Number of microbatches of all steps, or of all their slices.
         lowered: Whether the rows contain their communication (SEND and RECV), so that actors can run them.
         forward_only: Whether there is no backward: an evaluation.
         stream: Number of steps of an asynchronous schedule, in which every stage updates its weights by itself, so that
@@ -158,6 +158,8 @@ class Schedule:
             each stage gives to the next. ``with_skips`` adds them.
         validated: Whether the updates of a stream are made before the gradients of all stages are known, and validated
             when they are: there is a VALIDATE for each STEP. ``without_flush`` makes such schedules.
+        slices: In how many slices along its sequence each microbatch is cut. Of several, number n in the rows is slice
+            n mod ``slices`` of microbatch n // ``slices``. ``with_slices`` makes such schedules.
     """
 
     name: str
@@ -170,6 +172,7 @@ class Schedule:
     replicas: tuple[int, ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
     validated: bool = False
+    slices: int = 1
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
@@ -295,6 +298,11 @@ class Schedule:
     @property
     def microbatches_a_step(self) -> int:
         """Number of microbatches of one step."""
+        return self.num_microbatches // self.num_steps // self.slices
+
+    @property
+    def numbers_a_step(self) -> int:
+        """Number of forwards of a stage in one step: of microbatches, or of their slices."""
         return self.num_microbatches // self.num_steps
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

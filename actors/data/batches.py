@@ -160,6 +160,37 @@ class ContextSource:
         return tuple(self._tokens.take(value, 1).contiguous() for value in values)
 
 
+class SlicedSource:
+    """Slices of every input and target (B, S, ...) of another source along the sequence. It is asked by their numbers.
+
+    Args:
+        source: Source of the whole sequences.
+        count: Number of slices of a microbatch.
+    """
+
+    def __init__(self, source: BatchSource, count: int) -> None:
+        self._source, self._count = source, count
+
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return self._slice(self._source.inputs(program, step, microbatch // self._count, dp), microbatch)
+
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return self._slice(self._source.targets(program, step, microbatch // self._count, dp), microbatch)
+
+    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
+        return None
+
+    def _slice(self, values: Values, number: int) -> Values:
+        for value in values:
+            if value.dim() < 2 or value.shape[1] % self._count:
+                raise ValueError(
+                    f"a batch has a tensor {list(value.shape)}: with token_slices dim 1 is the sequence, "
+                    f"and must be a multiple of {self._count}"
+                )
+        piece = Pieces.at(number % self._count, self._count)
+        return tuple(piece.take(value, 1).contiguous() for value in values)
+
+
 class CastSource:
     """Another source's batches with floating-point inputs in the dtype in which the layers compute.
 

@@ -25,6 +25,7 @@ from raypar.actors.layers.kv_cache import Incremental, Sequences, attend_to_cach
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
+from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Llama, Transformer
 from raypar.actors.tensors import Values, bent, in_fp32
@@ -60,6 +61,7 @@ class Core(nn.Module, SelectiveRecompute):
         super().__init__()
         self.desk, self.documents, self.cap = desk or Desk(), documents or Documents(), cap
         self.kind, self.alibi, self.window = kind, alibi, window
+        self._further: dict[tuple[int, int], Tensor] = {}  # by first query and number of keys, the bias of a slice
         self.drop: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
@@ -79,12 +81,12 @@ class Core(nn.Module, SelectiveRecompute):
         """Compute the same as ``forward``, without recomputation in the backward.
 
         Args:
-            q_BNSd: The queries (B, N, S, d).
-            k_BKSd: The keys (B, K, S, d).
-            v_BKSd: The values (B, K, S, d).
+            q_BNSd: The queries (B, N, S, d), of the last S tokens if there are more keys.
+            k_BKSd: The keys (B, K, S, d), or of more tokens (B, K, T, d).
+            v_BKSd: The values, likewise.
             starts_BS: Where the documents of the queries begin, (B, S); None if a sequence is one document.
         """
-        bias = self._bias(q_BNSd, starts_BS)
+        bias = self._bias_up_to(q_BNSd, starts_BS, k_BKSd.shape[2])
         if self._is_materialised(q_BNSd):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop, self.cap)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
@@ -115,7 +117,7 @@ class Core(nn.Module, SelectiveRecompute):
         starts_BS = self.documents.starts
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return False
-        settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd, starts_BS), self.dropout)
+        settings = _settings(q_BNSd, k_BKSd, self._bias_up_to(q_BNSd, starts_BS, k_BKSd.shape[2]), self.dropout)
         return keeps_attention_scores(q_BNSd, k_BKSd, v_BKSd, **settings)
 
     def _is_materialised(self, q_BNSd: Tensor) -> bool:
@@ -128,27 +130,41 @@ class Core(nn.Module, SelectiveRecompute):
         return self.kind == "materialised" or draws_apart
 
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> bool:
-        plain = self.kind == "blocks" and self.alibi is None and not self.dropout and not self._is_narrow(q_BNSd)
+        plain = self.kind == "blocks" and self.alibi is None and not self.dropout
+        plain = plain and not self._is_narrow(k_BKSd.shape[2])
         return plain and starts_BS is None and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
 
-    def _is_narrow(self, q_BNSd: Tensor) -> bool:
-        """Return whether the window is shorter than the sequence."""
-        return self.window is not None and self.window < q_BNSd.shape[2]
+    def _is_narrow(self, length: int) -> bool:
+        """Return whether the window is shorter than a sequence of this length."""
+        return self.window is not None and self.window < length
 
-    def _bias(self, q_BNSd: Tensor, starts_BS: Tensor | None) -> Tensor | None:
-        """Return the bias of the scores, with -inf for tokens that are not seen, or None.
+    def _bias_up_to(self, q_BNSd: Tensor, starts_BS: Tensor | None, length: int) -> Tensor | None:
+        """Return what ``_bias`` does; that of a slice is made once, as all microbatches keep it for their backward."""
+        first = length - q_BNSd.shape[2]
+        if not first:
+            return self._bias(q_BNSd, starts_BS, length)
+        made = self._further.get((first, length))
+        if made is None or (made.dtype, made.device) != (q_BNSd.dtype, q_BNSd.device):
+            whole = self._bias(q_BNSd, starts_BS, length)
+            assert whole is not None
+            made = self._further[first, length] = whole.detach()
+        return made
 
-        Its shape is (N, S, S), (1, S, S), or with documents (B, N, S, S) or (B, 1, S, S).
+    def _bias(self, q_BNSd: Tensor, starts_BS: Tensor | None, length: int) -> Tensor | None:
+        """Return the bias of the scores of the last S of ``length`` tokens, with -inf for those that are not seen.
+
+        Its shape is (N, S, T), (1, S, T), or with documents (B, N, S, T) or (B, 1, S, T). None if each query sees all
+        tokens up to its own, and there are no others before them.
         """
-        length = q_BNSd.shape[2]
-        bias = None if self.alibi is None else self.alibi.bias(length, q_BNSd)
-        is_narrow = self._is_narrow(q_BNSd)
-        if not is_narrow and starts_BS is None:
+        first = length - q_BNSd.shape[2]
+        bias = None if self.alibi is None else self.alibi.bias(length, q_BNSd)[:, first:]
+        is_narrow = self._is_narrow(length)
+        if not is_narrow and starts_BS is None and (first == 0 or bias is not None):
             return bias
         positions = torch.arange(length, device=q_BNSd.device)
-        bias = q_BNSd.new_zeros(1, length, length) if bias is None else bias
+        bias = q_BNSd.new_zeros(1, length - first, length) if bias is None else bias
         window = self.window if is_narrow and self.window is not None else length
-        bias = bias.masked_fill(~sliding_window(window)(positions[:, None], positions), -math.inf)
+        bias = bias.masked_fill(~sliding_window(window)(positions[first:, None], positions), -math.inf)
         if starts_BS is None:
             return bias
         return bias.masked_fill(seen_before(starts_BS, positions)[:, None], -math.inf)
@@ -168,6 +184,7 @@ class Attention(nn.Module, Incremental):
         bias: Whether the output projection has a bias.
         window: Number of tokens that a token attends to; None for all before it.
         documents: Where the documents of the microbatch begin; None if there is one alone.
+        slices: The slice of the microbatch that is computed; None if microbatches are not cut.
 
     Attributes:
         tokens: The pieces of the sequence that this actor holds.
@@ -183,9 +200,10 @@ class Attention(nn.Module, Incremental):
         bias: bool,
         window: int | None = None,
         documents: Documents | None = None,
+        slices: TokenSlices | None = None,
     ) -> None:
         super().__init__()
-        self.width, self.tokens = spec.head_size, Pieces()
+        self.width, self.tokens, self._slices = spec.head_size, Pieces(), slices or TokenSlices()
         self._rope = between if isinstance(between, Rope) else None
         linear, kv, biased = linear_of(spec.linear), self.width * spec.num_kv_heads, spec.qkv_bias
         self.q = linear(spec.hidden, self.width * spec.heads, bias=biased)
@@ -216,11 +234,14 @@ class Attention(nn.Module, Incremental):
         if self.sequences is not None and self.sequences.at is not None:
             y_BNSd = self._further(q_BNSd, k_BKSd, v_BKSd, self.sequences, self.sequences.at)
         else:
+            now = self._slices.now
+            tokens = self.tokens if now is None else now.tokens
             if self._rope is not None:
-                q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
+                q_BNSd, k_BKSd = self._rope.turn(q_BNSd, tokens), self._rope.turn(k_BKSd, tokens)
             if self.sequences is not None:
                 self.sequences.fill(self, k_BKSd, v_BKSd)
-            y_BNSd = self.core(q_BNSd, k_BKSd, v_BKSd)
+            inputs = q_BNSd, k_BKSd, v_BKSd
+            y_BNSd = self.core(*inputs) if now is None else self._slices.attend(self.core, *inputs)
         return applied(self.out, self.out_lora, y_BNSd.transpose(1, 2).flatten(2))
 
     def _further(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: Sequences, at_B: Tensor) -> Tensor:
@@ -274,22 +295,22 @@ def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, 
 
 
 def _materialised(
-    q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module, cap: float | None
+    q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, bias: Tensor | None, drop: nn.Module, cap: float | None
 ) -> Tensor:
-    """Compute the core op by op.
+    """Compute the core op by op, of the last S of T tokens. Without a bias S is T.
 
-    Autograd keeps the softmax (B, N, S, S), with dropout also the mask and the product of both, and with a cap also the
+    Autograd keeps the softmax (B, N, S, T), with dropout also the mask and the product of both, and with a cap also the
     tanh. The N/K query heads that share a head of keys are stacked as rows of one matrix (R = N/K S), so that keys and
     values are not copied.
     """
     B, N, S, d = q_BNSd.shape
-    K = k_BKSd.shape[1]
+    K, T = k_BKTd.shape[1:3]
     q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-    scores_BNSS = bent(in_fp32(q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S), cap)
+    scores_BNST = bent(in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T), cap)
     if bias is None:
         later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
-        scores_BNSS.masked_fill_(later_SS, -math.inf)
+        scores_BNST.masked_fill_(later_SS, -math.inf)
     else:
-        scores_BNSS.add_(bias)
-    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1).to(v_BKSd.dtype))
-    return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)
+        scores_BNST.add_(bias)
+    weights_BNST: Tensor = drop(scores_BNST.softmax(dim=-1).to(v_BKTd.dtype))
+    return (weights_BNST.view(B, K, N // K * S, T) @ v_BKTd).view(B, N, S, d)

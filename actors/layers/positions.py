@@ -27,9 +27,9 @@ class Learned(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden))
 
-    def forward(self, length: int) -> Tensor:
-        """Return the vectors of the first ``length`` positions, (length, D)."""
-        return self.weight[:length]
+    def forward(self, length: int, first: int = 0) -> Tensor:
+        """Return the vectors of ``length`` positions from ``first`` on, (length, D)."""
+        return self.weight[first : first + length]
 
 
 class Hierarchical(Learned):
@@ -41,14 +41,15 @@ class Hierarchical(Learned):
     Source: Su 2020, https://kexue.fm/archives/7947.
     """
 
-    def forward(self, length: int) -> Tensor:
-        """Return the vectors of the first ``length`` positions, (length, D)."""
+    def forward(self, length: int, first: int = 0) -> Tensor:
+        """Return the vectors of ``length`` positions from ``first`` on, (length, D)."""
         p_nD = self.weight
         n = len(p_nD)
         u_nD = (p_nD - ALPHA * p_nD[0]) / (1 - ALPHA)
-        outer, inner = math.ceil(length / n), min(length, n)
+        stop = first + length
+        outer, inner = math.ceil(stop / n), min(stop, n)
         table = ALPHA * u_nD[:outer, None] + (1 - ALPHA) * u_nD[None, :inner]
-        return table.flatten(0, 1)[:length]
+        return table.flatten(0, 1)[first:stop]
 
 
 class Sinusoidal(nn.Module):
@@ -66,8 +67,8 @@ class Sinusoidal(nn.Module):
         self._rows, self._hidden = rows, hidden
         self._table: Tensor | None = None
 
-    def forward(self, length: int, like: Tensor) -> Tensor:
-        """Return the vectors of the first ``length`` positions, (length, D).
+    def forward(self, length: int, like: Tensor, first: int = 0) -> Tensor:
+        """Return the vectors of ``length`` positions from ``first`` on, (length, D).
 
         The dtype and the device are those of ``like`` at the first call.
         """
@@ -76,7 +77,7 @@ class Sinusoidal(nn.Module):
             angles = at * speeds(self._hidden, 10_000.0)
             both = torch.stack((angles.sin(), angles.cos()), dim=-1)
             self._table = both.flatten(1)[:, : self._hidden].to(like)
-        return self._table[:length]
+        return self._table[first : first + length]
 
 
 class Rope:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.layers.documents import Documents
+from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.models.placed_step import PlacedStep
@@ -100,6 +101,7 @@ class Model(ABC):
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
         documents: Where documents begin in the microbatch that is computed; None if the layers know of none.
+        slices: The slice of a microbatch that is computed; None if the layers compute whole sequences only.
         skips: Pairs of layers: what the first one returns, one tensor, the second one takes too, behind what the layer
             before it returned.
         is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
@@ -115,6 +117,7 @@ class Model(ABC):
     others_halve: bool = False
     is_deferred: bool = False
     documents: Documents | None = None
+    slices: TokenSlices | None = None
     skips: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added, between
+from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan, unsharded
 from raypar.actors.models.deferred_init import on_meta, unfilled
 from raypar.actors.models.moe import MoE
@@ -35,9 +36,9 @@ from raypar.actors.tensors import Values, bent
 class Embedding(nn.Module, Incremental):
     """Token embedding plus the position table, if the model has one: ids (B, S) int64 -> (B, S, D)."""
 
-    def __init__(self, spec: Transformer, documents: Documents) -> None:
+    def __init__(self, spec: Transformer, documents: Documents, slices: TokenSlices) -> None:
         super().__init__()
-        self._seq, self._hidden, self._documents = spec.seq, spec.hidden, documents
+        self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = added(spec)
         scaled = isinstance(spec, Llama) and spec.scaled_embedding
@@ -46,22 +47,23 @@ class Embedding(nn.Module, Incremental):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """Embed token ids. Raises ValueError if a sequence has more than the model's ``seq`` tokens."""
-        length = ids_BS.shape[1]
+        length = ids_BS.shape[1] * (1 if self._slices.now is None else self._slices.now.count)
         if length > self._seq:
             raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
         x_BSD = self.tokens(ids_BS)
         if self._scaled:  # to the size of a table of sines, say (Vaswani et al. 2017, section 3.4)
             x_BSD = x_BSD * math.sqrt(self._hidden)
         if self.positions is not None:
-            x_BSD = x_BSD + self._vectors(self.positions, length, x_BSD)
+            x_BSD = x_BSD + self._vectors(self.positions, ids_BS.shape[1], x_BSD)
         out: Tensor = self.drop(x_BSD)
         return out
 
     def _vectors(self, table: Learned | Sinusoidal, length: int, like: Tensor) -> Tensor:
-        """Return the vectors of the first ``length`` positions, (length, D), or of those that come next, (B, 1, D)."""
-        after = self.sequences
+        """Return the vectors of the tokens' positions, (length, D), or of those that come next, (B, 1, D)."""
+        after, now = self.sequences, self._slices.now
         if after is None or after.at is None:
-            rows_SD: Tensor = table(length, like) if isinstance(table, Sinusoidal) else table(length)
+            first = 0 if now is None else now.start(length)
+            rows_SD: Tensor = table(length, like, first) if isinstance(table, Sinusoidal) else table(length, first)
             return self._in_documents(rows_SD)
         # not by a call, behind which sequence parallelism keeps some rows: all that it repeats are at one position
         rows_TD = table.forward(after.reach, like) if isinstance(table, Sinusoidal) else table.forward(after.reach)
@@ -152,6 +154,7 @@ class TransformerModel(Model):
 
     bias: bool  # whether the attention's output projection has a bias
     documents: Documents
+    slices: TokenSlices
 
     def __init__(self, spec: Transformer) -> None:
         self.spec = spec
@@ -161,7 +164,7 @@ class TransformerModel(Model):
         if spec.moe is not None:
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
-        self.documents = Documents()
+        self.documents, self.slices = Documents(), TokenSlices()
         super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 
     @abstractmethod
@@ -228,12 +231,12 @@ class TransformerModel(Model):
     def _whole_layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         spec = self.spec
         if index == 0:
-            return Embedding(spec, self.documents)
+            return Embedding(spec, self.documents, self.slices)
         if index not in self.body:
             return Head(spec, self.norm())
         block = index - self.body.start
         window = spec.window_of(block)
-        attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents)
+        attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents, slices=self.slices)
         norms = [self.norm() for _ in range(spec.norms)]
         return Block(norms, attn, self._mlp_or_experts(block), spec.dropout)
 

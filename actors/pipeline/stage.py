@@ -180,6 +180,8 @@ class Stage:
         self._owed.clear()
         self._linears.begin()
         self.listener = None
+        if self.model.slices is not None:
+            self.model.slices.begin()
         self._train = train
         for module in self.modules:
             module.train(train)
@@ -367,6 +369,8 @@ class Stage:
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)
+        if self.model.slices is not None:
+            self.model.slices.turn_to(step, microbatch, of_batch=of_batch)
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
@@ -224,9 +224,12 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
     plan, run = seat.plan, seat.plan.run
     if seat.world.is_expert(plan.rank):
         return ExpertFlow(seat, dtype_of(run.precision.compute))
-    m = plan.programs["train"].microbatches_a_step
-    source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
-    mean = TokenMean(part.model, source, m, run.mesh.dp)
+    train = plan.programs["train"]
+    source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
+    if part.model.slices is not None and train.slices > 1:
+        part.model.slices.count, part.model.slices.replicas = train.slices, run.mesh.dp
+        source = SlicedSource(source, train.slices)
+    mean = TokenMean(part.model, source, train.numbers_a_step, run.mesh.dp)
     if run.mesh.cp > 1:
         source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
     if run.precision.is_half:

@@ -226,7 +226,7 @@ class Probe:
         stages = self._state.stages
         others = {id(p) for number, one in stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in stages[stage].parameters().items() if id(p) not in others}
-        microbatches = self._seat.plan.programs["train"].microbatches_a_step
+        microbatches = self._seat.plan.programs["train"].numbers_a_step
         stages[stage].listener = Tape(stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:

@@ -148,7 +148,7 @@ class Worker:
         self.program = self._programs[program]
         if stream and stream != self.program.schedule.stream:
             self.program = self._performed(first_steps(self.program.schedule, stream))
-        train, length = not self.program.schedule.forward_only, self.program.schedule.microbatches_a_step
+        train, length = not self.program.schedule.forward_only, self.program.schedule.numbers_a_step
         self._step = self.probe.step = Step(program, step, length, is_train=train, further=further)
         if train:
             self.state.zero_grad()

@@ -30,6 +30,9 @@ class SizeArgs:
     """steps from one flush to the next; None: 8 of an asynchronous schedule, or what the file has, else 1"""
     replicas: tuple[int, ...] = ()
     """replicas of each rank, as 2 3 1, which take microbatches in turn; one each if it is left out"""
+    slices: int = 1
+    """slices along the sequence in which each microbatch is cut (Seq1F1B); number 5 in a row is then, of 4, slice 1 of
+    microbatch 1"""
     skips: tuple[str, ...] = ()
     """skip connections, pairs of stages as 0-3 1-2: the first one gives something to the second one, too"""
 
@@ -59,7 +62,11 @@ def load_sized(word: str, sizes: SizeArgs, costs: Costs | None = None, most_cell
     microbatches = _MICROBATCHES if sizes.microbatches is None else sizes.microbatches
     ranks = len(sizes.replicas) or ranks if sizes.ranks is None else ranks
     further = sizes.chunks, costs, sizes.steps
-    loaded = load(word, ranks, microbatches, *further, replicas=sizes.replicas, most_cells=most_cells)
+    if sizes.slices < 1:
+        raise ScheduleError(f"--slices is {sizes.slices}: it must be 1 or more")
+    numbers = microbatches * sizes.slices
+    loaded = load(word, ranks, numbers, *further, replicas=sizes.replicas, most_cells=most_cells)
+    loaded = loaded.in_slices(sizes.slices)
     schedule = loaded.schedule
     faults = [
         f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"

@@ -316,5 +316,6 @@ def _rows(schedule: Schedule) -> str:
 
 def _sizes(schedule: Schedule) -> str:
     counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches_a_step} microbatches"
+    counts += f" in {schedule.slices} slices" if schedule.slices > 1 else ""
     counts += f" a step, {schedule.stream} steps" if schedule.stream else ""
     return f"{schedule.name}, {counts}"

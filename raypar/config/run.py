@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from raypar.actors.data.example_batches import example_faults
@@ -46,6 +47,7 @@ from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
+from raypar.config.validate.token_slices import slice_faults
 from raypar.config.validate.uneven import uneven_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
@@ -86,7 +88,7 @@ def check_run(
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
-    faults += average_faults(run, right)
+    faults += [*average_faults(run, right), *slice_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
@@ -123,7 +125,8 @@ def _lowered(run: Run, schedule: str | Schedule, costs: Costs | None = None) -> 
     """Return the programs of a schedule in the sizes of a run, without splitting backwards. Raises ScheduleError."""
     once, sizes = zero_actions_of(run).reduce == "step", (run.mesh.pp, run.microbatches, run.chunks)
     steps, replicas, skips = run.flush_every, run.mesh.rank_dp, skips_of(run, Skeleton(run.model, run.seed))
-    return programs_of(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs, replicas=replicas, skips=skips)
+    kinds = partial(programs_of, replicas=replicas, skips=skips, slices=run.token_slices)
+    return kinds(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs)
 
 
 def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:
@@ -137,7 +140,10 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         sizes = run.mesh.pp, run.microbatches, run.chunks
         counts = run.mesh.rank_dp if right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp else ()
         skips = skips_of(run, skeleton) if right("model", "split") else no_skips
-        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts, skips=skips)
+        slices = run.token_slices if right("token_slices") else 1
+        programs = programs_of(
+            run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts, skips=skips, slices=slices
+        )
         misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
         misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]

@@ -21,6 +21,7 @@ from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradient
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.skips import Skips, no_skips, with_skips
 from raypar.schedules.passes.split_backward import split_backward
+from raypar.schedules.passes.token_slices import with_slices
 from raypar.schedules.passes.without_flush import without_flush
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -44,6 +45,7 @@ def programs_of(
     costs: Costs | None = None,
     replicas: Sequence[int] = (),
     skips: Callable[[int], Skips] = no_skips,
+    slices: int = 1,
 ) -> Programs:
     """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
@@ -60,11 +62,12 @@ def programs_of(
         costs: How long actions last, for a schedule that depends on it; None for its default.
         replicas: The number of replicas of each rank, among which microbatches go in turn; empty: one each.
         skips: Returns the pairs of stages between which there are skips, for a number of stages.
+        slices: In how many slices each microbatch is cut; see ``with_slices``.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks, costs, steps, replicas=replicas)
+    loaded = load(schedule, ranks, microbatches * slices, chunks, costs, steps, replicas=replicas).in_slices(slices)
     if steps is not None and not loaded.schedule.stream:
         loaded = loaded.without_flush(steps)
     loaded = loaded.skipping(skips)
@@ -73,14 +76,15 @@ def programs_of(
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     # Before its sizes, because no sizes fit an impossible schedule.
     lowered = loaded.lowered(reduce_grad=reduce_grad)
-    _demand_sizes(train, ranks, microbatches, replicas)
+    _demand_sizes(train, ranks, microbatches, replicas, slices)
     one = first_steps(train, 1) if train.stream else train
     forwards = ([action for action in row if action.op is Op.F] for row in one.rows)
-    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).skipping(skips).lowered()
+    forward = replace(Schedule.of(f"{train.name} forwards", forwards), slices=train.slices)
+    evaluate = Loaded(forward).skipping(skips).lowered()
     return {"train": lowered, "evaluate": evaluate}
 
 
-def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int, replicas: Sequence[int]) -> None:
+def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int, replicas: Sequence[int], slices: int) -> None:
     """Raise ScheduleError if a schedule has other sizes than a run, with all that must be set."""
     are, fixes = [], []
     if (own := schedule.num_pipeline_ranks) != ranks:
@@ -89,6 +93,9 @@ def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int, replicas: S
     if (own := schedule.microbatches_a_step) != microbatches:
         are.append("1 microbatch" if own == 1 else f"{own} microbatches")
         fixes.append(f"microbatches to {own}")
+    if schedule.slices != slices:
+        are.append(f"{schedule.slices} slices of a microbatch")
+        fixes.append(f"token_slices to {schedule.slices}")
     if schedule.replicas not in ((), tuple(replicas)):
         are.append(f"{'-'.join(map(str, schedule.replicas))} replicas")
         fixes.append(f"mesh.rank_dp to {schedule.replicas}")
@@ -178,6 +185,19 @@ class Loaded:
         generate = self.generate
         smaller = None if generate is None else lambda *sizes: without_flush(generate(*sizes), steps)
         return Loaded(without_flush(self.schedule, steps), smaller)
+
+    def in_slices(self, slices: int) -> Loaded:
+        """Return the schedule for microbatches that are cut into slices. Raises ScheduleError if it can't be one."""
+        if slices == self.schedule.slices:
+            return self
+        schedule, whole = with_slices(self.schedule, slices), self.generate
+        if whole is None:
+            return Loaded(schedule)
+
+        def generate(ranks: int, microbatches: int, chunks: int) -> Schedule:
+            return with_slices(whole(ranks, microbatches * slices, chunks), slices)
+
+        return Loaded(schedule, generate)
 
     def skipping(self, skips: Callable[[int], Skips]) -> Loaded:
         """Return the schedule with skips between its stages.

@@ -40,8 +40,9 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
         each_tp = {tp: most_kept(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), model, timeline) for tp in {*mesh.rank_tp}}
         return [each_tp[mesh.tp_of(schedule.home_of(row))][row] for row in range(schedule.num_ranks)]
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
-    stage = _experts_apart if apart else stage_activations
-    each = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
+    stage, slices = _experts_apart if apart else stage_activations, timeline.schedule.slices
+    wholes = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
+    each = [(kept // slices, passing // slices) for kept, passing in wholes]
     scores = [(0, 0) if apart else _scores(run, model, layers) for layers in stages]
     return [
         tensors + min(in_blocks, ROOM)

@@ -41,7 +41,7 @@ def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, r
     costs = costs_of_run(run, schedule.num_stages)
     if not isinstance(run.model, Transformer):
         return costs
-    tokens = run.micro_batch_size * run.model.seq / run.mesh.cp
+    tokens = run.micro_batch_size * run.model.seq / run.mesh.cp / schedule.slices
     unit, homes = tokens / rates.flops, schedule.placement
     computing = {key: unit * cost / run.mesh.tp_of(homes[key[0]]) for key, cost in costs.of_stage.items()}
     parts = run.mesh.tensor_ranks if run.sequence_parallel or run.mesh.grid is not None else 1

@@ -91,8 +91,8 @@ class _Search:
 
     def rows(self, schedule: Schedule) -> str | None:
         """Describe a part of the rows that still fails, after leaving out microbatches and outer ranks."""
-        # Updates belong to microbatches, and replicas take these in turn: they can't be left out one by one.
-        if schedule.stream or schedule.replicas:
+        # Updates belong to microbatches, replicas take these in turn, and slices are parts: none can be left out alone.
+        if schedule.stream or schedule.replicas or schedule.slices > 1:
             return None
         kept, ranks = list(range(schedule.num_microbatches)), (0, schedule.num_ranks)
         for start in self._starts(schedule):
@@ -232,7 +232,7 @@ def _smaller(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
     """Yield ``(ranks, microbatches, chunks)`` below the schedule's, fewest ranks first."""
     ranks = schedule.num_pipeline_ranks
     chunks = max(1, schedule.num_stages // ranks)
-    size = ranks, schedule.num_microbatches, chunks
+    size = ranks, schedule.num_microbatches // schedule.slices, chunks
     for ranks in range(1, size[0] + 1):
         for microbatches in range(1, min(size[1], MOST_MICROBATCHES) + 1):
             for stages in range(1, chunks + 1):

@@ -20,8 +20,8 @@ _UPDATES = frozenset({Op.STEP, Op.USE, Op.VALIDATE})
 
 _Done = defaultdict[int, int]  # by microbatch, the bits of what a stage has done
 # Of a stage and op: what the stage has done, the bits of the op, whether the row should have it, and by each of its
-# needs what that one's stage has done, and the need's bits.
-_Kind = tuple[_Done | None, int, bool, tuple[tuple[_Done | None, int], ...]]
+# needs what that one's stage has done, how far the need's microbatch is from its own, and the need's bits.
+_Kind = tuple[_Done | None, int, bool, tuple[tuple[_Done | None, int, int], ...]]
 
 
 class RowCheck:
@@ -45,7 +45,7 @@ class RowCheck:
         self._bound = None if schedule.forward_only else max_in_flight
         self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
         self._done: dict[int, _Done] = {stage: defaultdict(int) for stage in self._expected}
-        self._kinds: dict[tuple[int | None, Op, int | None], _Kind] = {}
+        self._kinds: dict[tuple[int | None, Op, int | None, int], _Kind] = {}  # by stage, op, peer and slice
         self._weights = dict.fromkeys(self._expected, 0)
         self._unreduced = dict.fromkeys(self._expected, 0)  # weight gradients since the last REDUCE_GRAD
         self._last_reduced: dict[int, int] = {}  # by stage: the position of its last REDUCE_GRAD
@@ -84,9 +84,10 @@ class RowCheck:
     def _perform(self, index: int, action: Action) -> None:
         """Check an action of one microbatch: placement, completeness, pairing and order."""
         stage, op, microbatch, peer = action
-        kind = self._kinds.get((stage, op, peer))
+        key = stage, op, peer, (microbatch or 0) % self._schedule.slices
+        kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[stage, op, peer] = self._kind(action)
+            kind = self._kinds[key] = self._kind(action)
         done, bits, is_expected, provided = kind
         if done is None or stage is None or microbatch is None:
             self._misplaced(index, action)
@@ -104,8 +105,8 @@ class RowCheck:
             self._fault(index, "complete", f"{action} is done a second time")
         elif not is_expected:
             self._fault(index, "pairing", f"{action} has no counterpart: nothing crosses to another rank there")
-        for number, (provider, wanted) in enumerate(provided):
-            if provider is not None and not provider[microbatch] & wanted:
+        for number, (provider, shift, wanted) in enumerate(provided):
+            if provider is not None and not provider[microbatch + shift] & wanted:
                 need = needs(action, self._schedule)[number]
                 self._fault(index, "order", f"{action} needs {need}, which is not done before it")
         if self._sharded and op in USES_WEIGHTS and stage not in self._whole:
@@ -119,14 +120,15 @@ class RowCheck:
             self._hold(index, action)
 
     def _kind(self, action: Action) -> _Kind:
-        """Look up what is the same for all microbatches of a stage and op."""
+        """Look up what is the same for all microbatches of a stage and op, or for the same slice of all."""
         done = None if action.stage is None else self._done.get(action.stage)
         if done is None or action.stage is None:
             return None, 0, False, ()
         bits, provided = self._bits(action), []
         for need in needs(action, self._schedule):
             assert need.stage is not None
-            provided.append((self._done.get(need.stage), self._bits(need)))
+            shift = (need.microbatch or 0) - (action.microbatch or 0)
+            provided.append((self._done.get(need.stage), shift, self._bits(need)))
         return done, bits, not bits & ~self._expected[action.stage], tuple(provided)
 
     def _bits(self, action: Action) -> int:

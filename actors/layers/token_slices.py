@@ -1,0 +1,200 @@
+"""Attention over a sequence that comes in slices: each attends to the keys and values of the slices before it.
+
+Shapes: B microbatch, S tokens of a slice, T tokens up to its end, N query heads, K heads of keys and values, d width of
+a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.actors.autograd.backward import Tail
+from raypar.actors.sharding import Pieces
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (B, N, S, d), keys and values (B, K, T, d)
+
+
+class AttentionCore(Protocol):
+    """The attention core of a layer.
+
+    Attributes:
+        recomputes: Whether its backward computes it again, and nothing of it is kept.
+        training: Whether its layer is trained.
+    """
+
+    recomputes: bool
+    training: bool
+
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
+        """Compute the attention of the last S of the tokens of which there are keys, (B, N, S, d)."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a microbatch.
+
+    Attributes:
+        sequence: The step, the microbatch in it and the replica.
+        index: Its place in the microbatch, from 0.
+        count: Number of slices of the microbatch.
+    """
+
+    sequence: tuple[int, int, int]
+    index: int
+    count: int
+
+    @property
+    def tokens(self) -> Pieces:
+        """The piece of the sequence that it is."""
+        return Pieces.at(self.index, self.count)
+
+    def start(self, length: int) -> int:
+        """Return the position of its first token if it has so many tokens."""
+        return self.index * length
+
+
+class TokenSlices:
+    """The slice that is computed, and the keys and values of the slices before; shared by the layers of an actor.
+
+    Attributes:
+        count: Number of slices of a microbatch.
+        replicas: Number of replicas, which take turns in the numbers of microbatches.
+        now: The slice that is computed; None for what is no batch, and if microbatches are not cut.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.replicas = 1, 1
+        self.now: Slice | None = None
+        self._kept: dict[tuple[tuple[int, int, int], AttentionCore], Kept] = {}
+
+    def begin(self) -> None:
+        """Begin a step: let go of what an interrupted one has kept."""
+        self._kept.clear()
+
+    def turn_to(self, step: int, number: int, *, of_batch: bool) -> None:
+        """Turn to a slice.
+
+        Args:
+            step: The step.
+            number: The slice's number in the whole step, over all replicas.
+            of_batch: Whether it is of a batch; else the values are whole sequences.
+        """
+        self.now = None
+        if self.count > 1 and of_batch:
+            place, replica = divmod(number, self.replicas)
+            microbatch, index = divmod(place, self.count)
+            self.now = Slice((step, microbatch, replica), index, self.count)
+
+    def attend(self, core: AttentionCore, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """Compute the attention of the present slice over all tokens up to its end, (B, N, S, d).
+
+        Args:
+            core: The core of a layer, which has keys and values of its own.
+            q_BNSd: The slice's queries.
+            k_BKSd: Its keys.
+            v_BKSd: Its values.
+        """
+        assert self.now is not None
+        key, attend = (self.now.sequence, core), partial(core.attend, starts_BS=None)
+        kept = self._kept.setdefault(key, Kept())
+        start, is_last = self.now.start(q_BNSd.shape[2]), self.now.index == self.now.count - 1
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSd, k_BKSd, v_BKSd))
+
+        def let_go() -> None:
+            self._kept.pop(key, None)
+
+        kept.put(start, self.now.count, k_BKSd, v_BKSd)
+        if learns:
+            inputs = q_BNSd, k_BKSd, v_BKSd
+            further = attend, kept, start, core.recomputes, let_go
+            out: Tensor = _OfSlice.apply(*inputs, *further)  # type: ignore[no-untyped-call]
+            return out
+        if is_last and (torch.is_grad_enabled() or not core.training):  # nobody comes back
+            let_go()
+        return attend(q_BNSd, *kept.until(start + q_BNSd.shape[2]))
+
+
+class Kept:
+    """The keys and values of a microbatch in one layer, and their gradients as far as they are made."""
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def put(self, start: int, count: int, *parts_BKSd: Tensor) -> None:
+        """Keep the keys and values of a slice, one of ``count``, that begins at a position."""
+        if not self._made:
+            self._made = [part.new_empty(*part.shape[:2], count * part.shape[2], part.shape[3]) for part in parts_BKSd]
+        for made_BKTd, part_BKSd in zip(self._made, parts_BKSd, strict=True):
+            made_BKTd[:, :, start : start + part_BKSd.shape[2]] = part_BKSd.detach()
+
+    def until(self, stop: int) -> list[Tensor]:
+        """Return the keys and the values before a position, as tensors of the same memory.
+
+        Those of later slices may be put there meanwhile, which autograd need not know.
+        """
+        return [made_BKTd[:, :, :stop].data for made_BKTd in self._made]
+
+    def add(self, start: int, *gradients_BKTd: Tensor) -> list[Tensor]:
+        """Add gradients of the keys and values up to a slice's end.
+
+        Args:
+            start: Where the slice begins.
+            gradients_BKTd: What the slice's own attention gives; that of all later slices was added before.
+
+        Returns:
+            The whole gradients of the slice's own keys and values, (B, K, S, d).
+        """
+        stop = gradients_BKTd[0].shape[2]
+        if not self._gradients:
+            self._gradients = [*gradients_BKTd]
+        else:
+            for sums, gradient in zip(self._gradients, gradients_BKTd, strict=True):
+                sums[:, :, :stop] += gradient
+        return [sums[:, :, start:stop].clone() for sums in self._gradients]
+
+
+class _OfSlice(torch.autograd.Function):
+    """The attention of a slice, whose backward adds to the gradients of earlier slices' keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BNSd: Tensor,
+        k_BKSd: Tensor,
+        v_BKSd: Tensor,
+        attend: Attend,
+        kept: Kept,
+        start: int,
+        again: bool,
+        let_go: Callable[[], None],
+    ) -> Tensor:
+        every = kept.until(start + q_BNSd.shape[2])
+        leaves = [x.detach().requires_grad_() for x in (q_BNSd, *every)]
+        ctx.attend, ctx.kept, ctx.start, ctx.let_go = attend, kept, start, let_go
+        ctx.leaves, ctx.tail = leaves, None
+        if again:
+            return attend(*leaves)
+        with torch.enable_grad():
+            out = attend(*leaves)
+            ctx.tail = Tail((out,))
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tail = ctx.tail
+        if tail is None:
+            with torch.enable_grad():
+                tail = Tail((ctx.attend(*ctx.leaves),))
+        dq, dk, dv = tail.gradients((gradient,), ctx.leaves)
+        own = ctx.kept.add(ctx.start, dk, dv)
+        ctx.leaves = ctx.tail = None
+        if ctx.start == 0:
+            ctx.let_go()
+        return (dq, *own, None, None, None, None, None)
