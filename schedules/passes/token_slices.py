@@ -58,7 +58,10 @@ def with_slices(schedule: Schedule, slices: int) -> Schedule:
         tried = replace(sliced, rows=tuple(tuple(_later(row, more)) for row in turned))
         if _performs(tried):
             return tried
-    raise ScheduleError(f"schedule {schedule.name!r} can't be performed in slices: raypar check says what it lacks")
+    raise ScheduleError(
+        f"schedule {schedule.name!r} can't be performed in slices: let each stage "
+        "perform microbatches in their order, forwards and backwards, or write the order of slices yourself"
+    )
 
 
 def _turned(action: Action, slices: int) -> Action:

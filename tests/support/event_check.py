@@ -115,6 +115,8 @@ class _World:
                 return False
             if not all(self.has(rank, ("F", one, mb, stage)) for one, two in self.schedule.skips if two == stage):
                 return False
+            if mb % self.schedule.slices and ("F", stage, mb - 1) not in self.computed[rank]:
+                raise UnsoundError(f"{action} has no keys and values of the slice before")
             return self.keep(rank, ("F", stage, mb))
         if self.schedule.forward_only:
             raise UnsoundError(f"{action} in an evaluation")
@@ -128,6 +130,8 @@ class _World:
             return False
         if not all(self.has(rank, ("I", two, mb, stage)) for one, two in self.schedule.skips if one == stage):
             return False
+        if (mb + 1) % self.schedule.slices and ("I", stage, mb + 1) not in self.computed[rank]:
+            raise UnsoundError(f"{action} has no gradients from the slice behind")
         return self.keep(rank, *[(what, stage, mb) for what in ("IW" if op is Op.B else "I")])
 
     def keep(self, rank: int, *made: tuple[str, int, int]) -> bool:

@@ -11,6 +11,7 @@ from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.skips import with_skips
+from raypar.schedules.passes.token_slices import with_slices
 
 Rows = list[list[Action]]
 SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"
@@ -35,7 +36,19 @@ def random_schedule(draw: Random) -> Schedule:
         schedule = build(name, min(4, ranks), min(6, microbatches), draw.randint(1, 2), costs=costs)
     else:
         schedule = build(name, ranks, microbatches)
-    return lowered(schedule, draw)
+    return lowered(sliced(schedule, draw), draw)
+
+
+def sliced(schedule: Schedule, draw: Random) -> Schedule:
+    """Sometimes in slices, in an order that the pass makes or in the one that is there."""
+    counts = [count for count in range(2, 5) if schedule.num_microbatches % count == 0]
+    if not counts or draw.random() < 0.7:
+        return schedule
+    slices = draw.choice(counts)
+    try:
+        return with_slices(schedule, slices) if draw.random() < 0.8 else replace(schedule, slices=slices)
+    except ScheduleError:  # of microbatches in any order
+        return replace(schedule, slices=slices)
 
 
 def lowered(schedule: Schedule, draw: Random) -> Schedule:

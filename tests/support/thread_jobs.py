@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 
 from raypar.config.schedule import programs_of
 from raypar.config.skeleton import Skeleton
+from raypar.job.executors import executor_of
 from raypar.job.inspection import Inspection
 from raypar.job.job import Job
 from raypar.job.loaded_run import LoadedRun
@@ -26,8 +27,24 @@ class Handle:
         self._thread.shutdown()
 
     def __getattr__(self, name):
-        method, submit = getattr(self._actor, name), self._thread.submit
-        return type("Method", (), {"remote": staticmethod(lambda *args: submit(lambda: deepcopy(method(*args))))})
+        return Method(getattr(self._actor, name), self._thread.submit)
+
+
+class Method:
+    """As Ray's: it waits for what it is given as futures, and has a name."""
+
+    def __init__(self, method, submit):
+        self._method, self._submit = method, submit
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *args):
+        def call():
+            there = [arg.result(0) if isinstance(arg, Future) else arg for arg in args]
+            return deepcopy(self._method(*there))
+
+        return self._submit(call)
 
 
 class Calls:
@@ -42,6 +59,10 @@ class Calls:
 
     def one(self, rank, method, *args, what):
         return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
+
+    def first(self, refs, what, ranks):
+        done = [*wait(refs, 90, return_when=FIRST_COMPLETED).done]
+        return done, any(ref.exception(0) is not None for ref in done)
 
     def gather(self, refs, what, ranks=None):
         wait(refs, 90)
@@ -111,6 +132,7 @@ class TeamJob:
         self.schedule, team = self._hands.schedule, self._hands.team
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
         loaded = LoadedRun(run, hands.schedule, team.world, hands.calls, skeleton)
+        self._executor = executor_of(loaded)
         self._inspection = Inspection(Lasting(), Lasting().guard, loaded, [actor.holds() for actor in team.all])
 
     @property
@@ -125,7 +147,7 @@ class TeamJob:
         return self._hands.next_step
 
     def step(self):
-        results = self._hands.calls.all("run", "train", self.next_step, what="a step")
+        results = self._executor.results(self._executor.begin(self.next_step, 0, 0), "a step")
         return self._hands.commit(results, 1.0)
 
     def stepper(self):

@@ -1,0 +1,61 @@
+"""Tasks in the order of the rows and as values arrive, over actors in threads: all schedules, skips and slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import raypar as rp
+from raypar.parity.verify import CLOSE
+from raypar.schedules.catalog import CATALOG
+from tests.actors.pipeline.test_skips import UNET, batch, net
+from tests.support.plain import trained
+from tests.support.team import mse
+from tests.support.thread_jobs import TeamJob
+
+SYNCHRONOUS = [name for name, entry in CATALOG.items() if not (entry.forward_only or entry.is_stream)]
+GPT = rp.GPT(layers=4, hidden=16, heads=2, seq=12, vocab=256)
+
+
+def agrees(run, bound=0.0):
+    """Train the run over threads and in one plain process, and compare losses, norms and weights."""
+    plain, job = trained(run), TeamJob(run)
+    reports = [job.step() for _ in range(run.steps)]
+    for report, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
+        assert (report.loss, report.grad_norm) == pytest.approx((loss, norm), rel=bound, abs=0)
+    for name, weight in job.weights().ends():
+        error = float(torch.linalg.vector_norm(weight - plain.weights[name]))
+        assert error <= bound * float(torch.linalg.vector_norm(plain.weights[name])), name
+    job.close()
+
+
+def run_of(name, **changes):
+    model = rp.Layers(net(UNET), mse, skips=UNET, halves=True)
+    fields = {"model": model, "data": rp.Batches(batch), "mesh": rp.Mesh(pp=4), "microbatches": 5, "schedule": name}
+    fields |= {"steps": 2, "optim": rp.SGD(lr=0.1), "clip": None, "executor": "tasks", "timeout": 20.0}
+    return rp.Run(**fields | changes)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("order", ["row", "dynamic"])
+def test_skips_have_the_numbers_of_one_process(name, order):
+    backward = ("whole", "auto", "split")[SYNCHRONOUS.index(name) % 3]
+    agrees(run_of(name, order=order, backward=backward), bound=CLOSE if order == "dynamic" else 0.0)
+
+
+@pytest.mark.parametrize("order", ["row", "dynamic"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"recompute": "full"}, {"mesh": rp.Mesh(pp=2, dp=2), "zero": 2}, {"mesh": rp.Mesh(pp=2, rank_dp=(2, 1))}],
+    ids=str,
+)
+def test_skips_combine(order, changes):
+    fields = {"microbatches": 4} | changes
+    agrees(run_of("1f1b", order=order, **fields), bound=CLOSE)
+
+
+@pytest.mark.parametrize("order", ["row", "dynamic"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
+def test_slices_have_the_numbers_of_whole_sequences(name, order):
+    changes = {"model": GPT, "data": rp.Text(), "token_slices": 3, "mesh": rp.Mesh(pp=2), "microbatches": 2}
+    agrees(run_of(name, order=order, **changes), bound=CLOSE)
