@@ -54,8 +54,11 @@ class Calls:
     def some(self, ranks, method, *args, what):
         return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what)
 
+    def submit(self, method, *args):
+        return [getattr(handle, method).remote(*args) for handle in self._handles]
+
     def all(self, method, *args, what):
-        return self.gather([getattr(handle, method).remote(*args) for handle in self._handles], what)
+        return self.gather(self.submit(method, *args), what)
 
     def one(self, rank, method, *args, what):
         return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
