@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.rope_scaling import RopeScaling
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
+    from raypar.config.depth import depth
     from raypar.config.hugging_face import HF
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
@@ -70,6 +71,7 @@ _HOMES = {
     "raypar.actors.specs.rope_scaling": ("RopeScaling",),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
+    "raypar.config.depth": ("depth",),
     "raypar.config.hugging_face": ("HF",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
@@ -144,6 +146,7 @@ __all__ = [
     "Verdict",
     "chaos",
     "chunked_attention",
+    "depth",
     "expert_table",
     "faults",
     "formulas",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.cli.flags import read_flags
 from raypar.cli.model_tables import read_tables
+from raypar.config.depth import depth
 from raypar.config.fields import Fault
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
@@ -66,6 +68,8 @@ def parse(
         default, wrong = ((known or {})[base], []) if base in (known or {}) else _base(base, table or {})
         default, unfit = _of_kinds(default, words)
         wrong += unfit
+        default, unfit = _of_depth(default, words)
+        wrong += unfit
         for one in values_of("--layout", words):
             try:
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
@@ -110,6 +114,24 @@ def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
             except ConfigError as error:
                 wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
     return default, wrong
+
+
+def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+    """Return the run of the depth that words name, with the data of the run that it replaces; and faults."""
+    for one in values_of("--depth", words):
+        if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
+            continue  # no number, which is told with the other flags; or none is wanted
+        numbers = {
+            name: [*values_of(flag, words)][-1:] for name, flag in (("dp", "--mesh.dp"), ("vocab", "--model.vocab"))
+        }
+        try:
+            found = depth(
+                int(one), **{name: int(each[0]) for name, each in numbers.items() if each and each[0].isdigit()}
+            )
+        except ConfigError as error:
+            return default, [Fault("depth", text, of_type=True) for text in error.faults]
+        return replace(found, data=default.data), []
+    return default, []
 
 
 def _given(words: Sequence[str]) -> dict[str, float]:

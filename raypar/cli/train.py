@@ -70,6 +70,10 @@ class RunArgs(Run):
     """a layout of experts by name, which other flags change: ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, dp2_experts2
     and others of such words"""
 
+    depth: int = 0
+    """number of layers from which sizes, tokens, batch and learning rates follow, which other flags change; of the
+    recipe or file only the data are kept then; 0: all is that of the recipe or file"""
+
     def run(self) -> Run:
         """Return the Run alone."""
         return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
