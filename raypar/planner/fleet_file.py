@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -14,9 +16,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from raypar.actors.bounds import Count, Share
 from raypar.actors.files import read_named
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import near
 
 _MOST = 1 << 20  # bytes
 _MOST_ACTORS = 1_000_000  # times sampled steps, so that what is drawn takes some hundred MiB at most
+_EXAMPLES = {"replicas": 64, "actors_per_node": 8, "steps": 10_000}
 Seconds = Annotated[float, Ge(0), Le(1e9)]
 Factor = Annotated[float, Ge(1), Le(1e3)]
 
@@ -80,9 +84,7 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
     try:
         fleet = TypeAdapter(Fleet).validate_json(json.dumps(written, default=str))
     except ValidationError as error:
-        raise ConfigError(
-            [f"{named}: {_fault(one['loc'], one['type'], one['msg'])}" for one in error.errors()]
-        ) from error
+        raise ConfigError([f"{named}: {fault}" for fault in _faults(error)]) from error
     faults = []
     if num_ranks * fleet.replicas * fleet.tensor_ranks * fleet.sampled_steps > _MOST_ACTORS * 32:
         faults.append(f"{named}: more than {_MOST_ACTORS:,} actors: use fewer replicas, or fewer sampled_steps")
@@ -94,11 +96,35 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
     return fleet
 
 
-def _fault(path: tuple[int | str, ...], kind: str, said: str) -> str:
+def _faults(error: ValidationError) -> list[str]:
+    """Say of each field what is wrong with it, and what helps."""
+    found = dict[str, str]()  # a field with several types has a fault for each: the first says all
+    for one in error.errors():
+        name = str(one["loc"][0]) if one["loc"] else "the file"
+        found.setdefault(name, _fault(name, one["type"], one["input"], one.get("ctx", {}), one["msg"]))
+    return list(found.values())
+
+
+def _fault(name: str, kind: str, given: Any, bounds: Mapping[str, Any], said: str) -> str:
     """Say what is wrong with a field, and what helps."""
-    name = str(path[0]) if path else "the file"
     if kind == "missing":
-        return f"{name} is missing: say it, as replicas = 64, actors_per_node = 8 or steps = 10000"
+        return f"{name} is missing: give it, as {name} = {_EXAMPLES.get(name, 1)}"
+    known = [field.name for field in fields(Fleet)]
     if kind == "unexpected_keyword_argument":
-        return f"there is no {name}: known are {', '.join(field.name for field in fields(Fleet))}"
-    return f"{name}: {said}"
+        if isinstance(given, dict):
+            return f"[{name}] is a table, and fields stand outside of any: leave its line out"
+        close = near(name, known)
+        return f"there is no {name}: {f'did you mean {close[0]}?' if close else 'known are ' + ', '.join(known)}"
+    if name == "save_every":
+        return f"save_every is {_spelled(given)}: give a number of steps from 1 on, 'young' or 'daly'"
+    if isinstance(given, float) and not math.isfinite(given):
+        return f"{name} is {given}: give a finite number"
+    if "ge" in bounds or "le" in bounds:
+        least, most = bounds.get("ge"), bounds.get("le")
+        return f"{name} is {_spelled(given)}: it must be {f'at least {least}' if most is None else f'at most {most}'}"
+    return f"{name} is {_spelled(given)}: {'give a whole number' if 'int' in kind else said}"
+
+
+def _spelled(given: Any) -> str:
+    text = str(given).lower() if isinstance(given, bool) else repr(given)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -105,6 +105,33 @@ def test_all_faults_of_a_file_are_told(tmp_path):
     assert all(word in told for word in ("replicas", "there is no stepz", "jitter", "save_every", "steps is missing"))
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("replicas = 0", "replicas is 0: it must be at least 1"),
+        ("replicas = 2000000000", "replicas is 2000000000: it must be at most"),
+        ('actors_per_node = "8"', "actors_per_node is '8': give a whole number"),
+        ("steps = true", "steps is true: give a whole number"),
+        ("jitter = nan", "jitter is nan: give a finite number"),
+        ("node_mtbf_hours = inf", "node_mtbf_hours is inf: give a finite number"),
+        ("slow_link_slowdown = -4.0", "slow_link_slowdown is -4.0: it must be at least 1.0"),
+        ('save_every = "never"', "save_every is 'never': give a number of steps from 1 on, 'young' or 'daly'"),
+        ("save_every = 0", "save_every is 0: give a number of steps from 1 on, 'young' or 'daly'"),
+        ("straggler_shares = 0.1", "there is no straggler_shares: did you mean straggler_share?"),
+        ("bandwidth = -1", "there is no bandwidth: known are replicas, "),
+        ("[cluster]", "[cluster] is a table, and fields stand outside of any: leave its line out"),
+    ],
+)
+def test_a_fault_of_a_field_says_what_was_given_and_what_helps(tmp_path, line, told):
+    path, name = tmp_path / "cluster.toml", line.split(" ")[0]
+    known = {"replicas": 4, "actors_per_node": 8, "steps": 10}
+    path.write_text("".join(f"{one} = {value}\n" for one, value in known.items() if one != name) + line)
+    with pytest.raises(ConfigError) as error:
+        read_fleet(path, 4)
+    (fault,) = error.value.faults
+    assert told in fault
+
+
 @pytest.mark.parametrize("text", ["replicas = [", "\x00", "a = 1979-05-27"])
 def test_what_is_no_file_of_a_cluster_is_told(tmp_path, text):
     path = tmp_path / "cluster.toml"
