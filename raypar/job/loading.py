@@ -20,7 +20,7 @@ from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.other_layout import other_layout
-from raypar.job.relayout import Relayout, relaid
+from raypar.job.relayout import Relayout, relaid, unmoved
 from raypar.job.run_folders import settled
 from raypar.job.standing import Standing
 from raypar.job.starter import Starter
@@ -83,6 +83,8 @@ class Loading:
         standing, actors = self.starter.standing, self._lifetime.actors
         whole, skeleton = standing.layouts.whole, self.loop.loaded.skeleton
         layout = other_layout(whole, to, changes, skeleton, self._device)
+        if layout.run == whole.run and standing.layout is whole:
+            return unmoved(self.loop.next_step)
         found = self.loop.between_steps(lambda: relaid(standing, actors, layout, self.loop.next_step), "a relayout")
         if isinstance(found, Failure):
             raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")

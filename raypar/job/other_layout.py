@@ -17,7 +17,8 @@ from raypar.config.validate.order import order_on
 from raypar.errors import ConfigError
 from raypar.job.before_launch import demand_fitting
 from raypar.job.layouts import Layout, renumbered
-from raypar.reporting.needs import memory_faults
+from raypar.planner.host import computes_here, total_memory
+from raypar.reporting.needs import memory_faults, memory_in_all, size
 
 _SAME = (  # fields that must not differ
     *("seed", "model", "data", "optim", "clip", "steps", "micro_batch_size", "loss_scale", "nonfinite"),
@@ -66,9 +67,28 @@ def other_layout(
         faults += _layout_faults(run, programs, present.programs, device)
     if programs is not None and not faults:
         faults += memory_faults(run, programs["train"], skeleton, replaces=True)
+        if not faults:
+            faults += _room_faults(present, Layout(run, programs), skeleton)
     if faults or programs is None:
         raise ConfigError([f"relayout: {fault}" for fault in faults])
     return Layout(run, programs)
+
+
+def _room_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Iterator[str]:
+    """Yield a fault if this machine has no memory for what is there twice while the state moves: weights and the state
+    of the optimizer, as they were and as they will be, and the weights into which these are loaded."""
+    has = total_memory() if computes_here(there.run.device) else None
+    if has is None:
+        return
+    copies = memory_in_all(
+        present.run, present.programs["train"], skeleton, lambda memory: memory.weights + memory.optimizer
+    )
+    loaded = memory_in_all(
+        there.run, there.programs["train"], skeleton, lambda memory: 2 * memory.weights + memory.optimizer
+    )
+    if copies + loaded > has:
+        told = f"copies of the state take {size(copies)}, and the other layout takes {size(loaded)} meanwhile"
+        yield f"memory: {told}; this machine has {size(has)}: {_FIX.removesuffix(' changes it')} goes through the disk"
 
 
 def _batch_faults(run: Run, total: int) -> Iterator[str]:

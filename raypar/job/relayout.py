@@ -57,8 +57,15 @@ class Relayout:
     launched: int
 
     def __str__(self) -> str:
+        if not self.needed:
+            return f"the run has this layout already, after step {self.step}: nothing has moved"
         what = f"{self.after} instead of {self.before}: {size(self.sent)} of {size(self.needed)} moved"
         return f"the run has another layout after step {self.step}, {what}, in {self.seconds:.1f} s"
+
+
+def unmoved(step: int) -> Relayout:
+    """Return what has moved where a run goes on in the layout that it has: nothing."""
+    return Relayout(step, "", "", 0, 0, 0, 0.0, 0)
 
 
 def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Relayout:

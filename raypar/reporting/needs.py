@@ -138,6 +138,14 @@ def memory_faults(
     )
 
 
+def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[Memory], int]) -> int:
+    """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``need_rows``."""
+    world, counts = world_of(run), counts_of(run, schedule, skeleton)
+    timeline = from_flops(run, world, counts, schedule).timeline
+    workers, others = (which(run, world, counts, timeline) for which in (worker_memory, others_memory))
+    return _in_all(world, workers, others, of)
+
+
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
     mesh = run.mesh

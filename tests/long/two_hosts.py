@@ -174,6 +174,41 @@ def is_loss_survived(fields: dict[str, object], actor: str, lost_in: int, hosts:
     return check(f"a node is lost of {hosts}, {fields}: {text}", as_far and close and not more, "\n".join(said))
 
 
+RELAID = """
+import json, sys
+import raypar as rp
+
+run = rp.recipe("gpt-tiny", mesh=rp.Mesh(pp=2), steps=10, microbatches=4, timeout=20.0)
+others = [
+    {"mesh": rp.Mesh(tp=2)},
+    {"mesh": rp.Mesh(dp=2), "zero": 3},
+    {"mesh": rp.Mesh(pp=2, dp=2) if sys.argv[2] == "4" else rp.Mesh(pp=2), "zero": None},
+    {"mesh": rp.Mesh()},
+]
+with rp.launch(run) as job:
+    losses, moved = [report.loss for report in job.train(2)], []
+    for other in others if sys.argv[1] == "relaid" else []:
+        moved.append(job.relayout(**other))
+        losses += [report.loss for report in job.train(2)]
+    losses += [report.loss for report in job.train()]
+    print(json.dumps([losses, [[one.sent, one.least, str(one)] for one in moved]]))
+"""
+
+
+def is_relaid(cpus: int) -> bool:
+    """Take a run through layouts over two hosts with so many actors each, and return whether its losses are those of
+    the run that stays."""
+    with cluster_of_hosts("first", "second", cpus=(cpus, cpus)) as cluster:
+        said = [cluster.drive("-c", RELAID, what, str(2 * cpus), timeout=250) for what in ("stays", "relaid")]
+    answers = [next(line for line in one.splitlines() if line.startswith("[[")) for one in said]
+    (whole, _), (losses, moved) = map(json.loads, answers)
+    for sent, least, told in moved:
+        print(f"    {told}; {sent / max(least, 1):.3f} of the least")
+    apart = max(abs(one - other) / abs(other) for one, other in zip(losses, whole, strict=True))
+    holds = apart < 1e-5 and len(moved) == 4
+    return check(f"relayouts over two hosts of {cpus}, losses {apart:.1e} apart", holds, "\n".join(said))
+
+
 def main() -> int:
     """Do all of it."""
     words = argparse.ArgumentParser()
@@ -205,6 +240,7 @@ def main() -> int:
         slow = any(line.startswith("slow") and "between" in line for line in said.splitlines())
         results.append(check(f"doctor finds {args.rate} slow", slow, said))
         results.append(is_cut_told(cluster, args.recipe))
+    results += [is_relaid(cpus) for cpus in (1, 2)]
     results.append(is_symmetric(args.recipe))
     results.append(is_host_replaced(args.recipe, 50 * args.steps))
     results += [is_loss_survived(*one) for one in LOSSES]

@@ -20,6 +20,7 @@ from raypar.job.other_layout import other_layout
 from raypar.job.relayout import differences
 from raypar.paths import CHECKPOINTS, LOG
 from raypar.reporting.html.happenings import happenings
+from raypar.reporting.needs import memory_in_all
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import without_room
 from tests.support.team import batch, linears, mse
@@ -67,6 +68,23 @@ def test_all_faults_are_told_at_once():
     assert "zero" in told(RUN, mesh=rp.Mesh(tp=2), zero=3)[0]
 
 
+def test_a_layout_for_which_there_is_no_memory_is_refused(monkeypatch):
+    big = replace(RUN, model=replace(MODEL, hidden=256), device="cpu")
+    there = layout_of(big, mesh=rp.Mesh(tp=2))
+    state = memory_in_all(there.run, there.programs["train"], None, lambda memory: memory.state)
+    for known in ("raypar.reporting.needs", "raypar.job.other_layout"):
+        monkeypatch.setattr(f"{known}.total_memory", lambda: state * 3 // 2)
+    (fault,) = told(big, mesh=rp.Mesh(tp=2))
+    assert fault.startswith("relayout: memory: copies of the state take ")
+    assert fault.endswith("job.reset(run, resume=job.save(folder)) goes through the disk")
+    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: state - 1)
+    (fault,) = told(big, mesh=rp.Mesh(tp=2))
+    assert "weights, gradients and optimizer state of all 2 actors take" in fault
+    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 4 * state)
+    monkeypatch.setattr("raypar.job.other_layout.total_memory", lambda: 4 * state)
+    assert layout_of(big, mesh=rp.Mesh(tp=2)).run.mesh.tp == 2
+
+
 def test_layouts_are_told_by_what_differs():
     other = replace(RUN, mesh=rp.Mesh(dp=2), zero=3, precision=rp.Precision(compute="bf16"))
     assert differences(RUN, other) == ("pp=2 fp32", "dp=2 zero=3 bf16")
@@ -89,6 +107,7 @@ class TestOnActors:
             change = lambda report: report.step == 1 and moved.append(job.relayout(**TP))  # noqa: E731
             losses = [report.loss for report in job.train(3, on=change)]
             moved.append(job.relayout(**ZERO))
+            assert str(job.relayout(**ZERO)) == "the run has this layout already, after step 3: nothing has moved"
             losses += [report.loss for report in job.train(1)]
             step = job.stepper()
             step.next()
