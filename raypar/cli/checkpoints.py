@@ -60,9 +60,15 @@ class ExportArgs:
     ema: bool = False
     """write the moving averages of the weights, which a run with ema keeps"""
 
-    def faults(self) -> Sequence[str]:
-        """Return whether a path is missing, or one too many."""
-        return () if len(self.paths) == 2 else (f"{len(self.paths)} paths are given: raypar ckpt export RUN FOLDER",)
+    adapter: bool = False
+    """write the adapters alone, as PEFT reads them, instead of merging them into the model"""
+
+    def faults(self) -> Iterator[str]:
+        """Yield whether a path is missing, or one too many, and what does not go together."""
+        if len(self.paths) != 2:
+            yield f"{len(self.paths)} paths are given: raypar ckpt export RUN FOLDER"
+        if self.adapter and self.dtype not in (None, "fp32"):
+            yield f"--dtype is {self.dtype}, and an adapter is written in fp32: leave it out"
 
 
 class Outcome(NamedTuple):
@@ -137,12 +143,16 @@ def verify(path: Path) -> Outcome:
 
 def export(args: ExportArgs) -> Outcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
+    from raypar.checkpoint.adapter_export import export_adapter
     from raypar.checkpoint.averaged import averaged
     from raypar.checkpoint.hugging_face import export as write
     from raypar.checkpoint.resume import find as found_at
 
     path, folder = args.paths
     found = averaged(found_at(path)) if args.ema else found_at(path)
+    if args.adapter:
+        told = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
+        return Outcome(told, sound=True)
     written = write(found, folder, args.dtype, _last_loss(found))
     return Outcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True)
 

@@ -1,0 +1,88 @@
+"""Adapters as a folder of PEFT: what its formula makes of them is what the export merges."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import raypar as rp
+from raypar.checkpoint.adapter_export import export_adapter
+from raypar.checkpoint.hugging_face import export
+from raypar.cli.checkpoints import ExportArgs
+from raypar.cli.checkpoints import export as export_words
+from tests.support.hugging_face import VOCAB, checkpoint_of, some_ids
+from tests.support.team import Team
+
+SIZES = {"layers": 2, "hidden": 16, "heads": 4, "seq": 12, "vocab": VOCAB}
+LLAMA = rp.Llama(**SIZES, kv_heads=2, ffn=24)
+
+
+def batch(step, microbatch, dp):
+    ids = some_ids(step)[microbatch : microbatch + 1]
+    return ids, torch.roll(ids, -1, 1)
+
+
+def team_of(model, mesh=None, **changes):
+    fields = {"data": rp.Batches(batch, batch), "microbatches": 2, "timeout": 20.0, "optim": rp.AdamW(lr=1e-2)}
+    return Team.of(rp.Run(model=model, mesh=mesh or rp.Mesh(), **fields | changes))
+
+
+def base(model, home):
+    return export(checkpoint_of(team_of(model), home / "base saved"), home / "base")
+
+
+@pytest.mark.parametrize("targets", ["all", "attn"])
+@pytest.mark.parametrize("mesh, changes", [(rp.Mesh(pp=2, tp=2), {}), (rp.Mesh(dp=2), {"zero": 3})], ids=["tp", "zero"])
+def test_the_formula_of_peft_gives_what_is_merged(mesh, changes, targets, tmp_path):
+    folder = base(LLAMA, tmp_path)
+    team = team_of(rp.HF(folder, seq=12, lora=rp.Lora(rank=3, alpha=6.0, targets=targets)), mesh, **changes)
+    team.step(0)
+    team.step(1)
+    found = checkpoint_of(team, tmp_path / "saved")
+    adapter, merged = export_adapter(found, tmp_path / "adapter"), export(found, tmp_path / "merged")
+    told = json.loads((adapter / "adapter_config.json").read_text())
+    own, whole = load_file(folder / "model.safetensors"), load_file(merged / "model.safetensors")
+    kept = load_file(adapter / "adapter_model.safetensors")
+    of_attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    wanted = of_attention | ({"gate_proj", "up_proj", "down_proj"} if targets == "all" else set())
+    assert {*told["target_modules"]} == wanted and (told["r"], told["lora_alpha"]) == (3, 6.0)
+    assert len(kept) == 2 * 2 * len(wanted) and told["base_model_name_or_path"] == str(folder)
+    for name, weight in own.items():
+        module = name.removesuffix(".weight")
+        at = f"base_model.model.{module}"
+        if f"{at}.lora_A.weight" in kept:
+            assert module.rpartition(".")[2] in wanted
+            a, b = kept.pop(f"{at}.lora_A.weight"), kept.pop(f"{at}.lora_B.weight")
+            assert a.shape[0] == b.shape[1] == 3
+            weight = weight + told["lora_alpha"] / told["r"] * (b @ a)
+            assert (weight - own[name]).abs().max() > 1e-4
+        torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-6)
+    assert not kept
+    told = export_words(ExportArgs((found.path, tmp_path / "again"), adapter=True)).text
+    assert told == f"{tmp_path / 'again'}: the adapters after 1 steps; PEFT loads them"
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    first = load_file(adapter / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_what_is_no_adapter_of_peft_is_refused(tmp_path):
+    found = checkpoint_of(team_of(LLAMA), tmp_path / "whole")
+    with pytest.raises(rp.ConfigError, match="has no adapters: leave adapter out, which exports all weights"):
+        export_adapter(found, tmp_path / "a")
+    folder = base(rp.GPT(**SIZES, qkv_bias=True), tmp_path)
+    team = team_of(rp.HF(folder, seq=12, lora=rp.Lora(rank=2)))
+    team.step(0)
+    found = checkpoint_of(team, tmp_path / "parts")
+    with pytest.raises(rp.ConfigError, match=r"a gpt2 has .*c_attn.weight in one, of which blocks.0.attn.q.weight is"):
+        export_adapter(found, tmp_path / "b")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    other = replace(LLAMA, lora=rp.Lora())
+    with pytest.raises(rp.ConfigError) as raised:
+        export_adapter(checkpoint_of(team_of(other), tmp_path / "random"), tmp_path / "taken")
+    assert len(raised.value.faults) == 2, raised.value.faults
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
