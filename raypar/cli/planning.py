@@ -31,7 +31,7 @@ from raypar.planner.parameters import num_parameters, short_count
 from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
-from raypar.planner.search.ranking import Candidate, Price, Ranking, ranked, smallest
+from raypar.planner.search.ranking import Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space
 from raypar.planner.timing.messages import LADDER
 from raypar.reporting.needs import counts_of
@@ -95,7 +95,9 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[st
         raise ConfigError(faults)
     cluster = found.cluster
     batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
-    return "\n".join(_planned(_on(run, cluster), cluster, _space(batch, run, words), args.out, _price(args, cluster)))
+    space, price = _space(batch, run, words), _price(args, cluster)
+    fills = args.cluster is None and not args.nodes
+    return "\n".join(_planned(_on(run, cluster), cluster, space, args.out, price, fills=fills))
 
 
 def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
@@ -176,14 +178,16 @@ def _on(run: Run, cluster: Cluster) -> Run:
     )
 
 
-def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None, price: Price | None) -> Iterator[str]:
+def _planned(
+    run: Run, cluster: Cluster, space: Space, out: Path | None, price: Price | None, *, fills: bool
+) -> Iterator[str]:
     """Yield the lines of a plan. Raises ConfigError if nothing fits."""
     model = run.model
     assert isinstance(model, GPT | Llama)
     ranking = ranked(run, model, cluster, space, price=price)
     tokens = space.batch * model.seq
     if not ranking.best:
-        raise ConfigError([*missing(ranking, cluster.size), *_enough(run, cluster, space)])
+        raise ConfigError([*missing(ranking, cluster.size), *_enough(run, cluster, space, ranking, fills=fills)])
     best = ranking.best[0]
     yield f"{cluster}"
     many = short_count(num_parameters(model))
@@ -205,14 +209,23 @@ def _planned(run: Run, cluster: Cluster, space: Space, out: Path | None, price: 
     yield from _written(ranking, out)
 
 
-def _enough(run: Run, cluster: Cluster, space: Space) -> Iterator[str]:
-    """Yield the smallest cluster of such nodes on which something fits."""
+def _enough(run: Run, cluster: Cluster, space: Space, ranking: Ranking, *, fills: bool) -> Iterator[str]:
+    """Yield the smallest cluster of such nodes on which something fits, or where none is divided the nearest ones."""
     assert isinstance(run.model, GPT | Llama)
-    larger = smallest(run, run.model, cluster, space)
-    if larger is None:
+    fewer = None if ranking.least else largest_divided(run, run.model, cluster, space)
+    if fewer is not None:
+        yield f"{fewer.size:,} of these devices on {_nodes(fewer)} are the largest smaller number that one divides"
+    larger = smallest(run, run.model, cluster, space, fills=fills)
+    if larger is not None:
+        yield f"{larger.size:,} of these devices on {_nodes(larger)} are the smallest number on which one fits"
+    elif ranking.least:
         yield "nor does one on any number of such nodes up to 65,536 devices: use devices with more memory"
     else:
-        yield f"{larger.size:,} of these devices on {larger.nodes:,} nodes are the smallest number on which one fits"
+        yield f"a step has {space.batch:,} sequences, which replicas must divide: more devices need a larger --batch"
+
+
+def _nodes(cluster: Cluster) -> str:
+    return "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
 
 
 def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:

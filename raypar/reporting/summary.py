@@ -20,6 +20,7 @@ from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run
 from raypar.planner.rates import block_seconds
+from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import compared, forecast_of
@@ -94,7 +95,14 @@ def plan_rows(
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
+        *(("advice", told) for told in _advice(run, schedule, prediction)),
     ]
+
+
+def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[str]:
+    """Yield the rules of thumb that a run's pipeline breaks; without flushes there is no bubble in each step."""
+    if not schedule.stream:
+        yield from pipeline_advice(run.mesh.pp, run.microbatches, prediction.timeline.bubble, "more microbatches")
 
 
 def _time_told(steps: int, prediction: Prediction, least: float) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from raypar.planner.hardware.devices import Device
 from raypar.planner.hardware.links import Link
 
+MOST_DEVICES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Route:
@@ -85,6 +87,8 @@ class Cluster:
         for name, low in least.items():
             if (count := getattr(self, name)) < low:
                 yield f"{name} is {count}: it must be {low} or more"
+        if self.size > MOST_DEVICES:
+            yield f"{self.size:,} devices are more than the {MOST_DEVICES:,} that are planned: use fewer"
         yield from self.device.faults()
         for link in dict.fromkeys((self.inside, self.between, *([self.across] if self.across else []))):
             yield from link.faults()

@@ -14,6 +14,7 @@ from raypar.schedules.nearest_name import nearest
 _USUAL = {"nvlink3": "ib-hdr", "nvlink4": "ib-ndr", "nvlink5": "ib-xdr", "shm": "ethernet-10"}  # else ethernet-100
 _KEYS = ("nodes", "each_node", "device", "inside", "between", "adapters", "each_rack", "across", "links")
 _NUMBERS = ("nodes", "each_node", "adapters", "each_rack")
+_FIGURES = ("bandwidth", "latency")
 _NAMES = ("inside", "between", "across")
 
 
@@ -98,7 +99,7 @@ def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
         if key not in table:
             yield f"{key} is missing: " + ("give a data sheet's name, as h100" if key == "device" else "give a number")
     for key in _NUMBERS:
-        if key in table and (not isinstance(table[key], int) or isinstance(table[key], bool)):
+        if key in table and not _is_number(table[key], whole=True):
             yield f"{key} is {table[key]!r}: give a whole number"
 
 
@@ -117,10 +118,12 @@ def _device(given: object, faults: list[str]) -> Device | None:
     holes = [name for name, field in kinds.items() if field.default is MISSING and name not in given]
     if holes:
         wrong.append(f"device lacks {', '.join(holes)}: {MEASURE}")
-    texts = ("name", "inside", "source")
+    texts, whole = ("name", "inside", "source"), ("each_node", "units")
     for key, value in given.items():
         if key in kinds and isinstance(value, str) != (key in texts):
             wrong.append(f"device.{key} is {value!r}: give a {'text' if key in texts else 'number'}")
+        elif key in kinds and key not in texts and not _is_number(value, whole=key in whole):
+            wrong.append(f"device.{key} is {value!r}: give a {'whole ' if key in whole else ''}number")
     faults += wrong
     return None if wrong else Device(**given)
 
@@ -133,9 +136,19 @@ def _own_links(given: object, faults: list[str]) -> dict[str, Link]:
         return found
     for name, table in given.items():
         figures = table if isinstance(table, Mapping) else {}
-        holes = [key for key in ("bandwidth", "latency") if not isinstance(figures.get(key), int | float)]
+        holes = [key for key in _FIGURES if not _is_number(figures.get(key))]
+        faults += [
+            f"there is no links.{name}.{key}: a link has {' and '.join(_FIGURES)}"
+            for key in figures
+            if key not in _FIGURES
+        ]
         if holes:
             faults.append(f"links.{name} lacks the number {' and '.join(holes)}: give bytes/s and seconds")
         else:
             found[name] = Link(name, float(figures["bandwidth"]), float(figures["latency"]), "the cluster file")
     return found
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    """Return whether a value is a number, or a whole one; true and false are none."""
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)

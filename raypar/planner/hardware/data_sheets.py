@@ -17,6 +17,6 @@ def sheet_faults(kind: str, name: str, known: Mapping[str, object], measure: str
         measure: What to measure of one that has none.
     """
     if name not in known:
-        close = nearest(name, known)
+        close = name.lower() if name.lower() in known else nearest(name.lower(), known)
         guess = f"did you mean {close!r}? " if close else ""
         yield f"there is no data sheet of a {kind} {name!r}: {guess}known are {', '.join(known)}; else {measure}"

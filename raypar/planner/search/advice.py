@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.planner.search.ranking import Candidate
-
-_MOST_BUBBLE = 0.1
 
 
 def advice(one: Candidate, cluster: Cluster) -> Iterator[str]:
@@ -17,13 +16,9 @@ def advice(one: Candidate, cluster: Cluster) -> Iterator[str]:
         one: The layout.
         cluster: Its cluster.
 
-    Source: Huang et al. 2019, "GPipe", section 3.2 (m at least 4 p); Narayanan et al. 2021, takeaway 1 (tensor ranks
-    inside of a node).
+    Source: that of ``pipeline_advice``; Narayanan et al. 2021, takeaway 1 (tensor ranks inside of a node).
     """
     run, mesh = one.run, one.run.mesh
-    if mesh.pp > run.microbatches:
-        yield f"{run.microbatches} microbatches are fewer than the {mesh.pp} pipeline ranks: give a larger --batch"
-    elif (part := one.step.bubble / one.step.seconds) > _MOST_BUBBLE:
-        yield f"the bubble takes {part:.0%} of a step: a larger --batch makes it smaller"
+    yield from pipeline_advice(mesh.pp, run.microbatches, one.step.bubble / one.step.seconds, "a larger --batch")
     if mesh.tensor_ranks > cluster.each_node:
         yield f"tp {mesh.tensor_ranks} goes beyond a node of {cluster.each_node}: every layer waits for the network"

@@ -83,7 +83,7 @@ def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> st
 def missing(ranking: Ranking, size: int) -> Sequence[str]:
     """Say what is missing where nothing fits: the layout that needs least memory, and how much it needs."""
     if ranking.least is None:
-        return [f"no layout of {size} devices divides the model and the batch: use another number, or another batch"]
+        return [f"no layout of {size:,} devices divides the model and the batch"]
     one = ranking.least
     short = (one.need.bytes - ranking.room) / _GB
     told = f"zero {one.run.zero}, recompute {one.choices['recompute']}"

@@ -10,7 +10,7 @@ from raypar.actors.specs.recompute import Word
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.search.fit import Need, need_of
-from raypar.planner.search.space import Space, meshes, runs_on, sparing
+from raypar.planner.search.space import Space, context_ranks, meshes, runs_on, sparing
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
 from raypar.planner.timing.simulated import most_simulated, simulated
 from raypar.planner.timing.stages import layers_of
@@ -19,6 +19,7 @@ from raypar.planner.timing.step import Paper, Step, predicted
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 _SIMULATED = 4  # layouts at the head of the ranking that are simulated
 _MOST_SIMULATED = 24_000  # actions of a simulated step
+_MOST_TRIED = 2_000  # smaller clusters, where no layout divides one
 _PRICED = 3  # candidates of a mesh whose steps are predicted from a calibration
 
 #: Returns the seconds of a step of a run; None if nothing is known of it.
@@ -252,7 +253,9 @@ def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software
     return best
 
 
-def smallest(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, most: int = 1 << 16) -> Cluster | None:
+def smallest(
+    run: Run, model: GPT | Llama, cluster: Cluster, space: Space, most: int = 1 << 16, *, fills: bool = False
+) -> Cluster | None:
     """Return the smallest cluster of such nodes on which some layout fits; None if none does with so many devices.
 
     Args:
@@ -261,19 +264,50 @@ def smallest(run: Run, model: GPT | Llama, cluster: Cluster, space: Space, most:
         cluster: A cluster on which nothing fits.
         space: What to choose from.
         most: The most devices.
+        fills: Whether a single node may have as many devices as usual before there is a second one.
     """
-    for nodes in _counts(cluster, most):
-        larger = replace(cluster, nodes=nodes)
+    for larger in _larger(cluster, most, fills=fills):
         if any(_fits(run, model, larger, space)):
             return larger
     return None
 
 
-def _counts(cluster: Cluster, most: int) -> Iterator[int]:
-    """Yield numbers of nodes: each of the next ones, then every eighth part of a power of two."""
+def largest_divided(run: Run, model: GPT | Llama, cluster: Cluster, space: Space) -> Cluster | None:
+    """Return the largest smaller cluster of such nodes that some layout divides, whether it fits or not.
+
+    Args:
+        run: The run.
+        model: Its model.
+        cluster: A cluster that no layout divides.
+        space: What to choose from.
+    """
+    parts = min(model.heads, cluster.each_node) * max(context_ranks(model, 32))  # of a layer, at the most
+    start = min(cluster.nodes - 1, space.batch * model.layers * parts // cluster.each_node)
+    for nodes in range(start, max(0, start - _MOST_TRIED), -1):
+        fewer = replace(cluster, nodes=nodes)
+        if _is_divided(run, model, fewer, space):
+            return fewer
+    return None
+
+
+def _is_divided(run: Run, model: GPT | Llama, cluster: Cluster, space: Space) -> bool:
+    """Return whether some layout divides a cluster."""
+    each = meshes(run, model, cluster.size, cluster.each_node, space)
+    return any(True for mesh in each for _ in runs_on(run, model, mesh, space))
+
+
+def _larger(cluster: Cluster, most: int, *, fills: bool) -> Iterator[Cluster]:
+    """Yield larger clusters: with more devices on the only node, then each next number of nodes, then every eighth part
+    of a power of two."""
+    each, usual = cluster.each_node, cluster.device.each_node
+    if fills and cluster.nodes == 1 and each < usual:
+        shared = cluster.adapters != each
+        for more in range(each + 1, usual + 1):
+            yield replace(cluster, each_node=more, adapters=cluster.adapters if shared else more)
+        cluster = replace(cluster, each_node=usual, adapters=cluster.adapters if shared else usual)
     nodes = cluster.nodes + 1
     while nodes * cluster.each_node <= most:
-        yield nodes
+        yield replace(cluster, nodes=nodes)
         nodes += max(1, 1 << max(0, nodes.bit_length() - 4))
 
 

@@ -60,7 +60,7 @@ def meshes(run: Run, model: GPT | Llama, gpus: int, each_node: int, space: Space
     for tp in space.tp or _tensor_ranks(model, gpus, each_node):
         if tp not in _tensor_ranks(model, gpus, gpus):
             continue
-        for cp in space.cp or _context_ranks(model, gpus // tp):
+        for cp in space.cp or context_ranks(model, gpus // tp):
             pieces = tp if cp == 1 else 2 * cp * tp  # a ring cuts each part in two
             if gpus % (tp * cp) or model.seq % pieces:
                 continue
@@ -78,7 +78,7 @@ def _tensor_ranks(model: GPT | Llama, gpus: int, each_node: int) -> list[int]:
     return [tp for tp in fits if model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0]
 
 
-def _context_ranks(model: GPT | Llama, gpus: int) -> list[int]:
+def context_ranks(model: GPT | Llama, gpus: int) -> list[int]:
     """Return the numbers of context ranks that leave each one enough tokens."""
     return [1] + [cp for cp in (2, 4, 8, 16, 32) if model.seq // cp >= _LONG // 2 and gpus % cp == 0]
 

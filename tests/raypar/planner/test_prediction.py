@@ -41,6 +41,18 @@ def test_a_dry_run_has_one_bubble():
     assert last == f"1f1b: bubble {told}; the grid shows the order, a slot for each action"
 
 
+def test_a_dry_run_advises_against_a_long_bubble_and_fewer_microbatches_than_ranks():
+    def advised(**changes):
+        run = replace(recipe("gpt-small"), **changes)
+        return [told for name, told in plan_rows(run, check_run(run)["train"]) if name == "advice"]
+
+    assert not advised()
+    assert advised(microbatches=1) == ["1 microbatches are fewer than the 2 pipeline ranks: give more microbatches"]
+    (told,) = advised(microbatches=4)
+    assert told.startswith("the bubble takes 1") and told.endswith("more microbatches would make it smaller")
+    assert not advised(mesh=Mesh(dp=2), microbatches=1)
+
+
 def test_of_own_layers_the_bubble_is_in_slots():
     layers = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss)
     run = Run(model=layers, data=Batches(lambda *_: (torch.ones(2, 4), torch.ones(2, 4))), mesh=Mesh(pp=2))

@@ -4,6 +4,8 @@ import pytest
 
 from raypar.planner.hardware.cluster_file import cluster_from, cluster_of
 
+OWN = {"name": "mine", "inside": "nvlink4", "half": 1e14, "full": 1e13, "memory": 32e9, "bandwidth": 1e12}
+
 
 def test_usual_nodes_are_filled():
     cluster = cluster_of(16, "h100").cluster
@@ -42,3 +44,24 @@ def test_all_holes_are_told_at_once():
 @pytest.mark.parametrize("device", [3, ["a100"]])
 def test_a_device_of_another_kind_is_a_fault(device):
     assert "give a name or a table" in cluster_from({"nodes": 1, "each_node": 1, "device": device}).faults[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"nodes": 1 << 60}, "are more than the 1,048,576 that are planned"),
+        ({"between": "slow", "links": {"slow": {"bandwidth": True, "latency": 1e-5}}}, "lacks the number bandwidth"),
+        (
+            {"between": "slow", "links": {"slow": {"bandwidth": 1e9, "latency": 1e-5, "width": 4}}},
+            "there is no links.slow.width: a link has bandwidth and latency",
+        ),
+        ({"device": OWN | {"units": 10.5}}, "device.units is 10.5: give a whole number"),
+        ({"device": OWN | {"half": True}}, "device.half is True: give a number"),
+        ({"device": "H100x"}, "did you mean 'h100'?"),
+        ({"device": "H100"}, "did you mean 'h100'?"),
+    ],
+)
+def test_what_is_no_figure_is_told(changes, told):
+    found = cluster_from({"nodes": 2, "each_node": 8, "device": "h100"} | changes)
+    assert found.cluster is None
+    assert told in "\n".join(found.faults)

@@ -18,7 +18,7 @@ from raypar.planner.memory import worker_memory
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import lost, missing, picture, reasons, table
 from raypar.planner.search.fit import need_of
-from raypar.planner.search.ranking import ranked, smallest
+from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
 from raypar.planner.timing.messages import LADDER, RACKS
 from raypar.planner.timing.simulated import schedule_of
@@ -150,3 +150,30 @@ def test_a_pipeline_that_is_longer_than_the_batch_is_advised_against(ranking):
     run = replace(RUN, mesh=Mesh(pp=16), microbatches=8)
     (told,) = advice(replace(ranking.best[0], run=run), SMALL)
     assert "8 microbatches are fewer than the 16 pipeline ranks" in told
+
+
+def test_a_long_bubble_and_tensor_ranks_beyond_a_node_are_advised_against(ranking):
+    best = ranking.best[0]
+    run = replace(best.run, mesh=Mesh(pp=2, tp=16), microbatches=8)
+    empty = replace(best.step, bubble=best.step.seconds)
+    bubble, tensor = advice(replace(best, run=run, step=empty), SMALL)
+    assert "the bubble takes" in bubble and "--batch" in bubble
+    assert "tp 16 goes beyond a node of 8" in tensor
+    assert not [*advice(best, SMALL)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "largest"),
+    [(1_000_000, 256, 256 * 24 * 8), (29 * 8, 1, 24 * 8)],  # replicas x pipeline ranks x tensor ranks of a node
+)
+def test_too_many_devices_for_a_batch_say_how_many_it_divides(devices, batch, largest):
+    cluster, space = cluster_of(devices, "a100").cluster, Space(batch)
+    assert not ranked(RUN, RUN.model, cluster, space).best
+    assert largest_divided(RUN, RUN.model, cluster, space).size == largest
+
+
+def test_a_node_is_filled_before_there_is_a_second_one():
+    run = replace(RUN, model=replace(RUN.model, layers=60, hidden=6656, heads=52))
+    one = cluster_of(1, "a100").cluster
+    assert smallest(run, run.model, one, Space(256), fills=True).nodes == 1
+    assert smallest(run, run.model, one, Space(256)).each_node == 1

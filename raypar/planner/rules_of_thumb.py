@@ -1,0 +1,24 @@
+"""Rules of thumb about pipelines, where one is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_MOST_BUBBLE = 0.1
+
+
+def pipeline_advice(pp: int, microbatches: int, bubble: float, larger: str) -> Iterator[str]:
+    """Yield the rules that a pipeline breaks.
+
+    Args:
+        pp: Its ranks.
+        microbatches: Microbatches of a step.
+        bubble: The part of a step in which it is empty.
+        larger: What makes the bubble smaller, as 'more microbatches'.
+
+    Source: Huang et al. 2019, "GPipe", section 3.2 (m at least 4 p).
+    """
+    if pp > microbatches:
+        yield f"{microbatches} microbatches are fewer than the {pp} pipeline ranks: give {larger}"
+    elif pp > 1 and bubble > _MOST_BUBBLE:
+        yield f"the bubble takes {bubble:.0%} of a step: {larger} would make it smaller"
