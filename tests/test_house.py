@@ -355,7 +355,7 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
         "actors/mesh actors/models actors/relayout actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
         "raypar/config raypar/config/validate raypar/planner raypar/recovery raypar/reporting raypar/stepping "
-        "schedules schedules/drawing"
+        "schedules schedules/drawing schedules/passes"
     ),
     "raypar/parity": (
         "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "

@@ -155,19 +155,20 @@ class Hosted:
 
         return self._refusals.attempt(run)
 
-    def start_step(self, step: int, epoch: int) -> None:
+    def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
         """Begin a training step, each of whose actions is a call of its own.
 
         Args:
             step: Number of the step.
             epoch: Epoch of the call.
+            stream: Number of steps of an asynchronous schedule; 0 if the schedule is synchronous.
 
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
         worker = worker_in(self._member)
         self._refusals.begin(worker.seat.label)
-        self._refusals.attempt(lambda: worker.start("train", step, epoch))
+        self._refusals.attempt(lambda: worker.start("train", step, epoch, stream))
 
     def act(self, action: Action, *after: None) -> None:
         """Perform the next action of the row in the step that ``start_step`` began.
@@ -179,7 +180,7 @@ class Hosted:
         self._refusals.attempt(lambda: worker_in(self._member).perform(action))
 
     def end_step(self, step: int, copy_within: int = 0) -> StepResult:
-        """End the step that ``start_step`` began; it has this number. See ``run`` for ``copy_within``."""
+        """End what ``start_step`` began; its last step has this number. See ``run`` for ``copy_within``."""
         result = self._refusals.attempt(lambda: worker_in(self._member).end())
         return replace(result, copied=keep_after(there(self._member), self._keeper, step, copy_within))
 

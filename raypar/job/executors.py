@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,9 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.worker.boundaries import peers_of
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
-from raypar.schedules.action import Action
+from raypar.schedules.action import RECVS, Action
 from raypar.schedules.dynamic_order import DynamicOrder
+from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import awaited
 from raypar.schedules.schedule import Schedule
 
@@ -87,21 +89,20 @@ class Tasks(Executor):
 
     def __init__(self, loaded: LoadedRun) -> None:
         self._calls, self._world = loaded.calls, loaded.world
-        schedule, world = loaded.schedule, loaded.world
-        self._rows = [
-            () if rank in world.server_ranks else schedule.rows[world.row(rank)] for rank in range(world.size)
-        ]
+        self._schedule = schedule = loaded.schedule
+        world, self._rows = loaded.world, self._rows_of(schedule)
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
-                for need in awaited(action, schedule):  # of a RECV its SEND
+                for need in awaited(action, schedule) if action.op in RECVS else ():  # its SEND
                     self._needs[rank, action] = _sender(world, rank, action, schedule), need
         self._awaited = frozenset(self._needs.values())
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
-        assert not stream
-        last = _started(self._calls, self._world, step, epoch, copy_within)
-        return _Begun(step, copy_within, [0] * len(self._rows), last)
+        is_part = stream and stream != self._schedule.stream
+        rows = self._rows_of(first_steps(self._schedule, stream)) if is_part else self._rows
+        last = _started(self._calls, self._world, step, epoch, copy_within, stream)
+        return _Begun(step + max(0, stream - 1), copy_within, rows, [0] * len(rows), last)
 
     def results(self, begun: _Begun, what: str) -> list[StepResult]:
         """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
@@ -117,10 +118,16 @@ class Tasks(Executor):
     def drop(self, begun: _Begun) -> None:
         self._calls.drop(begun.last)
 
+    def _rows_of(self, schedule: Schedule) -> list[Sequence[Action]]:
+        """Return the row of each rank; servers have none."""
+        world = self._world
+        ranks = range(world.size)
+        return [() if rank in world.server_ranks else schedule.rows[world.row(rank)] for rank in ranks]
+
     def _submit(self, begun: _Begun) -> bool:
         """Submit all tasks whose needs are there. Returns whether some are left."""
         left = False
-        for rank, row in enumerate(self._rows):
+        for rank, row in enumerate(begun.rows):
             handle = self._calls.handles[rank]
             while begun.at[rank] < len(row):
                 action = row[begun.at[rank]]
@@ -217,11 +224,12 @@ class _UnderWay:
 
 @dataclass
 class _Begun:
-    """A step that was handed to the actors.
+    """A step, or steps of a stream, that were handed to the actors.
 
     Attributes:
-        number: Its number, counted from 0.
+        number: The number of the last one, counted from 0.
         copy_within: See ``Executor.begin``.
+        rows: By rank, its actions.
         at: By rank, how many of its actions were submitted.
         last: By rank, the object ref of its latest call.
         sends: The rank and the action of those for which another rank waits.
@@ -230,6 +238,7 @@ class _Begun:
 
     number: int
     copy_within: int
+    rows: Sequence[Sequence[Action]]
     at: list[int]
     last: list[Any]
     sends: dict[Any, tuple[int, Action]] = field(default_factory=dict)
@@ -244,12 +253,12 @@ def _sender(world: World, rank: int, recv: Action, schedule: Schedule) -> int:
     return world.trainers_of(peer)[world.trainers_of(world.pp(rank)).index(rank)]
 
 
-def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int) -> list[Any]:
-    """Begin a step on all workers, and perform it on all servers. Returns the object refs by rank."""
+def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:
+    """Begin a step, or a stream, on all workers, and perform it on all servers. Returns the object refs by rank."""
     return [
         handle.run.remote("train", step, epoch, copy_within)
         if rank in world.server_ranks
-        else handle.start_step.remote(step, epoch)
+        else handle.start_step.remote(step, epoch, stream)
         for rank, handle in enumerate(calls.handles)
     ]
 

@@ -153,6 +153,10 @@ class TeamJob:
         results = self._executor.results(self._executor.begin(self.next_step, 0, 0), "a step")
         return self._hands.commit(results, 1.0)
 
+    def stream(self, first, length):
+        """The actors' results of so many steps of an asynchronous schedule."""
+        return self._executor.results(self._executor.begin(first, 0, 0, length), "a stream")
+
     def stepper(self):
         return self._hands.stepper()
 

@@ -98,7 +98,7 @@ _FITTING: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("data_parallel", lambda value: value == "all_reduce", "'all_reduce'"),
     ("offload", lambda value: value == "none", "'none'"),
     ("backward", lambda value: value != "split", "'whole'"),
-    ("executor", lambda value: value == "compiled", "'compiled'"),
+    ("order", lambda value: value == "row", "'row'"),
     ("check_every", lambda value: not value, "0"),
     ("recheck_every", lambda value: not value, "0"),
     ("overflow_every", lambda value: not value, "0"),

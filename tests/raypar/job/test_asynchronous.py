@@ -91,7 +91,7 @@ FAULTS = {
     "clip": ({"clip": 1.0}, "set clip to None"),
     "zero": ({"mesh": rp.Mesh(pp=2, dp=2)}, "set zero to 0"),
     "nonfinite": ({"nonfinite": "skip"}, "set nonfinite to 'stop'"),
-    "executor": ({"executor": "tasks"}, "set executor to 'compiled'"),
+    "order": ({"executor": "tasks", "order": "dynamic"}, "set order to 'row'"),
     "backward": ({"backward": "split"}, "set backward to 'whole'"),
     "checks": ({"mesh": rp.Mesh(pp=2, dp=2), "zero": 0, "check_every": 1}, "set check_every to 0"),
     "fp16": ({"precision": rp.Precision("fp16")}, "compute in bf16 or fp32"),

@@ -69,7 +69,7 @@ def test_a_task_is_submitted_once_the_one_of_another_rank_is_done(name):
     run_loaded = loaded(run, calls)
     tasks = Tasks(run_loaded)
     begun = tasks.begin(3, 0, 0)
-    assert all(got == [("start_step", (3, 0))] for got in calls.got)
+    assert all(got == [("start_step", (3, 0, 0))] for got in calls.got)
     ends = tasks.results(begun, "step 4")
     assert ends == [f"{rank} end_step" for rank in range(4)]
     for rank, got in enumerate(calls.got):

@@ -13,6 +13,7 @@ from tests.support.plain import trained
 from tests.support.team import mse
 from tests.support.thread_jobs import TeamJob
 
+STREAMS = [name for name, entry in CATALOG.items() if entry.is_stream]
 SYNCHRONOUS = [name for name, entry in CATALOG.items() if not (entry.forward_only or entry.is_stream)]
 GPT = rp.GPT(layers=4, hidden=16, heads=2, seq=12, vocab=256)
 
@@ -52,6 +53,20 @@ def test_skips_have_the_numbers_of_one_process(name, order):
 def test_skips_combine(order, changes):
     fields = {"microbatches": 4} | changes
     agrees(run_of("1f1b", order=order, **fields), bound=CLOSE)
+
+
+@pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
+def test_streams_have_the_bits_of_compiled_ones(name):
+    found, clip = {}, None if name in STREAMS else 0.1  # of which updates are taken back
+    for executor in ("compiled", "tasks"):
+        job = TeamJob(run_of(name, executor=executor, flush_every=3, steps=5, clip=clip))
+        results = [*job.stream(0, 3), *job.stream(3, 2)]  # the second one is flushed early
+        told = [(result.losses, result.updates, result.in_flight) for result in results]
+        found[executor] = told, dict(job.weights().ends())
+        job.close()
+    assert len(found["tasks"][0][3][0]) == 15, "each microbatch of the last stage"
+    assert found["tasks"][0] == found["compiled"][0]
+    assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
 
 
 @pytest.mark.parametrize("order", ["row", "dynamic"])
