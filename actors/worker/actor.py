@@ -156,12 +156,7 @@ class Hosted:
         return self._refusals.attempt(run)
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
-        """Begin a training step, each of whose actions is a call of its own.
-
-        Args:
-            step: Number of the step.
-            epoch: Epoch of the call.
-            stream: Number of steps of an asynchronous schedule; 0 if the schedule is synchronous.
+        """Begin a training step, each of whose actions is a call of its own. The arguments are those of ``run``.
 
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
