@@ -30,6 +30,7 @@ with actors:
   raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
   raypar generate RUN|FOLDER "PROMPT" ...       go on with prompts; FOLDER: a checkpoint, or one of Hugging Face
   raypar chat RUN|FOLDER                        answer in the terminal, token by token
+  raypar eval RUN|FOLDER [DATA]                 loss, perplexity and bits per byte on validation data, or on a file
   raypar recipes                                list the recipes with their sizes
   raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
   raypar calibrate [--out FILE] [--seconds N]    measure this machine or cluster, for predictions in seconds
@@ -87,7 +88,7 @@ exit codes:
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "sft", "step", "verify", "plan")
 _SIDES = ("gallery", "compare")
-_TEXTS = ("generate", "chat")
+_TEXTS = ("generate", "chat", "eval")
 _DISK = ("ckpt", "data", "report", "trace")
 _COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor", "calibrate")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
@@ -252,6 +253,10 @@ def _with_actors(command: str, words: list[str]) -> int:
         if command == "step":
             train.step(words)
             return OK
+        if command == "eval":
+            from raypar.cli.evaluate import evaluate
+
+            return _say(_table(evaluate(words)))
         if command in _TEXTS:
             from raypar.cli import generate
 
