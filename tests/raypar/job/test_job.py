@@ -19,6 +19,7 @@ from torch import nn
 import raypar as rp
 from raypar.job.executors import Compiled
 from raypar.job.steps_ahead import Ahead
+from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
@@ -416,6 +417,9 @@ def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
     job.reset(tiny())
     job.step()
     assert job.overlay().predicted == simulate(job.timeline().schedule, costs_of(job.timeline()))
+    planned = job.overlay(before_run=True)
+    assert planned.measured == job.timeline() and planned.source == "from FLOPs and bytes"
+    assert planned.predicted == forecast_of(job.run, job.schedule, None).timeline
     with pytest.raises(ValueError, match="no replica dp=1"):
         job.overlay(1)
 
