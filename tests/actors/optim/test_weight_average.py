@@ -14,6 +14,7 @@ import raypar as rp
 from raypar.actors.checkpoint.snapshot import AVERAGE
 from raypar.actors.specs.lora import is_adapter
 from raypar.checkpoint.averaged import averaged
+from raypar.checkpoint.resume import prepared
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.parity.reference import watch_plainly
@@ -249,3 +250,16 @@ def test_what_has_no_average_is_refused(changes, told):
     with pytest.raises(ConfigError) as raised:
         check_run(replace(RUN, **changes))
     assert raised.value.faults == [told]
+
+
+@pytest.mark.parametrize("was, now", [(DECAY, None), (None, DECAY), (DECAY, 0.5)])
+def test_a_run_goes_on_with_another_decay_and_says_so(was, now, tmp_path, caplog):
+    found = checkpoint_of(trained(replace(RUN, ema=was), 1), tmp_path)
+    prepared(replace(RUN, ema=now), found)
+    told = ["none" if one is None else one for one in (now, was)]
+    assert "resumed with ema {!r}, which was {!r}".format(*told) in caplog.text
+    team = Team.of(replace(RUN, ema=now))
+    assert all(one is True for one in team.each(lambda a: a.load(str(found.path), found.manifest.tensors) or True))
+    team.step(1)
+    kept = {key for _, _, key in states(team)}
+    assert (AVERAGE in kept) == (now is not None)
