@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.job.lm_eval import lm_eval_model
+    from raypar.job.microbatch import fit_microbatch
     from raypar.job.relayout import Relayout
     from raypar.job.scoring import Scored
     from raypar.parity.verify import Verdict, verify
@@ -86,6 +87,7 @@ _HOMES = {
     "raypar.job.before_launch": ("faults",),
     "raypar.job.growing_text": ("Continuation",),
     "raypar.job.lm_eval": ("lm_eval_model",),
+    "raypar.job.microbatch": ("fit_microbatch",),
     "raypar.job.scoring": ("Scored",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
@@ -149,6 +151,7 @@ __all__ = [
     "depth",
     "expert_table",
     "faults",
+    "fit_microbatch",
     "formulas",
     "launch",
     "layout",

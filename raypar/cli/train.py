@@ -20,6 +20,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
+from raypar.cli.auto_microbatch import chosen
 from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
@@ -100,6 +101,8 @@ class TrainArgs(RunArgs):
     """go on with two pieces of the validation text after every so many steps; 0: never"""
     calibration: Path | None = None
     """what raypar calibrate wrote, from which steps are predicted; none: where it writes it if nothing else is said"""
+    auto_microbatch: tyro.conf.FlagCreatePairsOff[bool] = False
+    """take the largest microbatch that fits: by the forecast, then by a step on actors; a step keeps its samples"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 
@@ -168,10 +171,12 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
     if args.dry_run:
         with sparing_cache(run) as run, calibration_named(args.calibration):
             schedule = _checked(run, args, begun, wrong, words)
+            run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
     try:
         schedule = _checked(run, args, begun, wrong, words)
+        run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True)
         for axis, origin in _origins(args, words).items():  # the log says later how many actors that makes
             logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
         from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need

@@ -1,0 +1,107 @@
+"""The largest microbatch that fits: by the forecast of memory, and then by what one step takes on actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, unrecorded, world_of
+from raypar.errors import ConfigError
+from raypar.planner.host import computes_here, free_memory
+from raypar.planner.memory import worker_memory
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import counts_of, size
+
+#: Takes one step of a run and returns the largest memory of its actors in it, in bytes.
+Probe = Callable[[Run], int]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A run whose microbatch fits.
+
+    Attributes:
+        run: The run, with as many samples in a step as before.
+        told: What was looked at, a sentence each.
+    """
+
+    run: Run
+    told: Sequence[str]
+
+
+def measured_peak(run: Run) -> int:
+    """Take one step of a run on actors that end then, and return the largest memory of one in it, in bytes."""
+    from raypar.job.launch import launch  # imports torch and Ray
+
+    with launch(unrecorded(run)) as job:
+        return max(job.step().peak_memory)
+
+
+def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = measured_peak) -> Fitted:
+    """Return a run with the largest microbatch that fits its actors, of those that leave a microbatch for each rank.
+
+    A step has the samples that it had: with larger microbatches there are fewer. Losses and gradients differ by
+    floating-point sums only, if there is no dropout, whose masks are those of a microbatch.
+
+    Args:
+        run: The run, which has no faults.
+        room: Bytes of memory for each actor; None: an equal part of what is free here.
+        probe: Measures a step of the run, with a smaller microbatch if that takes more; None: the forecast decides.
+
+    Raises:
+        ConfigError: Not even microbatches of one sample fit, the memory is not known, or the data are not Text.
+        JobError: A probe failed.
+    """
+    if not isinstance(run.data, Text):
+        raise ConfigError(
+            ["a microbatch is chosen for data=Text, of which a step takes the same samples however divided"]
+        )
+    room = _room(run) if room is None else room
+    told = list[str]()
+    for each in _sizes(run):
+        forecast = _forecast(each)
+        name = f"{each.microbatches} microbatches x {each.micro_batch_size} samples"
+        if forecast > room:
+            told.append(f"{name}: forecast {size(forecast)}, more than {size(room)}")
+            continue
+        if probe is None:
+            return Fitted(each, [*told, f"{name}: forecast {size(forecast)}, within {size(room)}"])
+        measured = probe(each)
+        fits = measured <= room
+        much = "within" if fits else "more than"
+        told.append(f"{name}: forecast {size(forecast)}, measured {size(measured)}, {much} {size(room)}")
+        if fits:
+            return Fitted(each, told)
+    raise ConfigError([f"no microbatch fits: {'; '.join(told)}: use more actors, recompute, or a higher level of zero"])
+
+
+def _sizes(run: Run) -> Iterator[Run]:
+    """Yield the run with every division of its samples into microbatches, the largest microbatches first."""
+    samples = run.microbatches * run.micro_batch_size
+    least = min(run.mesh.pp, run.microbatches)  # fewer than there are pipeline ranks would leave some idle
+    for count in range(least, samples + 1):
+        if samples % count == 0:
+            each = replace(run, microbatches=count, micro_batch_size=samples // count)
+            try:
+                check_run(each)
+            except ConfigError:  # a schedule or a grid that such numbers do not fit
+                continue
+            yield each
+
+
+def _forecast(run: Run) -> int:
+    """Return the bytes of the largest actor."""
+    schedule, world = check_run(run)["train"], world_of(run)
+    counts = counts_of(run, schedule, None)
+    timeline = from_flops(run, world, counts, schedule).timeline
+    return max(memory.total for memory in worker_memory(run, world, counts, timeline))
+
+
+def _room(run: Run) -> int:
+    """Return the bytes for each actor that are free here. Raises ConfigError if they are not known."""
+    free = free_memory() if computes_here(run.device) else None
+    if free is None:
+        raise ConfigError(["the memory of the actors is not known here: give room, the bytes that each one may take"])
+    return free // world_of(run).size
