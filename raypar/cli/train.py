@@ -102,7 +102,7 @@ class TrainArgs(RunArgs):
     calibration: Path | None = None
     """what raypar calibrate wrote, from which steps are predicted; none: where it writes it if nothing else is said"""
     auto_microbatch: tyro.conf.FlagCreatePairsOff[bool] = False
-    """take the largest microbatch that fits: by the forecast, then by a step on actors; a step keeps its samples"""
+    """take the largest microbatch that fits: by the forecast, then by steps on actors; a step keeps its samples"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits: by the forecast of memory, and then by what one step takes on actors."""
+"""The largest microbatch that fits: by the forecast of memory, and then by what some steps take on actors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, unrecorded, world_of
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, JobError
 from raypar.planner.host import computes_here, free_memory
 from raypar.planner.memory import worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
 
-#: Takes one step of a run and returns the largest memory of its actors in it, in bytes.
-Probe = Callable[[Run], int]
+#: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
+Probe = Callable[[Run], int | None]
+
+_STEPS = 3  # of a probe: the optimizer's state is whole behind the first one, and allocators settle
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,21 @@ class Fitted:
     told: Sequence[str]
 
 
-def measured_peak(run: Run) -> int:
-    """Take one step of a run on actors that end then, and return the largest memory of one in it, in bytes."""
+def measured_peak(run: Run) -> int | None:
+    """Take some steps of a run on actors that end then, and return the largest memory of one in them, in bytes.
+
+    Returns:
+        The bytes; None if the memory of a device ran out.
+    """
     from raypar.job.launch import launch  # imports torch and Ray
 
-    with launch(unrecorded(run)) as job:
-        return max(job.step().peak_memory)
+    try:
+        with launch(replace(unrecorded(run), steps=max(run.steps, _STEPS))) as job:
+            return max(max(job.step().peak_memory) for _ in range(_STEPS))
+    except JobError as error:
+        if "out of memory" in str(error).lower():
+            return None
+        raise
 
 
 def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = measured_peak) -> Fitted:
@@ -48,7 +59,7 @@ def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = meas
     Args:
         run: The run, which has no faults.
         room: Bytes of memory for each actor; None: an equal part of what is free here.
-        probe: Measures a step of the run, with a smaller microbatch if that takes more; None: the forecast decides.
+        probe: Measures steps of the run, with a smaller microbatch if they take more; None: the forecast decides.
 
     Raises:
         ConfigError: Not even microbatches of one sample fit, the memory is not known, or the data are not Text.
@@ -69,10 +80,12 @@ def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = meas
         if probe is None:
             return Fitted(each, [*told, f"{name}: forecast {size(forecast)}, within {size(room)}"])
         measured = probe(each)
-        fits = measured <= room
-        much = "within" if fits else "more than"
+        if measured is None:
+            told.append(f"{name}: forecast {size(forecast)}, but the memory ran out")
+            continue
+        much = "within" if measured <= room else "more than"
         told.append(f"{name}: forecast {size(forecast)}, measured {size(measured)}, {much} {size(room)}")
-        if fits:
+        if measured <= room:
             return Fitted(each, told)
     raise ConfigError([f"no microbatch fits: {'; '.join(told)}: use more actors, recompute, or a higher level of zero"])
 

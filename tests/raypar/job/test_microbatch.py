@@ -35,11 +35,13 @@ def test_a_probe_that_measures_more_than_there_is_steps_down():
 
     def probe(run):
         tried.append(run.micro_batch_size)
-        return run.micro_batch_size * 100 * MIB
+        return None if run.micro_batch_size == 16 else run.micro_batch_size * 170 * MIB
 
-    found = fit_microbatch(RUN, 1000 * MIB, probe)
-    assert tried[-1] == found.run.micro_batch_size == 8
-    assert "measured 800 MiB, within 1,000 MiB" in found.told[-1]
+    found = fit_microbatch(RUN, 1200 * MIB, probe)
+    assert tried == [16, 8, 4] and found.run.micro_batch_size == 4
+    assert "the memory ran out" in found.told[0]
+    assert "measured 1.3 GiB, more than 1.2 GiB" in found.told[1]
+    assert "measured 680 MiB, within 1.2 GiB" in found.told[2]
 
 
 def test_what_never_fits_says_what_each_size_takes():
