@@ -59,7 +59,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ExampleError(f"the chat template is none ({error}): give another one, as data.template") from error
+            raise ExampleError(f"template: the chat template is broken ({error}): give another one") from error
         self._tokens, self._marks = dict(tokens), re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._special = tuple(token for token in tokens.values() if token)
 

@@ -11,30 +11,30 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.data.example_shapes import ExampleError, Written, written
+from raypar.actors.data.conversion import ConversionError, Convert, by_size
+from raypar.actors.data.conversion_progress import conversion_progress
+from raypar.actors.data.example_blocks import SUFFIXES, blocks_of_examples
+from raypar.actors.data.example_conversion import MOST_TOLD, ExampleConversion
+from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.packing import Int64s
+from raypar.actors.data.saved_dataset import is_saved, shards_of, splits_in
 from raypar.actors.data.text_files import TextError
-from raypar.actors.data.tokenizer import Mask, Tokenizer
+from raypar.actors.data.tokenizer import Mask
 from raypar.actors.files import WholeFile, expanded, write_whole
-from raypar.actors.specs.data import Examples, Learned
+from raypar.actors.specs.data import Examples
 
 log = logging.getLogger(__name__)
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
-_AT_ONCE = 1000  # examples that are encoded together
-_MOST_TOLD = 5  # examples that are named for what is wrong with them
-_MOST_LINE = 1 << 26  # bytes of an example
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,26 @@ class Converted:
     facts: ExampleFacts
 
 
-def open_examples(setting: str, path: str, spec: Examples) -> Converted:
+def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by_size) -> Converted:
     """Open the examples of a path, converting them first if the cache has none.
 
     Args:
         setting: What the user calls this path ("path" or "val_path"), for messages.
-        path: A file, folder or glob.
+        path: A file, folder, glob, or folder of ``datasets.save_to_disk``.
         spec: The data, for its tokenizer, template, cache folder, and what is learned.
+        convert: Converts blocks of the files.
 
     Raises:
         TextError: All faults of the path, the tokenizer and the first examples that are wrong.
     """
+    conversion = ExampleConversion(spec.tokenizer, spec.template, spec.learn)
     try:
-        files, tokenizer = _files(setting, path), Tokenizer(spec.tokenizer, spec.template)
+        tokenizer = conversion.opened
+        tokenizer.template  # noqa: B018  (read here, so that what is wrong with it is told once)
+    except ExampleError as error:
+        raise TextError([str(error)]) from error
+    try:
+        files = _files(setting, path)
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         key = hashlib.sha256(repr((_FORMAT, stats, tokenizer.key, spec.learn)).encode()).hexdigest()[:32]
         folder = expanded(spec.cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute()
@@ -86,48 +93,21 @@ def open_examples(setting: str, path: str, spec: Examples) -> Converted:
         facts = _read_facts(home)
         if facts is None:
             home.parent.mkdir(parents=True, exist_ok=True)
-            log.info("converting %s %r to tokens, once: %s files", setting, path, len(files))
-            facts = _convert(setting, files, tokenizer, spec.learn, home)
+            count = "1 file" if len(files) == 1 else f"{len(files)} files"
+            log.info("converting %s %r to tokens, once: %s", setting, path, count)
+            facts = _convert(files, conversion, home, convert)
             write_whole(home.with_suffix(".json"), [memoryview(json.dumps(asdict(facts), indent=1).encode())])
-    except ExampleError as error:
-        raise TextError([str(error)]) from error
+    except TextError as error:
+        raise TextError([f"{setting}: {one}" for one in error.faults]) from error
+    except ConversionError as error:
+        raise TextError([f"{setting}: {path!r} is not converted: {error}"]) from error
     except OSError as error:
         raise TextError([f"{setting}: {path!r} can't be converted ({error.strerror or error}): repair that"]) from error
+    except ValueError as error:
+        raise TextError([f"{setting}: {error}"]) from error
     ids = np.memmap(home.with_suffix(".ids"), np.dtype(facts.dtype), mode="r")
     learned = np.memmap(home.with_suffix(".learned"), np.uint8, mode="r")
     return Converted(ids, learned, np.fromfile(home.with_suffix(".ends"), "<i8"), facts)
-
-
-def records(file: Path) -> Iterator[Any]:
-    """Yield the examples of a file. Raises ExampleError, with the number of the line, or OSError."""
-    if file.suffix == ".parquet":
-        yield from _rows(file)
-    elif file.suffix == ".json":
-        found = _parsed(file.read_bytes(), file.name)
-        yield from found if isinstance(found, list) else [found]
-    elif file.suffix == ".txt":
-        yield {"text": file.read_text(errors="replace")}
-    else:
-        with file.open("rb") as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(_MOST_LINE), b""), 1):
-                if line.strip():
-                    yield _parsed(line, f"{file.name}, line {number},")
-
-
-def _parsed(raw: bytes, where: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        return ExampleError(f"{where} is not JSON ({error})")
-
-
-def _rows(file: Path) -> Iterator[Any]:
-    try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    except ImportError as error:
-        raise ExampleError(f"{file.name} needs the pyarrow package: pip install pyarrow") from error
-    for batch in ParquetFile(file).iter_batches(_AT_ONCE):
-        yield from batch.to_pylist()
 
 
 def _files(setting: str, path: str) -> list[Path]:
@@ -135,58 +115,50 @@ def _files(setting: str, path: str) -> list[Path]:
     target = expanded(path)
     if target.is_file():
         found = [target]
+    elif target.is_dir() and is_saved(target):
+        return shards_of(target, trains=setting != "val_path")
     elif target.is_dir():
-        found = sorted(file for file in target.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        found = sorted(file for file in target.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     else:
         found = sorted(Path(name) for name in glob.glob(str(target), recursive=True) if Path(name).is_file())  # noqa: PTH207
+    if not found and (splits := splits_in(target.parent)):
+        raise ExampleError(f"{str(target.parent)!r} has no split {target.name!r}: give one of {', '.join(splits)}")
     if not found:
-        raise ExampleError(f"{setting}: {path!r} has no file of {', '.join(_SUFFIXES)}: correct the path")
-    if wrong := [file.name for file in found if file.suffix not in _SUFFIXES]:
-        raise ExampleError(f"{setting}: {wrong[0]!r} is of no kind that is read: give {', '.join(_SUFFIXES)}")
+        raise ExampleError(f"{path!r} has no file of {', '.join(SUFFIXES)}: correct the path")
+    if wrong := [file.name for file in found if file.suffix not in SUFFIXES]:
+        raise ExampleError(f"{wrong[0]!r} is of no kind that is read: give {', '.join(SUFFIXES)}")
     return found
 
 
-def _convert(setting: str, files: Sequence[Path], tokenizer: Tokenizer, learn: Learned, home: Path) -> ExampleFacts:
-    """Write the tokens of all examples. Raises TextError with the first ones that are wrong, or OSError."""
-    dtype = "<u2" if tokenizer.num_ids <= 1 << 16 else "<u4"
-    digest, ends, max_id, faults = hashlib.sha256(tokenizer.key.encode()), list[int](), 0, list[str]()
-    total, wrong = 0, 0
+def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, convert: Convert) -> ExampleFacts:
+    """Write the tokens of all examples. Raises TextError with the first ones that are wrong, ValueError or OSError."""
+    digest, ends = hashlib.sha256(conversion.opened.key.encode()), list[int]()
+    total, max_id, faults = 0, 0, list[str]()
+    size = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
         ids, learned = (stack.enter_context(WholeFile(home.with_suffix(end))) for end in (".ids", ".learned"))
-        examples = _written(files, tokenizer, learn, faults)
-        while batch := [*islice(examples, _AT_ONCE)]:
-            for one in tokenizer.tokenized(batch):
-                kept = one.ids.astype(dtype)
-                ids.write(kept.tobytes())
-                learned.write(one.learned.tobytes())
-                digest.update(kept.tobytes())
-                digest.update(one.learned.tobytes())
-                total, max_id = total + len(kept), max(max_id, int(kept.max(initial=0)))
-                ends.append(total)
-            wrong = max(wrong, len(faults))
-            if wrong > _MOST_TOLD:
+        read = stack.enter_context(conversion_progress(size))
+        blocks = blocks_of_examples(files, read)
+        for answer in stack.enter_context(closing(convert(conversion, blocks, size))):
+            found = conversion.tokens(answer)
+            ids.write(found.ids.tobytes())
+            learned.write(found.learned.tobytes())
+            max_id, first = max(max_id, int(found.ids.max(initial=0))), 0
+            for length in found.lengths:
+                digest.update(found.ids[first : first + length].tobytes())
+                digest.update(found.learned[first : first + length].tobytes())
+                first += length
+                ends.append(total + first)
+            total += first
+            faults += found.faults
+            if len(faults) > MOST_TOLD:
                 break
         if faults or not ends:
-            raise TextError([f"{setting}: {one}" for one in faults[:_MOST_TOLD]] or [f"{setting}: it has no examples"])
+            raise TextError(faults[:MOST_TOLD] or ["it has no examples"])
         ids.commit()
         learned.commit()
     write_whole(home.with_suffix(".ends"), [memoryview(np.array(ends, "<i8").tobytes())])
-    return ExampleFacts(dtype, len(ends), total, max_id, tokenizer.num_ids, digest.hexdigest())
-
-
-def _written(files: Sequence[Path], tokenizer: Tokenizer, learn: Learned, faults: list[str]) -> Iterator[Written]:
-    """Yield the examples of all files as text. What is wrong is appended to ``faults``."""
-    for file in files:
-        for number, record in enumerate(records(file), 1):
-            if isinstance(record, ExampleError):
-                faults.append(str(record))
-                continue
-            try:
-                yield written(record, tokenizer.template, tokenizer.end, learns_all=learn == "all")
-            except ExampleError as error:
-                faults.append(f"example {number} of {file.name} {error}")
-            if len(faults) > _MOST_TOLD:
-                return
+    return ExampleFacts(conversion.dtype, len(ends), total, max_id, conversion.opened.num_ids, digest.hexdigest())
 
 
 def _read_facts(home: Path) -> ExampleFacts | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raypar.actors.data.conversion import Convert, by_size
 from raypar.actors.data.example_files import Converted, open_examples
 from raypar.actors.data.mixing import LARGEST
 from raypar.actors.data.packing import Int64s
@@ -33,11 +34,12 @@ class ExampleSet(NamedTuple):
     weight: float
 
 
-def example_sets(spec: Examples) -> tuple[dict[str, ExampleSet], dict[str, ExampleSet]]:
+def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, ExampleSet], dict[str, ExampleSet]]:
     """Return the sets of examples for training and those for validation, by path.
 
     Args:
         spec: The data.
+        convert: Converts blocks of files that the cache has not.
 
     Raises:
         TextError: All faults of the data.
@@ -47,8 +49,10 @@ def example_sets(spec: Examples) -> tuple[dict[str, ExampleSet], dict[str, Examp
     weights = {spec.path: 1.0} if isinstance(spec.path, str) else spec.path
     names = {path: "path" if isinstance(spec.path, str) else f"path[{path!r}]" for path in weights}
     faults = [*_weight_faults(weights)]
-    opened = {path: found for path in weights if (found := _opened(names[path], path, spec, faults)) is not None}
-    val = None if spec.val_path is None else _opened("val_path", spec.val_path, spec, faults)
+    opened = {
+        path: found for path in weights if (found := _opened(names[path], path, spec, convert, faults)) is not None
+    }
+    val = None if spec.val_path is None else _opened("val_path", spec.val_path, spec, convert, faults)
     if spec.val_path is None:
         for path, one in opened.items():
             if max(1, round(one.facts.examples * spec.val_fraction)) >= one.facts.examples:
@@ -79,10 +83,10 @@ def _weight_faults(weights: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _opened(setting: str, path: str, spec: Examples, faults: list[str]) -> Converted | None:
+def _opened(setting: str, path: str, spec: Examples, convert: Convert, faults: list[str]) -> Converted | None:
     """Open the examples of a path. Faults are appended to ``faults``."""
     try:
-        return open_examples(setting, path, spec)
+        return open_examples(setting, path, spec, convert)
     except TextError as error:
         faults += error.faults
         return None

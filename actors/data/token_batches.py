@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from raypar.actors.data.text_files import Facts, TextError, Tokens, open_tokens
+from raypar.actors.data.conversion import Convert, by_size
+from raypar.actors.data.text_conversion import Tokens
+from raypar.actors.data.text_files import Facts, TextError, open_tokens
 from raypar.actors.specs.data import Text
 
 if TYPE_CHECKING:
@@ -51,12 +53,17 @@ class Corpus:
     fingerprint: str
 
 
-def open_corpus(text: Text) -> Corpus:
+def open_corpus(text: Text, convert: Convert = by_size) -> Corpus:
     """Open the tokens of a text. The first call on a machine converts them; later calls take milliseconds.
 
-    Raises ValueError with all faults of the text; ``data_faults`` returns them instead.
+    Args:
+        text: The text.
+        convert: Converts chunks of files that the cache has not.
+
+    Raises:
+        TextError: All faults of the text; ``data_faults`` returns them instead.
     """
-    parts, faults = _open_parts(text)
+    parts, faults = _open_parts(text, convert)
     if faults:
         raise TextError(faults)
     train, val = _split(text, parts)
@@ -138,13 +145,13 @@ def _fraction_faults(text: Text) -> list[str]:
     return [f"val_fraction: {text.val_fraction} is not between 0 and 1: set it to 0.1, say, or give val_path"]
 
 
-def _open_parts(text: Text) -> tuple[dict[str, tuple[Tokens, Facts]], list[str]]:
+def _open_parts(text: Text, convert: Convert = by_size) -> tuple[dict[str, tuple[Tokens, Facts]], list[str]]:
     """Open path and val_path. Returns those that could be opened, by setting, and all faults."""
     faults = _fraction_faults(text)
     parts: dict[str, tuple[Tokens, Facts]] = {}
     for setting, path in _paths(text).items():
         try:
-            parts[setting] = open_tokens(setting, path, text.tokenizer, text.cache)
+            parts[setting] = open_tokens(setting, path, text.tokenizer, text.cache, convert)
         except TextError as error:
             faults += error.faults
     if len({facts.dtype == "|u1" for _, facts in parts.values()}) == 2:

@@ -10,7 +10,7 @@ from itertools import pairwise, takewhile
 from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.cli.parsing import parse, values_of
-from raypar.cli.train import Finished, Plan, TrainArgs, train
+from raypar.cli.train import Finished, Plan, TrainArgs, convert_data, train
 from raypar.config.finetuning import finetuning, lasting
 from raypar.errors import ConfigError
 
@@ -56,6 +56,7 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     start = finetuning(path, folder, adapters=adapters)
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
     steps = flags.args.steps if [*values_of("--steps", left)] else None
+    convert_data(flags.args.run())
     long = lasting(flags.args.run(), steps)
     start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
     return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))

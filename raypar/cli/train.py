@@ -34,7 +34,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.calibration_file import calibration_faults, calibration_named
-from raypar.planner.host import room_faults
+from raypar.planner.host import room_faults, starts_own_ray
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
@@ -174,6 +174,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
             run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
+    convert_data(run)
     try:
         schedule = _checked(run, args, begun, wrong, words)
         run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True)
@@ -192,6 +193,14 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
             notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
             error.__notes__ = [*notes, how]
         raise
+
+
+def convert_data(run: Run) -> None:
+    """Convert the data of a run on a cluster, if RAY_ADDRESS names one; see ``convert_on_cluster``."""
+    if not starts_own_ray():
+        from raypar.job.conversion import convert_on_cluster  # imports torch and Ray
+
+        convert_on_cluster(run)
 
 
 def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int, *, color: bool) -> Plan:

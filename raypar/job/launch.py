@@ -19,6 +19,7 @@ from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
+from raypar.job.conversion import convert_on_cluster
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
 from raypar.paths import absolute
@@ -57,6 +58,7 @@ def launch(
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
+    convert_on_cluster(run)
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
     chaos, wrong = injectable(chaos, world_of(run), programs["train"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypar.actors.data import text_files as corpus
+from raypar.actors.data import text_files, text_sources
 from raypar.actors.data.text_files import TextError, open_tokens
 from raypar.actors.data.token_batches import data_faults
 from raypar.actors.specs.data import Text
@@ -137,7 +137,7 @@ def test_fingerprint_follows_names_contents_and_tokenizer_only(folder, tmp_path,
 
 def test_second_open_converts_nothing(folder, tmp_path, monkeypatch):
     first, facts = tokens_of(folder, tmp_path)
-    monkeypatch.delattr(corpus, "_convert")
+    monkeypatch.delattr(text_files, "_convert")
     again, same = tokens_of(folder, tmp_path)
     assert same == facts and (again == first).all()
     entry = json.loads(next((tmp_path / "tokens").glob("*.json")).read_text())
@@ -173,7 +173,7 @@ def test_failed_conversion_leaves_nothing(folder, tmp_path, monkeypatch):
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "_blocks", fail)
+        patch.setattr(text_sources, "blocks_of", fail)
         with pytest.raises(TextError, match="disk on fire"):
             tokens_of(folder, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
@@ -185,8 +185,8 @@ def test_text_that_changes_while_it_is_read_is_refused(folder, tmp_path, monkeyp
         (folder / "z.txt").write_text("longer than before")
         return text.rfind(b"\n") + 1
 
-    monkeypatch.setattr(corpus, "_CHUNK", 1)
-    monkeypatch.setattr(corpus, "_cut", change)
+    monkeypatch.setattr(text_sources, "_CHUNK", 1)
+    monkeypatch.setattr(text_sources, "_cut", change)
     with pytest.raises(TextError, match=r"z\.txt changed while it was being read"):
         tokens_of(folder, tmp_path)
 
@@ -247,7 +247,7 @@ def test_large_tokenizer_gives_uint32(tmp_path):
 )
 @pytest.mark.parametrize("chunk", [7, 16, 1000])
 def test_chunks_lose_nothing_and_split_no_character(tmp_path, monkeypatch, bpe, text, chunk):
-    monkeypatch.setattr(corpus, "_CHUNK", chunk)
+    monkeypatch.setattr(text_sources, "_CHUNK", chunk)
     (tmp_path / "text").write_text(text)
     assert text_of(tmp_path / "text", tmp_path) == text
     tokens, _ = tokens_of(tmp_path / "text", tmp_path, bpe)

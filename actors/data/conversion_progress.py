@@ -1,0 +1,62 @@
+"""How far a conversion of data is: a bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+_WORTH = 8 << 20  # bytes that take so long that somebody wants to know
+_EVERY = 10.0  # seconds between two lines
+
+
+@contextmanager
+def conversion_progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show how much is read, within the block.
+
+    Args:
+        size: Bytes of all files.
+
+    Yields:
+        A function that is told how many bytes more were read.
+    """
+    if size < _WORTH:
+        yield lambda more: None
+    elif sys.stderr.isatty():
+        with _bar(size) as told:
+            yield told
+    else:
+        yield _Lines(size).told
+
+
+@contextmanager
+def _bar(size: int) -> Iterator[Callable[[int], None]]:
+    # imported here: it takes 50 ms, and nothing is shown of what is small
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = TextColumn("converting"), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=size)
+        yield lambda more: progress.advance(task, more)
+
+
+class _Lines:
+    """Log lines, one every few seconds."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._read = size, 0
+        self._began = self._last = time.monotonic()
+
+    def told(self, more: int) -> None:
+        """Count bytes that were read, and say how far this is if it is time to."""
+        self._read += more
+        now = time.monotonic()
+        if now - self._last >= _EVERY:
+            self._last, speed = now, self._read / (now - self._began)
+            left = max(0, self._size - self._read) / speed
+            log.info("converted %.0f%%, %.1f MB/s, %.0f s left", 100 * self._read / self._size, speed / 1e6, left)

@@ -1,0 +1,166 @@
+"""Files of examples in blocks: read one after the other, and taken apart again, in this process or another one.
+
+A block is a line of JSON, which says what it is and where it is from, and some bytes behind it: lines of a .jsonl file,
+a list in JSON, or a record batch of Arrow. So examples are parsed where they are converted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypar.actors.data.example_shapes import ExampleError
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
+_EXAMPLES = 1000  # of a block, at most
+_BYTES = 1 << 20  # about as many, if examples are long
+_MOST_LINE = 1 << 26  # bytes of an example
+_PYARROW = "needs the pyarrow package: pip install 'raypar[datasets]'"
+
+
+class Found(NamedTuple):
+    """An example of a block.
+
+    Attributes:
+        where: Where it is, for messages.
+        record: What was read, or the ExampleError that says why it can't be.
+    """
+
+    where: str
+    record: Any
+
+
+def blocks_of_examples(files: Iterable[Path], read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the examples of files in blocks, in order.
+
+    Args:
+        files: The files.
+        read: Is told how many bytes more of the files were read.
+
+    Raises:
+        ExampleError: A file is broken, or pyarrow is missing.
+        OSError: A file can't be read.
+    """
+    for file in files:
+        if file.suffix in (".parquet", ".arrow"):
+            yield from _rows(file, read)
+            continue
+        if file.suffix == ".jsonl":
+            yield from _lines(file, read)
+            continue
+        if file.suffix == ".txt":
+            yield from _values(file.name, [{"text": file.read_text(errors="replace")}])
+        else:
+            yield from _json(file)
+        read(file.stat().st_size)
+
+
+def examples_in(block: bytes) -> Iterator[Found]:
+    """Yield the examples of a block. Raises ExampleError if pyarrow is missing."""
+    raw, _, body = block.partition(b"\n")
+    head = json.loads(raw)
+    file, number = head["file"], head["example"]
+    if head["kind"] == "wrong":
+        yield Found(file, ExampleError(body.decode()))
+    elif head["kind"] == "lines":
+        for line, text in enumerate(body.split(b"\n"), head["line"]):
+            if text.strip():
+                yield _parsed(text, f"{file}, line {line},", f"example {number} of {file}")
+                number += 1
+    else:
+        records = _batch(body) if head["kind"] == "rows" else json.loads(body)
+        yield from (Found(f"example {number + i} of {file}", record) for i, record in enumerate(records))
+
+
+def _block(kind: str, file: str, body: bytes, *, example: int = 1, line: int = 1) -> bytes:
+    head = {"kind": kind, "file": file, "example": example, "line": line}
+    return json.dumps(head).encode() + b"\n" + body
+
+
+def _lines(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the lines of a file in blocks, which know the numbers of their first line and example."""
+    example = line = 1
+    with file.open("rb") as source:
+        while lines := [*_some(source.readline)]:
+            body = b"".join(lines)
+            yield _block("lines", file.name, body, example=example, line=line)
+            line += len(lines)
+            example += sum(not one.isspace() for one in lines)
+            read(len(body))
+
+
+def _some(readline: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Yield the lines of a block. A part of a line that is too long ends it, as does the end of the file."""
+    size = 0
+    for _ in range(_EXAMPLES):
+        if not (line := readline(_MOST_LINE)):
+            return
+        yield line
+        size += len(line)
+        if size >= _BYTES or not line.endswith(b"\n"):
+            return
+
+
+def _parsed(raw: bytes, where: str, named: str) -> Found:
+    try:
+        return Found(named, json.loads(raw))
+    except (ValueError, RecursionError) as error:
+        return Found(named, ExampleError(f"{where} is not JSON ({error})"))
+
+
+def _json(file: Path) -> Iterator[bytes]:
+    """Yield the values of a JSON file, whose list is several, in blocks."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        yield _block("wrong", file.name, f"{file.name} is not JSON ({error})".encode())
+        return
+    yield from _values(file.name, found if isinstance(found, list) else [found])
+
+
+def _values(file: str, values: Sequence[Any]) -> Iterator[bytes]:
+    for first in range(0, len(values), _EXAMPLES):
+        body = json.dumps(values[first : first + _EXAMPLES]).encode()
+        yield _block("values", file, body, example=first + 1)
+
+
+def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the rows of a file of Parquet or Arrow in blocks; a few of them are in memory at a time."""
+    try:
+        import pyarrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from pyarrow import parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ExampleError(f"{file.name} {_PYARROW}") from error
+    size, told, example = file.stat().st_size, 0, 1
+    try:
+        if file.suffix == ".parquet":
+            opened = parquet.ParquetFile(file)
+            batches, rows = opened.iter_batches(_EXAMPLES), opened.metadata.num_rows
+        else:
+            source = pyarrow.memory_map(str(file))
+            batches, rows = pyarrow.ipc.open_stream(source), 0
+        for whole in batches:
+            for first in range(0, whole.num_rows, _EXAMPLES):
+                batch = whole.slice(first, _EXAMPLES)
+                sink = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(sink, batch.schema) as out:
+                    out.write_batch(batch)
+                yield _block("rows", file.name, sink.getvalue().to_pybytes(), example=example)
+                example += batch.num_rows
+            now = size * (example - 1) // rows if rows else source.tell()
+            read(now - told)
+            told = now
+    except (pyarrow.ArrowException, OSError) as error:  # OSError is what a file gets that ends early
+        raise ExampleError(f"{file.name} is broken, or of another kind ({error}): copy or save it again") from error
+
+
+def _batch(body: bytes) -> Iterator[Any]:
+    """Yield the rows of a block, each without its columns that are null."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ExampleError(_PYARROW) from error
+    for row in pyarrow.ipc.open_stream(body).read_all().to_pylist():
+        yield {name: value for name, value in row.items() if value is not None}

@@ -1,0 +1,182 @@
+"""The files that a text is made of: found, read, and cut into chunks. The standard library alone is needed."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import glob
+import hashlib
+import itertools
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypar.actors.files import expanded
+
+SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
+_HEAD = 64 << 10  # bytes of a named file that are looked at, to tell whether it is text
+_SPACES = b"\t\n\v\f\r\x1a\x1b"
+_CHUNK = 1 << 20  # bytes read and encoded at a time
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a text, as it was when it was listed."""
+
+    name: str  # relative to what the user named, so that it is the same on every machine
+    path: Path
+    size: int
+    mtime: int  # ns
+    named: bool  # by the user directly: then it must be text
+
+
+def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> list[SourceFile]:
+    """List the files that a path names, sorted, without those of the cache.
+
+    Args:
+        setting: What the user calls this path ("path" or "val_path"), for messages.
+        path: A file, folder, glob or "stdlib" (see ``Text.path``).
+        cache: The folder of the converted tokens.
+        faults: Gets what is wrong with the path.
+    """
+    files: list[SourceFile] = []
+    try:
+        target = expanded(path)
+        root, names = _find(path, target)
+        base, cache = root.resolve(), cache.resolve()
+        for name in sorted(names):
+            file = base / name
+            if (named := root / name == target) or not file.is_relative_to(cache):
+                stat = file.stat()
+                files.append(SourceFile(name, file, stat.st_size, stat.st_mtime_ns, named))
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+        faults.append(f"{setting}: {path!r} cannot be read ({reason_of(error)}): correct the path")
+        return []
+    if locked := [file.name for file in files if not os.access(file.path, os.R_OK)]:
+        faults.append(f"{setting}: no permission to read {', '.join(locked[:9])} ({len(locked)} in all): chmod +r")
+    if not any(file.size for file in files):
+        faults.append(f"{setting}: {path!r} is empty ({SKIPPED}): give files with text in them")
+    if path.endswith(".bin") and files and files[0].size % 2:
+        faults.append(f"{setting}: {path!r} has an odd size, {files[0].size} bytes: write its tokens as uint16")
+    if not locked and not path.endswith(".bin"):
+        faults += [f"{setting}: {path!r} {why}" for file in files if file.named for why in _no_text(file)]
+    return files
+
+
+def is_text(file: SourceFile) -> bool:
+    """Return whether a file that is not empty is read: those that the user has named, and those without a NUL."""
+    with file.path.open("rb") as source:
+        return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a file can't be read, without the number and the path that Python's text has too."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[bytes]:
+    """Yield a file in chunks of about 1 MiB that end at line ends.
+
+    A file gets a final newline if it lacks one and is not the ``last``.
+
+    Args:
+        file: The file.
+        sources: A hash that gets all of its bytes.
+        last: Whether no other file follows.
+
+    Raises:
+        OSError: The file changed since it was listed, or can't be read.
+    """
+    rest = b""
+    for block in blocks_of(file):
+        sources.update(block)
+        rest += block
+        if len(rest) >= _CHUNK:
+            cut = _cut(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest if last or rest.endswith(b"\n") else rest + b"\n"
+
+
+def blocks_of(file: SourceFile) -> Iterator[bytes]:
+    """Yield a file's bytes. Raises OSError if the file changed since it was listed."""
+    with file.path.open("rb") as source:
+        while block := source.read(_CHUNK):
+            yield block
+        stat = os.fstat(source.fileno())
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime):
+        raise OSError(f"{file.path} changed while it was being read")
+
+
+def _no_text(file: SourceFile) -> Iterator[str]:
+    """Yield why a file is no UTF-8 text, by its first 64 KiB, and what to do."""
+    with file.path.open("rb") as source:
+        head = source.read(_HEAD)
+    zeros = head.count(0)
+    half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0
+    is_text = not any(byte < 32 and byte not in _SPACES for byte in set(head) - {0})
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or (half == zeros and 5 * zeros > len(head) and is_text):
+        yield f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
+    elif zeros:
+        yield f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"
+    else:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD)
+        except UnicodeDecodeError as error:
+            strange = sum(byte < 32 and byte not in _SPACES for byte in head) + sum(127 <= byte < 160 for byte in head)
+            where = f"byte {error.start} ({head[error.start]:#04x}) is not UTF-8"
+            if 100 * strange > len(head):
+                yield f"is no text: {where}: give a text file, or uint16 tokens in a file named .bin"
+            else:
+                fix = f"iconv -f LATIN1 -t UTF-8 {file.path.name} > utf8.txt"
+                yield f"is text in another encoding, perhaps latin-1: {where}: {fix}"
+
+
+def _find(path: str, target: Path) -> tuple[Path, list[str]]:
+    """Return a folder and the files that ``path`` names, relative to that folder with "/" as separator."""
+    if path == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        return root, [name for name in _below(root, _NOT_STDLIB) if name.endswith(".py")]
+    if path and target.is_file():
+        return target.parent, [target.name]
+    if path and target.is_dir() and not path.endswith(".bin"):
+        return target, list(_below(target))
+    if path and target.exists() and not target.is_dir():
+        raise OSError(errno.EINVAL, "it is no plain file")
+    if not glob.has_magic(path):
+        raise FileNotFoundError("there is no such file or folder")
+    if path.endswith(".bin"):
+        raise FileNotFoundError("a .bin file is named by its own path, one alone")
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), target.parts))
+    # glob and not pathlib, whose ** takes hidden files and, before Python 3.13, no files at the end
+    found = [Path(name) for name in glob.glob(str(target), recursive=True)]  # noqa: PTH207
+    if not (names := [file.relative_to(root).as_posix() for file in found if file.is_file()]):
+        raise FileNotFoundError("the pattern matches no file")
+    return root, names
+
+
+def _below(root: Path, without: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield all regular files below ``root`` that are not hidden. Links to folders are not followed."""
+
+    def fail(error: OSError) -> None:
+        raise error  # by default os.walk skips folders that it cannot read
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        inside = f"{Path(folder).relative_to(root).as_posix()}/".removeprefix("./")
+        seen = (name for name in names if not name.startswith("."))  # strings: there may be thousands, per actor
+        yield from (inside + name for name in seen if os.path.isfile(f"{folder}/{name}"))  # noqa: PTH113
+
+
+def _cut(text: bytes) -> int:
+    """Return where to cut: after the last newline, else before the last space, else between two UTF-8 characters."""
+    if line := text.rfind(b"\n") + 1:
+        return line
+    if (space := text.rfind(b" ")) > 0:
+        return space
+    # continuation bytes are 0b10xxxxxx; a character has at most three
+    return next((cut for cut in range(len(text) - 1, len(text) - 5, -1) if text[cut] & 0xC0 != 0x80), len(text))
