@@ -20,7 +20,7 @@ class Text:
     path: str = "stdlib"
     """file, folder or glob; stdlib: the .py files of Python's library; a .bin file has uint16 tokens (as nanoGPT's)"""
     tokenizer: str | None = None
-    """a Hugging Face ``tokenizers`` JSON file; None reads bytes (256 ids)"""
+    """a Hugging Face ``tokenizers`` JSON file, or a folder with a tokenizer.json; None reads bytes (256 ids)"""
     val_path: str | None = None
     """validation text, spelled like path; None takes the last ``val_fraction`` of path for validation"""
     val_fraction: float = 0.1
@@ -57,8 +57,8 @@ class Examples:
     """
 
     path: str | Mapping[str, Positive] = field(hash=False)
-    """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example; or several of
-    these, each with the weight of its sequences in what is learned"""
+    """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example; a folder of
+    ``datasets.save_to_disk``; or several of these, each with the weight of its sequences in what is learned"""
     tokenizer: str | None = None
     """folder of a Hugging Face model, or its tokenizer.json; None reads bytes (256 ids)"""
     template: str | None = None

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
+from raypar.cli.data_conversion import convert_data
 from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.cli.parsing import parse, values_of
-from raypar.cli.train import Finished, Plan, TrainArgs, convert_data, train
+from raypar.cli.train import Finished, Plan, TrainArgs, train
 from raypar.config.finetuning import finetuning, lasting
 from raypar.errors import ConfigError
 

@@ -20,7 +20,11 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
+<<<<<<< HEAD
 from raypar.cli.auto_microbatch import chosen
+=======
+from raypar.cli.data_conversion import convert_data
+>>>>>>> 448c1e2e (Conversion is documented, measured, and its tests do not depend on the machine's load)
 from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
@@ -34,7 +38,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.calibration_file import calibration_faults, calibration_named
-from raypar.planner.host import room_faults, starts_own_ray
+from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
@@ -193,14 +197,6 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
             notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
             error.__notes__ = [*notes, how]
         raise
-
-
-def convert_data(run: Run) -> None:
-    """Convert the data of a run on a cluster, if RAY_ADDRESS names one; see ``convert_on_cluster``."""
-    if not starts_own_ray():
-        from raypar.job.conversion import convert_on_cluster  # imports torch and Ray
-
-        convert_on_cluster(run)
 
 
 def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int, *, color: bool) -> Plan:
