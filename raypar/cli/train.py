@@ -20,11 +20,8 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
-<<<<<<< HEAD
 from raypar.cli.auto_microbatch import chosen
-=======
 from raypar.cli.data_conversion import convert_data
->>>>>>> 448c1e2e (Conversion is documented, measured, and its tests do not depend on the machine's load)
 from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
