@@ -99,9 +99,7 @@ class Stream:
             told = str(error).replace("no weight was changed", "other stages may have updated already")
             raise ValueError(f"{told}, and resume from the last checkpoint") from None
         self.older.add(sum(one.older_bytes for one in self._versions.values()) - self.older.now)
-        self._state.zero_grad()
-        if self._reducer is not None:
-            self._reducer.begin()
+        self._go_on(action)
 
     def validate(self, action: Action, step: Step) -> Iterator[Action]:
         """Find out whether an update was right, and make it again if it was not.
@@ -124,13 +122,18 @@ class Stream:
             raise ValueError(f"{told}, and resume from the last checkpoint") from None
         step.updates.append(updated)
         self._doubt = None
-        self._state.zero_grad()
-        if self._reducer is not None:
-            self._reducer.begin()
+        self._go_on(action)
         if is_right:
             return iter(())
         made = self._row.index(action._replace(op=Op.STEP))
         return iter(self._row[made + 1 : self._row.index(action)])
+
+    def _go_on(self, action: Action) -> None:
+        """Begin the gradients of the next step. Those of the last one stay, to be looked at."""
+        if action._replace(op=Op.STEP, microbatch=(action.microbatch or 0) + 1) in self._row:
+            self._state.zero_grad()
+            if self._reducer is not None:
+                self._reducer.begin()
 
     def _of(self, action: Action) -> WeightVersions:
         assert action.stage is not None

@@ -68,10 +68,10 @@ class StepsByHand:
             JobError: The run's schedule is asynchronous.
         """
         if loaded.schedule.stream:
-            raise JobError(
-                f"schedule {loaded.schedule.name!r} is asynchronous, so that steps overlap: "
-                "steps by hand need a synchronous one, as 1f1b"
-            )
+            is_late = not loaded.schedule.validated
+            kind = "is asynchronous, so that steps" if is_late else "has steps without a flush, which"
+            fix = "need a synchronous one, as 1f1b" if is_late else "need a flush after each: leave flush_every out"
+            raise JobError(f"schedule {loaded.schedule.name!r} {kind} overlap: steps by hand {fix}")
         self._stepper = Stepper(
             loaded.schedule,
             step,

@@ -178,13 +178,16 @@ class Entry:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
         wanted = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * stages_a_rank}
-        has = (schedule.num_pipeline_ranks, schedule.microbatches_a_step, schedule.num_stages)
+        wanted |= {"steps": further} if self.is_stream else {}
+        has = (schedule.num_pipeline_ranks, schedule.microbatches_a_step, schedule.num_stages, schedule.stream)
         wrong = [
-            f"{one} {what}, not {wanted[what]}" for what, one in zip(wanted, has, strict=True) if one != wanted[what]
+            f"{one} {what}, not {wanted[what]}" for what, one in zip(wanted, has, strict=False) if one != wanted[what]
         ]
         if wrong:
             fix = f"return one row a rank, with {stages_a_rank} stage{'s' * (stages_a_rank > 1)} a rank"
-            if third is None:
+            if self.is_stream:
+                fix += f", and a STEP of each stage for each of {further} steps"
+            elif third is None:
                 fix += "; for other numbers of stages take a third parameter, num_chunks"
             raise ScheduleError(f"schedule {name!r}: {call} returns {', '.join(wrong)}: {fix}")
         return schedule

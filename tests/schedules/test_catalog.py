@@ -11,7 +11,7 @@ import raypar as rp
 from raypar.schedules import CATALOG, Schedule, ScheduleError, build, check, lower, names, register
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import entry_of
-from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.generators.entry import Entry, Sizes
 
 WAVE = """\
 def wave(num_ranks, num_microbatches):
@@ -239,3 +239,13 @@ def test_an_installed_package_is_asked_for_a_name_that_nobody_knows(monkeypatch)
         build("worse", 2, 3)
     with pytest.raises(ScheduleError, match=r"did you mean 'theirs'\? known are naive, .*, theirs, worse"):
         build("their", 2, 3)
+
+
+def test_a_generator_of_other_steps_is_told():
+    def one_step(num_ranks, num_microbatches, num_steps):
+        return build("pipedream", num_ranks, num_microbatches, steps=2)
+
+    entry = Entry.of(one_step, is_stream=True)
+    with pytest.raises(ScheduleError, match=r"one_step\(2, 4, 3\) returns 2 steps, not 3: .*each of 3 steps"):
+        entry.build("mine", 2, 4, steps=3)
+    assert entry.build("mine", 2, 4, steps=2).stream == 2

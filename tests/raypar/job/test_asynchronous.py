@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import raypar as rp
 from raypar import chaos
 from raypar.config.run import check_run
 from raypar.errors import ConfigError, JobError
+from raypar.job.steps_by_hand import StepsByHand
 from raypar.schedules.schedule import Schedule
 
 TINY = rp.recipe(
@@ -49,6 +51,17 @@ def test_a_run_flushes_where_it_evaluates_saves_and_fails(tmp_path):
         resume=str(tmp_path / "again" / "checkpoints" / "step-00000006"),
     ) as job:
         assert [report.loss for report in job.train()] == [report.loss for report in reports[6:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [({}, "need a synchronous one, as 1f1b"), ({"schedule": "zb-h2", "backward": "auto"}, "leave flush_every out")],
+    ids=["late", "without a flush"],
+)
+def test_steps_by_hand_tell_the_way(changes, fix):
+    schedule = check_run(rp.Run(**vars(TINY) | changes))["train"]
+    with pytest.raises(JobError, match=f"overlap: steps by hand .*{fix}"):
+        StepsByHand("cpu").open(SimpleNamespace(schedule=schedule), 0, None, None)
 
 
 class Held(nn.Module):

@@ -69,6 +69,24 @@ def test_streams_have_the_bits_of_compiled_ones(name):
     assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
 
 
+@pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
+@pytest.mark.parametrize("executor", ["compiled", "tasks"])
+def test_the_gradients_of_a_stream_are_those_of_its_last_step(name, executor):
+    changes = {"executor": executor, "backward": "whole", "clip": None if name in STREAMS else 0.1}
+    once, every = (TeamJob(run_of(one, **changes, **more)) for one, more in (("1f1b", {}), (name, {"flush_every": 1})))
+    once.step()
+    every.stream(0, 1)
+    wanted, found = once.gradients(), every.gradients()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    longer = TeamJob(run_of(name, **changes, flush_every=3))
+    longer.stream(0, 3)
+    found = longer.gradients()
+    assert all(found[key] is not None and not torch.equal(found[key], value) for key, value in wanted.items())
+    for job in (once, every, longer):
+        job.close()
+
+
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 def test_slices_have_the_numbers_of_whole_sequences(name, order):
