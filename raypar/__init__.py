@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.rope_scaling import RopeScaling
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
+    from raypar.config.automatic import Planned, plan
     from raypar.config.depth import depth
     from raypar.config.hugging_face import HF
     from raypar.config.layouts import layout
@@ -73,6 +74,7 @@ _HOMES = {
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.depth": ("depth",),
+    "raypar.config.automatic": ("Planned", "plan"),
     "raypar.config.hugging_face": ("HF",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
@@ -130,6 +132,7 @@ __all__ = [
     "MoE",
     "Muon",
     "NonFiniteError",
+    "Planned",
     "Precision",
     "RelativeAttention",
     "Relayout",
@@ -157,6 +160,7 @@ __all__ = [
     "layout",
     "lm_eval_model",
     "masks",
+    "plan",
     "recipe",
     "register_schedule",
     "replay",

@@ -343,7 +343,8 @@ MAY_IMPORT = {
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (
         "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker raypar "
-        "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
+        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators raypar/planner/timing "
+        "schedules schedules/checking schedules/passes "
         "schedules/generators schedules/simulation"
     ),
     "raypar/config/validate": (
@@ -367,6 +368,9 @@ MAY_IMPORT = {
     ),
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",
+    "raypar/planner/operators": (
+        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing"
+    ),
     "raypar/planner/search": (
         "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/timing schedules"

@@ -50,13 +50,13 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
             every = whole.named_modules(prefix="layers", remove_duplicate=False)
             near = names_near(pattern, (name for name, _ in every if name != "layers"))
             yield f"model.plan: {pattern!r} names no module: use {near}"
-        unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, name, module))}
-        if unfit:
-            name, fault = next(iter(unfit.items()))
+        others = {name: fault for name, module in chosen.items() if (fault := unfit(kind, name, module))}
+        if others:
+            name, fault = next(iter(others.items()))
             yield f"model.plan: {pattern!r} is {kind!r}, but {name} {fault}"
         if twice := [name for name in chosen if name in known]:
             yield f"model.plan: {pattern!r} names {twice[0]}, which another pattern names, too: change one of them"
-        known |= {name: kind for name in chosen if name not in known and name not in unfit}
+        known |= {name: kind for name in chosen if name not in known and name not in others}
     for name in [name for name, kind in known.items() if _sums(kind)]:
         if inside := [other for other in known if other.startswith(f"{name}.")]:
             kind = known[inside[0]]
@@ -133,8 +133,14 @@ def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterato
                 yield f"{path} has max_norm, which changes the weights of one actor alone: leave it out"
 
 
-def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
-    """Return why a kind can't be applied to a module, with the fix; None if it can."""
+def unfit(kind: str, name: str, module: nn.Module) -> str | None:
+    """Return why a kind can't be applied to a module, with the fix; None if it can.
+
+    Args:
+        kind: The kind, which is one.
+        name: Logical name of the module.
+        module: The module.
+    """
     wanted = _known(kind).strategy.of
     if wanted is nn.Module:
         return None

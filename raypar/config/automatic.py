@@ -1,0 +1,115 @@
+"""The three modes of dividing a model: search all, search what is not annotated, or take what is given (MindSpore).
+
+Source: MindSpore 1.1, "Distributed Training Design": automatic, semi-automatic and manual (hybrid) parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
+from raypar.config.run import check_run
+from raypar.config.skeleton import Skeleton
+from raypar.errors import ConfigError
+from raypar.planner.hardware.cluster_file import cluster_of
+from raypar.planner.host import device_kind
+
+if TYPE_CHECKING:
+    from raypar.planner.operators.division import Division
+
+Mode = Literal["auto", "semi", "manual"]
+Aim = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True, repr=False)
+class Planned:
+    """A run with everything that was searched, as ``plan`` returns it.
+
+    Attributes:
+        run: The run, which ``launch`` takes.
+        lines: What was found, and why.
+    """
+
+    run: Run
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+
+@checked_arguments
+def plan(run: Run, mode: Mode = "semi", *, aim: Aim = "speed", gpu: str = "") -> Planned:
+    """Find how the modules of the user's own layers are divided over tensor ranks.
+
+    Args:
+        run: The run, with ``mesh.tp``. What its model's plan says of modules are annotations.
+        mode: "semi": keep what is annotated, and search the rest; "auto": search all; "manual": search nothing.
+        aim: What is made small first: the time of a step, or the weights that an actor has.
+        gpu: The device on which time is counted: a100, a100-40gb, h100, h200, b200, l4 or cpu; "": cpu where actors
+            would compute on CPUs, else h100.
+
+    Returns:
+        The run, whose plan names every module that was searched, and a table of them.
+
+    Raises:
+        ConfigError: The run has faults, or no division leads to what is annotated.
+    """
+    if mode == "manual":
+        check_run(run)
+        return Planned(run, ["manual: the run is taken as it is given"])
+    if not isinstance(run.model, Layers):
+        raise ConfigError(["model is no Layers: raypar plan --gpus searches the layout of a GPT or a Llama"])
+    if run.mesh.tensor_ranks == 1 or run.mesh.grid is not None:
+        raise ConfigError([f"mesh.tp is {run.mesh.tp!r}: give a number of actors over which modules are divided"])
+    annotated = run if mode == "semi" else replace(run, model=replace(run.model, plan={}))
+    division = _division(annotated, aim, gpu)
+    assert isinstance(annotated.model, Layers)
+    found = replace(annotated, model=replace(annotated.model, plan=dict(division.plan)))
+    check_run(found)
+    marked = ["(* as it was annotated)"] if division.annotated else []
+    return Planned(found, [*division.lines(), *marked])
+
+
+def _division(run: Run, aim: Aim, gpu: str) -> Division:
+    """Search the division of a run's layers. Raises ConfigError as ``plan`` does."""
+    from raypar.actors.data.batches import batch_source
+    from raypar.actors.models.user_plan import plan_faults
+    from raypar.planner.operators.chains import chains_of
+    from raypar.planner.operators.division import divided
+    from raypar.planner.operators.prices import Prices
+    from raypar.planner.timing.roofline import Roofline
+
+    model, mesh, skeleton = run.model, run.mesh, Skeleton(run.model, run.seed)
+    assert isinstance(model, Layers)
+    found = cluster_of(mesh.size, gpu or ("cpu" if device_kind(run.device) == "cpu" else "h100"))
+    faults = [*found.faults, *plan_faults(model.plan, skeleton.layers, mesh.tensor_ranks)]
+    if not skeleton.model.is_deferred:
+        faults.append("the layers can't be built without weights, and so not be tried: give a plan, and mode 'manual'")
+    if faults or found.cluster is None:
+        raise ConfigError(faults)
+    sizes = run.micro_batch_size, run.microbatches, mesh.dp, run.seed
+    try:
+        inputs = batch_source(run.data, model, *sizes).inputs("train", 0, 0, 0)
+        values = tuple(value.to("meta") for value in inputs)
+        chains = chains_of(skeleton.layers, values, model.plan, skeleton.model.skips)
+    except Exception as error:
+        told = f"the layers can't be tried on the shapes of a first batch ({type(error).__name__}: {error})"
+        raise ConfigError([f"{told}: mend it, or give a plan, and mode 'manual'"]) from error
+    cluster, half = found.cluster, run.precision.is_half
+    prices = Prices(
+        mesh.tensor_ranks,
+        Roofline.of(cluster.device, half=half),
+        cluster.route(mesh.tensor_ranks, 1),
+        2 if half else 4,
+        run.microbatches,
+    )
+    division = divided(chains, prices, aim)
+    if isinstance(division, list):
+        raise ConfigError(division)
+    return division

@@ -1,0 +1,94 @@
+"""The division of a user's modules over tensor ranks: the plan that a search finds, and what it costs, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from raypar.planner.operators.chain_search import Aim, Way, cheapest
+from raypar.planner.operators.chains import Found
+from raypar.planner.operators.operator import Operator
+from raypar.planner.operators.prices import Prices
+from raypar.planner.operators.strategies import Choice
+
+_HEAD = ("module", "input", "output", "strategy", "weights", "time")
+_SHOWN = 60  # modules in a table
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each module does.
+
+    Attributes:
+        plan: A kind for each module that is named.
+        modules: The modules that were searched, each with its choice.
+        annotated: Names of the modules whose kinds the user gave.
+        whole: Seconds of a microbatch in these modules if every actor computes all of them.
+    """
+
+    plan: Mapping[str, str]
+    modules: Sequence[tuple[Operator, Choice]]
+    annotated: frozenset[str]
+    whole: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a microbatch in the modules that were searched, on paper."""
+        return sum(choice.cost for _, choice in self.modules) * 1e-15
+
+    @property
+    def held(self) -> int:
+        """Elements of the modules' parameters that an actor has."""
+        return sum(choice.held for _, choice in self.modules)
+
+    def lines(self) -> Iterator[str]:
+        """Yield a table of the modules that have weights or are named, and what they take together."""
+        told = [(one, choice) for one, choice in self.modules if one.weights or choice.text]
+        rows = [_HEAD, *(self._cells(one, choice) for one, choice in told[:_SHOWN])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        if len(told) > _SHOWN:
+            yield f"... and {len(told) - _SHOWN} more modules"
+        weights = sum(one.weights for one, _ in self.modules)
+        yield f"an actor has {self.held:,} of the {weights:,} weights of these modules; on paper a microbatch takes"
+        yield f"{_short(self.seconds)} in them, and {_short(self.whole)} if each actor computes all"
+
+    def _cells(self, one: Operator, choice: Choice) -> tuple[str, ...]:
+        mark = " *" if one.name in self.annotated else ""
+        shapes = ("x".join(map(str, shape)) for shape in (one.taken, one.made))
+        what = choice.text or "replicated"
+        return (one.name, *shapes, what + mark, f"{choice.held:,}", _short(choice.cost * 1e-15))
+
+
+def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:
+    """Search the strategies of all chains.
+
+    Args:
+        found: The chains, and what stays as the user has annotated it.
+        prices: What things cost.
+        aim: What is made small first.
+
+    Returns:
+        The division, or the faults of the annotations.
+    """
+    plan, modules, faults = dict(found.kept), list[tuple[Operator, Choice]](), list[str]()
+    for chain in found.chains:
+        way = cheapest(chain, prices, aim)
+        if not isinstance(way, Way):
+            faults.append(
+                f"model.plan: no division leads to what it says of {way}: leave out ' from' and ' to' of it and of its "
+                f"neighbours, or give sizes that mesh.tp {prices.ranks} divides"
+            )
+            continue
+        modules += zip(chain, way.choices, strict=True)
+        plan |= {one.name: choice.text for one, choice in zip(chain, way.choices, strict=True) if choice.text}
+    if faults:
+        return faults
+    modules.sort(key=lambda pair: found.order[pair[0].name])
+    annotated = frozenset({*found.kept, *(one.name for one, _ in modules if one.strategy)})
+    return Division(plan, modules, annotated, sum(prices.compute(one, "replicated") for one, _ in modules))
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,144 @@
+"""The strategies that an operator may have, each with its price: column, row, replicated, split by samples or tokens.
+
+Source: Zheng et al. 2022, "Alpa", section 4.1, and MindSpore's auto-parallel modes: an operator has strategies, and
+between two of them stands a redistribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+from raypar.actors.collective.routes import Placement
+from raypar.actors.models.placed_step import FEATURES
+from raypar.actors.models.plan_kinds import PASSING, Strategy, strategy_of, text_of
+from raypar.planner.operators.operator import Operator
+from raypar.planner.operators.prices import Prices
+
+
+class Choice(NamedTuple):
+    """A strategy of an operator.
+
+    Attributes:
+        text: Its kind in a plan; "" if the plan does not name it.
+        made: Placement of what it makes.
+        cost: Femtoseconds of a microbatch: computing, and what is sent in front of it and behind it. They are whole
+            numbers, so that sums do not depend on the order.
+        held: Elements of its parameters that an actor has, at the most.
+        words: How many redistributions it names.
+    """
+
+    text: str
+    made: Placement
+    cost: int
+    held: int
+    words: int
+
+
+def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]:
+    """Yield what can be done with an operator that is given its input at a placement.
+
+    Args:
+        one: The operator.
+        given: The placement.
+        prices: What things cost.
+    """
+    if one.given not in ("", given):
+        return
+    if one.strategy in PASSING:
+        if given == FEATURES and one.goes in ("", FEATURES):
+            yield Choice(one.strategy, FEATURES, _whole(prices.compute(one, one.strategy)), one.weights, 0)
+        return
+    if not one.strategy and one.kind in ("activation", "dropout", "view"):
+        yield from _passing(one, given, prices)
+    for name in _strategies(one):
+        strategy = strategy_of(name)
+        assert strategy is not None
+        for made in dict.fromkeys(_ends(one, strategy)):
+            if _fits(one, name, strategy, given, made, prices.ranks):
+                yield _priced(one, name, strategy, given, made, prices)
+
+
+def _strategies(one: Operator) -> tuple[str, ...]:
+    """Return the names of the strategies that an operator may have."""
+    if one.strategy:
+        return (one.strategy,)
+    split = tuple(f"split{dim}" for dim in one.splits)
+    match one.kind:
+        case "linear":
+            return ("column", "row", *split, "replicated")
+        case "embedding":
+            return ("embedding", *split, "replicated")
+        case "norm" | "samples":
+            return (*split, "replicated")
+        case _:
+            return ("replicated",)
+
+
+def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]:
+    """Yield what an activation function, a dropout or a view does with a part: it takes it, and makes one."""
+    if given == "R" or not _divides(one.made, given, prices.ranks) or (one.kind == "view" and given != "S0"):
+        return
+    text = "" if one.kind != "dropout" else "dropout" if given == FEATURES else f"split{given[1:]}"
+    if not (text and one.rigid):
+        yield Choice(text, given, _whole(prices.compute(one, "column")), 0, 0)
+
+
+def _ends(one: Operator, strategy: Strategy) -> Iterator[Placement]:
+    """Yield where the output of a strategy may go."""
+    if one.goes:
+        yield one.goes
+        return
+    if strategy.gives == "P":
+        yield from ("R", FEATURES, *(f"S{dim}" for dim in range(len(one.made) - 1)))
+        return
+    yield strategy.gives
+    yield "R"
+
+
+def _fits(one: Operator, name: str, strategy: Strategy, given: Placement, made: Placement, ranks: int) -> bool:
+    """Return whether all parts are equal, as far as they must be, and nothing rigid is redistributed."""
+    stays_in = given == strategy.needs
+    stays_out = made == strategy.gives or (strategy.gives, made) == ("P", "R")
+    if one.rigid and (name, given, made) != ("replicated", "R", "R"):
+        return False
+    uneven = bool(one.strategy) and name in ("column", "row", "embedding")  # as the user has asked for
+    ins = [given] if uneven and stays_in and given == FEATURES else []
+    outs = [made] if uneven and stays_out and made == FEATURES else []
+    taken = [place for place in (given, strategy.needs) if place not in ins]
+    given_out = [place for place in (strategy.gives, made) if place not in (*outs, "P")]
+    divided = name in ("row",) and not uneven
+    return (
+        all(_divides(one.taken, place, ranks, ids=one.kind == "embedding") for place in taken)
+        and all(_divides(one.made, place, ranks) for place in given_out)
+        and (not divided or one.taken[-1] % ranks == 0)
+    )
+
+
+def _divides(shape: tuple[int, ...], placement: Placement, ranks: int, *, ids: bool = False) -> bool:
+    """Return whether a tensor has equal parts at a placement. The last dim is split as features alone, or as ids."""
+    if placement == "R":
+        return True
+    dim = len(shape) - 1 if placement == FEATURES else int(placement[1:])
+    last = len(shape) if ids or placement == FEATURES else len(shape) - 1
+    return dim < last and shape[dim] % ranks == 0
+
+
+def _priced(one: Operator, name: str, strategy: Strategy, given: Placement, made: Placement, prices: Prices) -> Choice:
+    """Return a strategy with its price."""
+    seconds = prices.compute(one, name) + prices.sums(one, name, made)
+    ids = one.kind == "embedding"
+    if given != strategy.needs or strategy.gradient == "P":
+        ends = given, strategy.needs, strategy.gradient
+        seconds += prices.moved(one.taken, *ends, learns=one.learns, ids=ids)
+    if made != strategy.gives:
+        seconds += prices.moved(one.made, strategy.gives, made, made, learns=True)
+    text = text_of(name, given, made)
+    words = (given != strategy.needs) + (made != strategy.usual)
+    named = bool(one.strategy) or name != "replicated" or words or (one.weights and one.kind != "whole")
+    return Choice(text if named and not one.rigid else "", made, _whole(seconds), ceil(prices.held(one, name)), words)
+
+
+def _whole(seconds: float) -> int:
+    return round(seconds * 1e15)
