@@ -6,6 +6,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import Llama
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
 from raypar.planner.parameters import num_parameters
 
@@ -17,6 +18,7 @@ _MATRICES, _EMBEDDING, _HEAD_RATE, _AT = 0.02, 0.2, 0.004, 768  # learning rates
 _COOLING = 0.2  # of the steps
 
 
+@checked_arguments
 def depth(layers: int, *, dp: int = 1, vocab: int = 256) -> Run:
     """Return the run of a model with so many layers: all else follows.
 
