@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import computes_here, free_memory
@@ -50,6 +51,7 @@ def measured_peak(run: Run) -> int | None:
         raise
 
 
+@checked_arguments
 def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = measured_peak) -> Fitted:
     """Return a run with the largest microbatch that fits its actors, of those that leave a microbatch for each rank.
 
