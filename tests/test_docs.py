@@ -377,12 +377,14 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
 
 def test_the_grid_of_the_schedules_is_what_is_drawn():
     from raypar.schedules import build, gather_weights
+    from raypar.schedules.passes.token_slices import with_slices
     from raypar.schedules.passes.without_flush import without_flush
 
     drawn = [f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0  ")]
     gathered = gather_weights(build("interleaved", 2, 4), "step", resident=1)
     stream = without_flush(build("zb-h2", 2, 3), 2)
-    assert drawn == [str(schedule).rstrip() for schedule in (build("1f1b", 4, 8), stream, gathered)]
+    sliced = with_slices(build("1f1b", 3, 6), 2)
+    assert drawn == [str(schedule).rstrip() for schedule in (build("1f1b", 4, 8), stream, sliced, gathered)]
 
 
 def test_the_placements_of_gathers_are_those_on_paper():

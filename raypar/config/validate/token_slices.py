@@ -31,6 +31,8 @@ def slice_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"{named}, but with data.packing a slice does not know its documents: set data.packing to False"
     if right("data") and isinstance(run.data, Batches) and run.data.varying:
         yield f"{named}, but with data.varying lengths change: set data.varying to False, or leave token_slices out"
+    if right("compile") and run.compile:
+        yield f"{named}, but with compile layers are made for whole sequences: set compile to False"
     if right("flush_every") and run.flush_every is not None:
         yield f"{named}, but with flush_every steps are one stream of whole microbatches: leave one of the two out"
 

@@ -40,7 +40,11 @@ MODELS = {
     "window": rp.Llama(**SIZES, window=5),
     "materialised": rp.GPT(**SIZES, attention="materialised"),
     "tied": rp.GPT(**SIZES, tied=True),
-}
+    "gemma": rp.Llama(
+        **SIZES, kv_heads=2, post_norms=True, scaled_embedding=True, query_scale=3.0, attention="materialised",
+        attention_cap=0.1, logit_cap=2.0, window=5, window_skips=2,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,6 +132,7 @@ FAULTS = {
     "replicas": ({"mesh": rp.Mesh(pp=2, rank_dp=(2, 1))}, "would take slices in turn"),
     "flush_every": ({"schedule": "zb-h2", "flush_every": 2}, "one stream of whole microbatches"),
     "stream": ({"schedule": "pipedream"}, "not the compute actions of one synchronous step"),
+    "compile": ({"compile": True}, "set compile to False"),
     "varying": ({"data": rp.Batches(lambda *_: None, varying=True)}, "set data.varying to False"),
     "sequence": ({"mesh": rp.Mesh(pp=1, tp=2), "sequence_parallel": True, "token_slices": 4}, "a slice has 3 tokens"),
 }
