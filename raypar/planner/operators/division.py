@@ -11,7 +11,7 @@ from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import Choice
 
-_HEAD = ("module", "input", "output", "strategy", "weights", "time")
+_HEAD = ("module", "input", "output", "strategy", "weights", "sent", "time")
 _SHOWN = 60  # modules in a table
 
 
@@ -37,6 +37,11 @@ class Division:
         return sum(choice.cost for _, choice in self.modules) * 1e-15
 
     @property
+    def sent(self) -> int:
+        """Bytes of a microbatch that an actor sends for these modules."""
+        return sum(choice.sent for _, choice in self.modules)
+
+    @property
     def held(self) -> int:
         """Elements of the modules' parameters that an actor has."""
         return sum(choice.held for _, choice in self.modules)
@@ -51,14 +56,15 @@ class Division:
         if len(told) > _SHOWN:
             yield f"... and {len(told) - _SHOWN} more modules"
         weights = sum(one.weights for one, _ in self.modules)
-        yield f"an actor has {self.held:,} of the {weights:,} weights of these modules; on paper a microbatch takes"
-        yield f"{_short(self.seconds)} in them, and {_short(self.whole)} if each actor computes all"
+        yield f"an actor has {self.held:,} of the {weights:,} weights of these modules, and sends {self.sent:,} bytes"
+        each = f"{_short(self.seconds)} in them, and {_short(self.whole)} if each actor computes all"
+        yield f"in a microbatch, which takes on paper {each}"
 
     def _cells(self, one: Operator, choice: Choice) -> tuple[str, ...]:
         mark = " *" if one.name in self.annotated else ""
         shapes = ("x".join(map(str, shape)) for shape in (one.taken, one.made))
         what = choice.text or "replicated"
-        return (one.name, *shapes, what + mark, f"{choice.held:,}", _short(choice.cost * 1e-15))
+        return (one.name, *shapes, what + mark, f"{choice.held:,}", f"{choice.sent:,}", _short(choice.cost * 1e-15))
 
 
 def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:

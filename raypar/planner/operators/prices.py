@@ -1,10 +1,11 @@
-"""What operators and redistributions cost on the tensor ranks of a cluster, in seconds of a microbatch."""
+"""What operators and redistributions cost on the tensor ranks of a cluster, in seconds and bytes of a microbatch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raypar.actors.collective.routes import Placement, route
 from raypar.actors.models.placed_step import FEATURES
@@ -14,6 +15,22 @@ from raypar.planner.timing.roofline import Product, Roofline, Work
 
 _SUM, _ID = 4, 8  # bytes of an element of a summed gradient, and of an id
 _MOVES = 5  # times that a forward and a backward read or write the elements of an operator without products
+
+
+class Sent(NamedTuple):
+    """What a member sends.
+
+    Attributes:
+        bytes: Bytes of a microbatch.
+        seconds: How long they take.
+    """
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def plus(self, other: Sent) -> Sent:
+        """Return both together."""
+        return Sent(self.bytes + other.bytes, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True)
@@ -55,16 +72,16 @@ class Prices:
         divided = strategy in ("column", "row", "embedding")
         return (one.weights - one.bias) / self.ranks + one.bias if divided else one.weights
 
-    def sums(self, one: Operator, strategy: str, made: Placement) -> float:
-        """Return the seconds in which gradients of whole weights are summed over the actors."""
+    def sums(self, one: Operator, strategy: str, made: Placement) -> Sent:
+        """Return what it takes to sum gradients of whole weights over the actors, a microbatch's part of it."""
         if strategy.startswith("split"):
             count = one.weights
         elif strategy == "row" and made not in ("R", FEATURES):
             count = one.bias
         else:
-            return 0.0
-        sent = 2 * (self.ranks - 1) / self.ranks * count * _SUM
-        return sent / self.link.bandwidth / self.microbatches
+            return Sent()
+        sent = 2 * (self.ranks - 1) / self.ranks * count * _SUM / self.microbatches
+        return Sent(sent, sent / self.link.bandwidth)
 
     def moved(
         self,
@@ -75,8 +92,8 @@ class Prices:
         *,
         learns: bool,
         ids: bool = False,
-    ) -> float:
-        """Return the seconds of a redistribution, there and back.
+    ) -> Sent:
+        """Return what a redistribution takes, there and back.
 
         Args:
             shape: Shape of the whole tensor.
@@ -86,16 +103,17 @@ class Prices:
             learns: Whether there is a way back.
             ids: Whether the tensor has ids.
         """
-        ends = [(before, after)]
-        if learns and not ids:
-            ends.append((gradient, "R" if before == "P" else before))
-        return sum(self._one_way(shape, *end, _ID if ids else self.element) for end in ends)
+        there = self._one_way(shape, before, after, _ID if ids else self.element)
+        if ids or not learns:
+            return there
+        return there.plus(self._one_way(shape, gradient, "R" if before == "P" else before, self.element))
 
-    def _one_way(self, shape: Sequence[int], before: Placement, after: Placement, element: int) -> float:
+    def _one_way(self, shape: Sequence[int], before: Placement, after: Placement, element: int) -> Sent:
         last = f"S{len(shape) - 1}"
         here, there = (last if one == FEATURES else one for one in (before, after))
-        seconds = 0.0
+        total = Sent()
         for step in route((here,), (there,), shape, (self.ranks,)):
             hops = 2 * math.ceil(math.log2(self.ranks)) if (step.before, step.after) == ("P", "R") else self.ranks - 1
-            seconds += self.link.seconds(step.sent * element, hops)
-        return seconds
+            count = step.sent * element
+            total = total.plus(Sent(count, self.link.seconds(count, hops)))
+        return total

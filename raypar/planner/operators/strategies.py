@@ -26,6 +26,7 @@ class Choice(NamedTuple):
         cost: Femtoseconds of a microbatch: computing, and what is sent in front of it and behind it. They are whole
             numbers, so that sums do not depend on the order.
         held: Elements of its parameters that an actor has, at the most.
+        sent: Bytes of a microbatch that an actor sends for it.
         words: How many redistributions it names.
     """
 
@@ -33,6 +34,7 @@ class Choice(NamedTuple):
     made: Placement
     cost: int
     held: int
+    sent: int
     words: int
 
 
@@ -48,7 +50,7 @@ def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]
         return
     if one.strategy in PASSING:
         if given == FEATURES and one.goes in ("", FEATURES):
-            yield Choice(one.strategy, FEATURES, _whole(prices.compute(one, one.strategy)), one.weights, 0)
+            yield Choice(one.strategy, FEATURES, _whole(prices.compute(one, one.strategy)), one.weights, 0, 0)
         return
     if not one.strategy and one.kind in ("activation", "dropout", "view"):
         yield from _passing(one, given, prices)
@@ -82,7 +84,7 @@ def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice
         return
     text = "" if one.kind != "dropout" else "dropout" if given == FEATURES else f"split{given[1:]}"
     if not (text and one.rigid):
-        yield Choice(text, given, _whole(prices.compute(one, "column")), 0, 0)
+        yield Choice(text, given, _whole(prices.compute(one, "column")), 0, 0, 0)
 
 
 def _ends(one: Operator, strategy: Strategy) -> Iterator[Placement]:
@@ -127,17 +129,18 @@ def _divides(shape: tuple[int, ...], placement: Placement, ranks: int, *, ids: b
 
 def _priced(one: Operator, name: str, strategy: Strategy, given: Placement, made: Placement, prices: Prices) -> Choice:
     """Return a strategy with its price."""
-    seconds = prices.compute(one, name) + prices.sums(one, name, made)
+    sent = prices.sums(one, name, made)
     ids = one.kind == "embedding"
     if given != strategy.needs or strategy.gradient == "P":
         ends = given, strategy.needs, strategy.gradient
-        seconds += prices.moved(one.taken, *ends, learns=one.learns, ids=ids)
+        sent = sent.plus(prices.moved(one.taken, *ends, learns=one.learns, ids=ids))
     if made != strategy.gives:
-        seconds += prices.moved(one.made, strategy.gives, made, made, learns=True)
+        sent = sent.plus(prices.moved(one.made, strategy.gives, made, made, learns=True))
     text = text_of(name, given, made)
     words = (given != strategy.needs) + (made != strategy.usual)
     named = bool(one.strategy) or name != "replicated" or words or (one.weights and one.kind != "whole")
-    return Choice(text if named and not one.rigid else "", made, _whole(seconds), ceil(prices.held(one, name)), words)
+    cost, held = _whole(prices.compute(one, name) + sent.seconds), ceil(prices.held(one, name))
+    return Choice(text if named and not one.rigid else "", made, cost, held, round(sent.bytes), words)
 
 
 def _whole(seconds: float) -> int:
