@@ -259,6 +259,14 @@ def test_the_head_of_a_run_in_the_docs_is_what_a_dry_run_says():
     assert len(shown) == 9
 
 
+def test_the_plan_of_own_modules_in_the_docs_is_what_a_search_finds():
+    page = (ROOT / "docs/planning.md").read_text().partition("## Your own modules\n")[2]
+    code, said, *_ = fences_of(page)
+    told: dict[str, object] = {"__name__": "a_page"}
+    run_python("docs/planning.md", [code], told)
+    assert str(told["planned"]) == said.text
+
+
 def test_what_fits_and_what_is_refused_is_what_a_check_says():
     """Each run in the table is checked; the names in it stand for a user's own."""
     table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
+from raypar.config.fields import field_faults, right_fields
 from raypar.config.run import check_run
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
@@ -65,8 +66,6 @@ def plan(run: Run, mode: Mode = "semi", *, aim: Aim = "speed", gpu: str = "") ->
         return Planned(run, ["manual: the run is taken as it is given"])
     if not isinstance(run.model, Layers):
         raise ConfigError(["model is no Layers: raypar plan --gpus searches the layout of a GPT or a Llama"])
-    if run.mesh.tensor_ranks == 1 or run.mesh.grid is not None:
-        raise ConfigError([f"mesh.tp is {run.mesh.tp!r}: give a number of actors over which modules are divided"])
     annotated = run if mode == "semi" else replace(run, model=replace(run.model, plan={}))
     division = _division(annotated, aim, gpu)
     assert isinstance(annotated.model, Layers)
@@ -87,8 +86,14 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
 
     model, mesh, skeleton = run.model, run.mesh, Skeleton(run.model, run.seed)
     assert isinstance(model, Layers)
+    wrong = [*field_faults(run)]
+    faults = [fault.text for fault in wrong]
+    if not right_fields(wrong)("model", "mesh", "micro_batch_size", "microbatches", "device"):
+        raise ConfigError(faults)
+    if mesh.tensor_ranks == 1 or mesh.grid is not None:
+        faults.append(f"mesh.tp is {mesh.tp!r}: give the number of actors over which modules are divided, 2 or more")
     found = cluster_of(mesh.size, gpu or ("cpu" if device_kind(run.device) == "cpu" else "h100"))
-    faults = [*found.faults, *plan_faults(model.plan, skeleton.layers, mesh.tensor_ranks)]
+    faults += [*found.faults, *plan_faults(model.plan, skeleton.layers, mesh.tensor_ranks)]
     if not skeleton.model.is_deferred:
         faults.append("the layers can't be built without weights, and so not be tried: give a plan, and mode 'manual'")
     if faults or found.cluster is None:

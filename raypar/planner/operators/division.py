@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raypar.planner.operators.chain_search import Aim, Way, cheapest
 from raypar.planner.operators.chains import Found
+from raypar.planner.operators.misfits import split_faults, way_fault
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import Choice
@@ -80,12 +81,12 @@ def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:
     """
     plan, modules, faults = dict(found.kept), list[tuple[Operator, Choice]](), list[str]()
     for chain in found.chains:
+        if misfits := [*split_faults(chain, prices.ranks)]:
+            faults += misfits
+            continue
         way = cheapest(chain, prices, aim)
         if not isinstance(way, Way):
-            faults.append(
-                f"model.plan: no division leads to what it says of {way}: leave out ' from' and ' to' of it and of its "
-                f"neighbours, or give sizes that mesh.tp {prices.ranks} divides"
-            )
+            faults.append(way_fault(chain, way, prices.ranks))
             continue
         modules += zip(chain, way.choices, strict=True)
         plan |= {one.name: choice.text for one, choice in zip(chain, way.choices, strict=True) if choice.text}

@@ -164,7 +164,13 @@ def test_the_table_says_what_was_found():
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (run_of(["linear"], tp=1), "mesh.tp is 1: give a number of actors over which modules are divided"),
+        (run_of(["linear"], tp=1), "mesh.tp is 1: give the number of actors over which modules are divided, 2 or more"),
+        (run_of(["linear"], {"layers.0": "split2"}), "of its input, 4x6x8, the last dim is not split: use 'split0' or"),
+        (run_of(["linear"], {"layers.0": "split0"}, tp=3), "divide the 4 along dim 0 of the input of layers.0, which"),
+        (
+            run_of(["linear", "norm"], {"layers.0": "column"}, tp=3),
+            "mesh.tp 3 does not divide the 8 outputs of layers.0",
+        ),
         (run_of(["linear"], {"layers.0": "colum"}), "which is no kind: use 'column'"),
         (run_of(["linear"], {"layers.0": "column to S-1"}), "no division leads to what it says of layers.0: leave out"),
         (replace(rp.Run(), mesh=rp.Mesh(tp=2)), "model is no Layers: raypar plan --gpus searches the layout"),
@@ -178,6 +184,18 @@ def test_what_can_not_be_searched_is_told(run, says):
     with pytest.raises(rp.ConfigError) as caught:
         rp.plan(run)
     assert any(says in fault for fault in caught.value.faults), caught.value.faults
+
+
+def test_all_faults_are_told_at_once():
+    plan = {"layers.7": "column", "layers.1": "row"}
+    with pytest.raises(rp.ConfigError) as caught:
+        rp.plan(run_of(["linear", "norm"], plan, tp=1, steps=-1), gpu="h1000")
+    said = "\n".join(caught.value.faults)
+    assert all(part in said for part in ("steps is -1", "mesh.tp is 1", "h1000", "names no module", "is a LayerNorm"))
+    plan = {"layers.0": "split0", "layers.1.mlp.0": "split1 from R", "layers.1.mlp.2": "split2"}
+    with pytest.raises(rp.ConfigError) as caught:
+        rp.plan(run_of(["linear", "block"], plan, tp=4, mesh=rp.Mesh(tp=5)))
+    assert len(caught.value.faults) == 3, "of the model's own chain, and of the one inside a module"
 
 
 def test_an_unknown_device_is_told():

@@ -1,0 +1,53 @@
+"""Why no division leads to what a user has annotated, with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raypar.planner.operators.operator import Chain, Operator
+
+
+def split_faults(chain: Chain, ranks: int) -> Iterator[str]:
+    """Yield the modules of a chain that are annotated to be split along what they lack, or what has no equal parts.
+
+    Args:
+        chain: The operators.
+        ranks: Number of tensor-parallel ranks.
+    """
+    for one in chain:
+        if not one.strategy.startswith("split") or not one.taken:
+            continue
+        dim, dims = int(one.strategy.removeprefix("split")), len(one.taken) - 1
+        if dim >= dims:
+            fix = " or ".join(f"'split{other}'" for other in range(dims)) or "'replicated'"
+            what = f"but of its input, {'x'.join(map(str, one.taken))}, the last dim is not split"
+            yield f"model.plan: {one.name} is {one.strategy!r}, {what}: use {fix}"
+        elif one.taken[dim] % ranks:
+            yield _unequal(one, f"{one.taken[dim]} along dim {dim} of the input", one.taken[dim], ranks)
+
+
+def way_fault(chain: Chain, name: str, ranks: int) -> str:
+    """Say why no division leads to an operator.
+
+    Args:
+        chain: The operators.
+        name: Name of the first one that can't be reached.
+        ranks: Number of tensor-parallel ranks.
+    """
+    end = next(place for place, one in enumerate(chain) if one.name == name)
+    asked = [one for one in chain[: end + 1] if one.strategy][-1]
+    outputs, inputs = asked.made[-1], asked.taken[-1]
+    if asked.strategy == "column" and outputs % ranks:
+        return _unequal(asked, f"{outputs} outputs", outputs, ranks)
+    if asked.strategy == "row" and inputs % ranks:
+        return _unequal(asked, f"{inputs} inputs", inputs, ranks)
+    behind = "" if asked.name == name else f", and from there to {name}"
+    fix = f"leave out ' from' and ' to' of it and of its neighbours, or give sizes that mesh.tp {ranks} divides"
+    return f"model.plan: no division leads to what it says of {asked.name}{behind}: {fix}"
+
+
+def _unequal(one: Operator, what: str, size: int, ranks: int) -> str:
+    low = size // ranks * ranks
+    sizes = f"{low} or {low + ranks}" if low else str(ranks)
+    fix = f"use {sizes}, or leave it out of the plan"
+    return f"mesh.tp {ranks} does not divide the {what} of {one.name}, which the plan divides: {fix}"
