@@ -7,6 +7,8 @@ schedule updates each stage by itself: ``1STEP3`` is stage 1's update by step 3 
 forwards of stage 1 that come next compute with version 2 of its weights, the one after two of its updates.
 ``1VALIDATE3`` finds out whether the update by step 3 was right, once the gradients of all stages are known.
 
+``1OFFLOAD3`` moves what stage 1 keeps of microbatch 3 for its backward to host memory, and ``1RELOAD3`` brings it back.
+
 What a stage gives to a later one than the next, a skip connection, has messages of its own, which name the other stage:
 ``0SEND_F3@2`` is stage 0 sending to stage 2, ``2SEND_B3@0`` is stage 2 sending the gradient back.
 """
@@ -35,6 +37,8 @@ class Op(StrEnum):
     STEP         ``optimizer.step()`` for everything the rank holds, or for one stage
     USE          ``weights = versions[...]`` for the forwards of the stage that come next
     VALIDATE     ``if not vote.wait(): weights, states = copies; optimizer.step()``, and the forwards since again
+    OFFLOAD      ``saved[mb] = saved[mb].to("cpu")``, behind F
+    RELOAD       ``saved[mb] = saved[mb].to(device)``, before B or I
     """
 
     F = "F"
@@ -51,11 +55,14 @@ class Op(StrEnum):
     STEP = "STEP"
     USE = "USE"
     VALIDATE = "VALIDATE"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
+MOVES = frozenset({Op.OFFLOAD, Op.RELOAD})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 _SPELLING = re.compile(r"([0-9]{0,18})([A-Z_]+?)([0-9]{0,18})(?:@([0-9]{1,18}))?")

@@ -14,11 +14,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from raypar.schedules.action import RECVS, SENDS, WHOLE_STAGE, Action, Op
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, WHOLE_STAGE, Action, Op
 from raypar.schedules.schedule import Schedule
 
-#: What an action changes in the number of activations a rank holds: W gives back what F took, I holds on to it.
-HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1}
+#: What an action changes in the number of activations that a rank holds on its device: W gives back what F took, I
+#: holds on to it, and in between they may be in host memory.
+HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: +1}
 
 #: The ops that compute with a stage's weights, so that these must be whole. W only adds to their gradients.
 USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})
@@ -31,13 +32,31 @@ Occurrence = tuple[Action, int]
 
 
 # The members by name: looking one up in its class costs as much as the rest of a rule.
-_F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP, _USE, _VALIDATE = Op
+(
+    _F,
+    _B,
+    _I,
+    _W,
+    _SEND_F,
+    _RECV_F,
+    _SEND_B,
+    _RECV_B,
+    _UNSHARD,
+    _RESHARD,
+    _REDUCE_GRAD,
+    _STEP,
+    _USE,
+    _VALIDATE,
+    *_MOVES,
+) = Op
+_OFFLOAD, _RELOAD = _MOVES
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Return the largest number of activations that each rank holds at once: those of forwards before their B or W.
 
-    It follows from the order of each row, whenever its actions start. An evaluation holds none.
+    Those in host memory do not count. It follows from the order of each row, whenever its actions start. An evaluation
+    holds none.
     """
     if schedule.forward_only:
         return (0,) * schedule.num_ranks
@@ -106,9 +125,10 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
 
     An F, B or I needs the UNSHARD before it, a RESHARD all that computed with the weights since then, and an UNSHARD
     the RESHARD before it. REDUCE_GRAD needs the B and W since the one before, and the next B or W needs it; so does the
-    STEP of one stage. An F needs the USE before it, and a USE all F since then, and the STEP that makes its version. So
-    whatever the order in which ready actions are performed, each gather serves, each reduction and update takes, and
-    each forward computes with, what the row says.
+    STEP of one stage. An F needs the USE before it, and a USE all F since then, and the STEP that makes its version. A
+    B or I needs the RELOAD before it, which needs the compute action before it. So whatever the order in which ready
+    actions are performed, each gather serves, each reduction and update takes, and each forward computes with, what the
+    row says, and nothing comes back from host memory earlier.
 
     Args:
         row: The row of one rank.
@@ -122,6 +142,8 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
     versions: dict[tuple[int | None, int], Occurrence] = {}  # by stage and version: the STEP that makes it
     used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # since then, what it waits for
     made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)
+    reloads: dict[tuple[int | None, int | None], Occurrence] = {}  # by stage and microbatch
+    computed: Occurrence | None = None  # the last compute action
     for one in occurrences(row):
         stage, op, number, _ = one[0]
         before: list[Occurrence | None] = []
@@ -135,12 +157,19 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
             reduced[stage] = one
             if op is _STEP and number is not None:
                 versions[stage, number + 1] = one
+        elif op is _RELOAD:
+            before.append(computed)
+            reloads[stage, number] = one
         if op in USES_WEIGHTS:
             before.append(gathered.get(stage))
             used[stage].append(one)
+            if reloads and op is not _F:
+                before.append(reloads.pop((stage, number), None))
         if op in MAKES_GRADIENTS:
             before.append(reduced.get(stage))
             made[stage].append(one)
+        if op in COMPUTE:
+            computed = one
         wanted = [other for other in before if other is not None]
         if wanted:
             found[one] = wanted
@@ -171,8 +200,10 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return (Action(stage, _F, microbatch), *makers, *_of_slices(action, schedule))
     if op is _W or op is _SEND_B:
         return (Action(stage, _I, microbatch),)
-    if op is _SEND_F:
+    if op is _SEND_F or op is _OFFLOAD:
         return (Action(stage, _F, microbatch),)
+    if op is _RELOAD:
+        return (Action(stage, _OFFLOAD, microbatch),)
     return (partner(action),)
 
 

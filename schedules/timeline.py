@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from raypar.schedules.action import COMPUTE, Action, Op
+from raypar.schedules.action import COMPUTE, MOVES, Action, Op
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
@@ -35,8 +35,8 @@ class Event(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What of its stage is reduced or gathered beside the actions, "bucket 2" or "unit 2"; "" for an action."""
-        if self.bucket is None:
+        """What of its stage is reduced or gathered beside the actions, "bucket 2" or "unit 2"; "" for all else."""
+        if self.bucket is None or self.action.op in MOVES:
             return ""
         return f"{'unit' if self.action.op is Op.UNSHARD else 'bucket'} {self.bucket}"
 
@@ -139,7 +139,7 @@ class Timeline:
     def in_flight(self) -> tuple[int, ...]:
         """The largest number of activations that each rank holds at once: those of forwards before their B, or I and W.
 
-        An evaluation holds none.
+        Those in host memory do not count. An evaluation holds none.
         """
         if self.schedule.forward_only:
             return (0,) * self.num_ranks

@@ -129,12 +129,12 @@ def is_intercepted() -> bool:
     )
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is active in this thread, as in checkpointing.
+def has_saved_tensor_hooks(known: object = None) -> bool:
+    """Return whether ``torch.autograd.graph.saved_tensors_hooks`` other than a known first one are active here.
 
     A layer must not keep tensors by itself past these hooks. torch has no public way to ask. Retry at upgrades.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None and hooks[0] is not known
 
 
 def has_call_hooks(module: nn.Module) -> bool:

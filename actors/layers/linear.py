@@ -146,7 +146,7 @@ class Product(torch.autograd.Function):
         Returns:
             The output (..., out) of each layer.
         """
-        ctx.products, ctx.place = products, place
+        ctx.products, ctx.place, ctx.weights = products, place, parameters[::2]
         ctx.save_for_backward(x, *parameters[::2])
         return outputs(products, x, [*zip(parameters[::2], parameters[1::2], strict=True)])
 
@@ -157,7 +157,7 @@ class Product(torch.autograd.Function):
         rows, wanted = [gradient.flatten(0, -2) for gradient in gradients], iter(ctx.needs_input_grad[3:])
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[2] else None
         made: list[Tensor | None] = []
-        for weight, of_output in zip(weights, rows, strict=True):
+        for weight, of_output in zip(ctx.weights, rows, strict=True):  # hooks of saved tensors return others
             place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
             made += of_weights([Use(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), place)
         return None, None, inner, *made

@@ -19,6 +19,7 @@ from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skips import NO_SKIPS, Skipped
+from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.step_buffers import StepBuffers
 from raypar.actors.pipeline.weight_grad import Linears, Owed
@@ -66,6 +67,7 @@ class Stage:
         ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
         modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
+        host: What its graphs keep, if some of it is moved to host memory; else None.
     """
 
     def __init__(
@@ -116,8 +118,7 @@ class Stage:
         self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
         self._owed: dict[_Key, Owed] = {}  # what is left for backward_weight
         self._place = place
-        self._train = True
-        self._twice = Twice()  # copies the inputs of the stage if the first layer writes into them
+        self._train, self._twice = True, Twice()  # copies the stage's inputs if the first layer writes into them
         self._buffers = Buffers(*self.modules)
         self.step_buffers = StepBuffers(self._buffers)
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
@@ -128,6 +129,7 @@ class Stage:
         self._is_deferred = model.is_deferred
         self._unguarded = {"train", "eval", "backward"}
         self.listener: Listener | None = None
+        self.host: HostMemory | None = None
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -310,7 +312,10 @@ class Stage:
         self._linears.halve(microbatch in self._halved)
         wanted = self.ends.wanted(inputs)
         leaves = tuple([value.detach().requires_grad_(is_so) for value, is_so in zip(inputs, wanted, strict=True)])
-        outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
+        stays = [*leaves, *(one for module in self.modules for one in (*module.parameters(), *module.buffers()))]
+        with nullcontext() if self.host is None else self.host.keeping(step, microbatch, stays) as hook:
+            self._linears.hook = hook
+            outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and not self._looked:
             self._demand_gradient(leaves, outputs[0])
             self._looked = True

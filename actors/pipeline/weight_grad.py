@@ -107,6 +107,7 @@ class Linears:
         owed: What the backward under way leaves for later.
         anchor: Makes the outputs of halved layers parts of a graph.
         places: Functions that return tensors for first gradients, by weight; each is removed when it is used.
+        hook: The hook of saved tensors under which layers may keep tensors, since it hands back what it was given.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Linears:
         self.owed: Owed | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
         self.places: Places = {}
+        self.hook: object = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -205,7 +207,11 @@ class Linears:
         if torch.compiler.is_compiling() or self.owed is not None:
             return False
         wanted = self._halves or any(layer.weight in self._wanted for layer in layers)
-        return wanted and all(_usual(layer.weight, layer.bias, x) for layer in layers)
+        return wanted and all(_usual(layer.weight, layer.bias, x, self._hook_of(layer)) for layer in layers)
+
+    def _hook_of(self, layer: nn.Linear) -> object:
+        """Return the hook under which a layer may keep tensors: of ours, which know their weights by themselves."""
+        return self.hook if isinstance(layer, DeferredLinear) else None
 
     def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Return the outputs of layers of one kind for one input; their weights' gradients are ours to compute."""
@@ -291,7 +297,7 @@ class _Halved(torch.autograd.Function):
     def forward(
         ctx: Any, linears: Linears, products: Products, pairs: Sequence[Pair], x: Tensor, anchor: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.linears, ctx.products, ctx.biases = linears, products, [bias for _, bias in pairs]
+        ctx.linears, ctx.products, ctx.pairs = linears, products, pairs  # hooks of saved tensors return other objects
         ctx.save_for_backward(x, *(weight for weight, _ in pairs))
         return outputs(products, x, pairs)
 
@@ -299,7 +305,7 @@ class _Halved(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
-        for weight, bias, of_output in zip(weights, ctx.biases, rows, strict=True):
+        for (weight, bias), of_output in zip(ctx.pairs, rows, strict=True):
             ctx.linears.owe(weight, bias, Use(x.detach().flatten(0, -2), of_output))
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
@@ -341,7 +347,7 @@ def _versions(use: Use) -> _Versions:
     return num_writes(use.x), num_writes(use.rows)
 
 
-def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
+def _usual(weight: Tensor, bias: Tensor | None, x: Tensor, hook: object) -> bool:
     """Return whether a layer's weights train, and its tensors are saved and laid out as nearly everywhere."""
     return (
         torch.is_grad_enabled()
@@ -354,7 +360,7 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
         and undisturbed(x)
         and x.is_contiguous()
         and weight.is_contiguous()
-        and not has_saved_tensor_hooks()
+        and not has_saved_tensor_hooks(hook)
     )
 
 

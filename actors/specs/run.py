@@ -48,6 +48,9 @@ class Run:
     fills a wait of the pipeline; split splits every backward, whole none; the results have the same bits"""
     microbatches: Count = 4
     """microbatches of a step on each replica"""
+    activations_on_device: Count | None = None
+    """how many activations, each of a microbatch in a stage, an actor's device holds at the most; the others are in
+    host memory until their backward (OFFLOAD, RELOAD); None: all that the schedule keeps"""
     token_slices: Count = 1
     """of a GPT or Llama, the slices along the sequence in which a microbatch passes the stages, one after the other
     (Seq1F1B): a shorter bubble, and less memory for activations; 1: whole sequences"""

@@ -28,6 +28,7 @@ from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.compiled import compile_layers
+from raypar.actors.pipeline.host_memory import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.data import Examples
@@ -200,6 +201,8 @@ def assemble(seat: Seat) -> Assembly:
     """Build everything that the worker on a seat needs for a run."""
     plan, groups, place = seat.plan, seat.groups, seat.place
     part, run = build_part(plan, place, groups), plan.run
+    if run.activations_on_device is not None:
+        move_activations(part.stages)
     if run.compile:
         compile_layers([module for stage in part.stages.values() for module in stage.modules])
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)

@@ -203,6 +203,9 @@ class Probe:
             yield "buckets", self._reducer.lent
         if self._older is not None:
             yield "versions", self._older
+        hosts = [stage.host.held for stage in self._state.stages.values() if stage.host is not None]
+        if hosts:
+            yield "offloaded", hosts[0]  # all stages count in one
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""

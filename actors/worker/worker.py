@@ -18,6 +18,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.votes import ballot_of
+from raypar.actors.pipeline.host_memory import moves_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
@@ -33,7 +34,7 @@ from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.actors.worker.stream import Stream
-from raypar.schedules.action import COMPUTE, RECVS, Action, Op
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 from raypar.schedules.passes.first_steps import first_steps
 
 
@@ -83,16 +84,15 @@ class Worker:
             Op.B: self._backward,
             Op.I: self._backward,
             Op.W: self._backward_weight,
-            Op.SEND_F: self._flow.send,
-            Op.SEND_B: self._flow.send,
-            Op.RECV_F: self._flow.receive,
-            Op.RECV_B: self._flow.receive,
+            **dict.fromkeys(SENDS, self._flow.send),
+            **dict.fromkeys(RECVS, self._flow.receive),
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
             Op.USE: lambda action: None,  # of each forward it is known from the row which version it computes with
             Op.VALIDATE: self._validate,
+            **moves_of(self._stages, self._in_all),
         }
         self._first, self._last = ends_of_rounds(row)
         self._performed = partial(program_of, seat, part.weights, part.first_learning)

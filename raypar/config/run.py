@@ -28,6 +28,7 @@ from raypar.config.schedule import (
     schedule_faults,
     takes_costs,
     with_backward,
+    with_offload,
     with_zero,
 )
 from raypar.config.skeleton import Skeleton
@@ -35,6 +36,7 @@ from raypar.config.skips import skips_of
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
 from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
+from raypar.config.validate.host_memory import host_faults
 from raypar.config.validate.hugging_face import folder_faults as weight_faults
 from raypar.config.validate.lora import lora_faults
 from raypar.config.validate.model import length_faults
@@ -88,7 +90,7 @@ def check_run(
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
-    faults += [*average_faults(run, right), *slice_faults(run, right)]
+    faults += [*average_faults(run, right), *slice_faults(run, right), *host_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
@@ -111,7 +113,8 @@ def check_run(
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
-    return with_zero(_with_backward(run, _searched(run, programs)), zero_actions_of(run))
+    whole = with_zero(_with_backward(run, _searched(run, programs)), zero_actions_of(run))
+    return with_offload(whole, run.activations_on_device)
 
 
 def _searched(run: Run, programs: Programs) -> Programs:

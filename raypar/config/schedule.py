@@ -10,6 +10,7 @@ from pathlib import Path
 
 from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
+from raypar.errors import ConfigError
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import build, entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
@@ -17,6 +18,7 @@ from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.offload_activations import offload_activations
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.skips import Skips, no_skips, with_skips
@@ -118,6 +120,25 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
     if backward == "whole" or programs["train"].stream:
         return programs
     train = split_backward(programs["train"], costs, every=backward == "split", hold=hold)
+    if train is not programs["train"]:
+        demand_sound(train, send_capacity=SEND_WINDOW)
+    return {**programs, "train": train}
+
+
+def with_offload(programs: Programs, most: int | None) -> Programs:
+    """Return the programs with OFFLOAD and RELOAD in the training step, so that a device holds few activations.
+
+    Args:
+        programs: Lowered and checked programs.
+        most: The most activations on a device; None for no limit.
+
+    Raises:
+        ConfigError: Its order needs more, or it is none in which activations can be moved.
+    """
+    try:
+        train = offload_activations(programs["train"], most)
+    except ScheduleError as error:
+        raise ConfigError([f"activations_on_device is {most}: {error}"]) from None
     if train is not programs["train"]:
         demand_sound(train, send_capacity=SEND_WINDOW)
     return {**programs, "train": train}

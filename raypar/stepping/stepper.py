@@ -19,7 +19,7 @@ from raypar.cluster.interrupts import patience
 from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
 from raypar.reporting.report import Report
-from raypar.schedules.action import COMPUTE, Action, Op
+from raypar.schedules.action import COMPUTE, MOVES, Action, Op
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.rules import rank_of
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 _GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
 _MAKES = {  # what an action makes that has no tensors to show
-    Op.B: f"hands no gradient on, stage 0 has none before it: {_GRADIENT}",
-    Op.I: f"hands no gradient on, stage 0 has none before it: {_GRADIENT}",
+    **dict.fromkeys((Op.B, Op.I), f"hands no gradient on, stage 0 has none before it: {_GRADIENT}"),
     Op.W: f"makes gradients of weights only: {_GRADIENT}",
     Op.REDUCE_GRAD: f"sums gradients over the replicas, and makes nothing else: {_GRADIENT}",
     Op.UNSHARD: f"gathers the weights of its stage, and makes nothing else: {_WEIGHT}",
     Op.RESHARD: f"frees the weights that were gathered, and makes nothing: {_WEIGHT}",
+    **dict.fromkeys(MOVES, "moves what its stage keeps to host memory or back, and makes nothing"),
     Op.STEP: f"updates weights, and makes nothing else: {_WEIGHT}",
 }
 

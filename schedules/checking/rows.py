@@ -7,16 +7,19 @@ from collections import defaultdict
 from collections.abc import Collection
 from itertools import islice
 
-from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.action import MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
 from raypar.schedules.rules import HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs
 from raypar.schedules.schedule import MOST_LISTED, Schedule
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
-_BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
+_ONCE = (Op.F, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.OFFLOAD, Op.RELOAD)
+_BIT = {op: 1 << place for place, op in enumerate(_ONCE)}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 _BITS_OF_ONE = len(_BIT)
+_MOVED = _BIT[Op.OFFLOAD] | _BIT[Op.RELOAD]  # which a microbatch may have
 _UPDATES = frozenset({Op.STEP, Op.USE, Op.VALIDATE})
+_BACKWARDS = frozenset({Op.B, Op.I})
 
 _Done = defaultdict[int, int]  # by microbatch, the bits of what a stage has done
 # Of a stage and op: what the stage has done, the bits of the op, whether the row should have it, and by each of its
@@ -109,6 +112,8 @@ class RowCheck:
             if provider is not None and not provider[microbatch + shift] & wanted:
                 need = needs(action, self._schedule)[number]
                 self._fault(index, "order", f"{action} needs {need}, which is not done before it")
+        if before & _BIT[Op.OFFLOAD] or op in MOVES:
+            self._moved(index, action, before)
         if self._sharded and op in USES_WEIGHTS and stage not in self._whole:
             sentence = f"{action} needs the weights of stage {stage}, which are sharded here"
             self._fault(index, "weights", f"{sentence}: put {stage}UNSHARD before it")
@@ -118,6 +123,28 @@ class RowCheck:
             self._unreduced[stage] += 1
         if op in HOLDS:
             self._hold(index, action)
+
+    def _moved(self, index: int, action: Action, before: int) -> None:
+        """Check an action of what is in host memory, or is to go there or to come back.
+
+        Args:
+            index: The action's place in the row.
+            action: The action.
+            before: The bits of what its stage has done for its microbatch.
+        """
+        stage, op, microbatch, _ = action
+        schedule = self._schedule
+        if op is Op.OFFLOAD and (schedule.forward_only or schedule.stream or schedule.slices > 1):
+            kept = "keeps nothing" if schedule.forward_only else "keeps more than this microbatch's activations"
+            what = (
+                "an evaluation" if schedule.forward_only else "slices" if schedule.slices > 1 else "a stream of steps"
+            )
+            self._fault(index, "host", f"{action} in {what}, which {kept}: take it out")
+        elif op is Op.OFFLOAD and before & _BITS[Op.B]:
+            self._fault(index, "host", f"{action} stands behind the backward of its microbatch: put it before that")
+        elif op in _BACKWARDS and not before & _BIT[Op.RELOAD]:
+            sentence = f"{action} needs what {stage}OFFLOAD{microbatch} has moved to host memory"
+            self._fault(index, "host", f"{sentence}: put {stage}RELOAD{microbatch} before it")
 
     def _kind(self, action: Action) -> _Kind:
         """Look up what is the same for all microbatches of a stage and op, or for the same slice of all."""
@@ -129,7 +156,7 @@ class RowCheck:
             assert need.stage is not None
             shift = (need.microbatch or 0) - (action.microbatch or 0)
             provided.append((self._done.get(need.stage), shift, self._bits(need)))
-        return done, bits, not bits & ~self._expected[action.stage], tuple(provided)
+        return done, bits, not bits & ~(self._expected[action.stage] | _MOVED), tuple(provided)
 
     def _bits(self, action: Action) -> int:
         """Return the bits of an action of a stage; those of a skip's messages are its own, behind all others."""
@@ -202,7 +229,7 @@ class RowCheck:
     def _missing(self, stage: int) -> None:
         """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
         done, expected = self._done[stage], self._expected[stage]
-        num_missing = len(self._own) - sum(bits == expected for bits in done.values())
+        num_missing = len(self._own) - sum(bits & ~_MOVED == expected for bits in done.values())
         if num_missing <= 0:
             return
         lacking = (mb for mb in self._own if expected & ~done.get(mb, 0))

@@ -33,8 +33,9 @@ def peaks(
     """Compute the most memory that each rank holds in whole weights and activations.
 
     A stage's weights take memory from the start of their gather to their RESHARD, or all the time if the schedule
-    gathers none. An activation takes it from the start of its F to the end of its B or W; an evaluation keeps none
-    beyond its F. Shards, gradients and the optimizer's state are not counted.
+    gathers none. An activation takes it from the start of its F to the end of its B or W, but not while it is in host
+    memory, between the end of its OFFLOAD and the start of its RELOAD; an evaluation keeps none beyond its F. Shards,
+    gradients and the optimizer's state are not counted.
 
     Args:
         timeline: The timeline, simulated or measured.
@@ -62,7 +63,7 @@ def peaks(
             found.append((event.end, -whole.pop(stage), 0))
         elif op in HOLDS:
             held = HOLDS[op] * activations[stage]
-            found.append((event.start if op is Op.F else event.end, 0, held))
+            found.append((event.start if held > 0 else event.end, 0, held))
             if schedule.forward_only:
                 found.append((event.end, 0, -held))
     peaks = []

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.action import COMPUTE, MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import (
     MAKES_GRADIENTS,
@@ -35,10 +35,14 @@ class Costs:
             beside the actions.
         reduce_grad: Cost of a REDUCE_GRAD.
         step: Cost of a STEP.
+        offload: Cost of an OFFLOAD or a RELOAD, a move between the device and host memory.
         link: Time from the end of a compute action to the arrival of its value on another rank.
         of_stage: Exceptions by stage and op, ``{(3, Op.F): 1.5}``.
         of_action: Exceptions by action, which override ``of_stage``.
         reduce_beside: Whether a REDUCE_GRAD runs beside the actions, as a gather does, and only the STEP waits for it.
+            If not, it occupies its rank.
+        offload_beside: Whether an OFFLOAD or RELOAD runs beside the actions, on the rank's link to host memory, behind
+            those before it. An F, which takes the room, waits for the OFFLOADs before it, and a B or I for its RELOAD.
             If not, it occupies its rank.
         units: In how many equal units a stage is gathered, and reduced. An action for which alone a stage is whole
             starts when the first unit has arrived, and the others arrive while it runs. A reduction beside the actions
@@ -52,14 +56,16 @@ class Costs:
     unshard: float = 0.0
     reduce_grad: float = 0.0
     step: float = 0.0
+    offload: float = 0.0
     link: float = 0.0
     of_stage: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     of_action: Mapping[Action, float] = field(default_factory=dict)
     reduce_beside: bool = False
+    offload_beside: bool = False
     units: int = 1
 
     def of(self, action: Action) -> float:
-        """Return how long the action occupies its rank, or for what runs beside, its rank's link to the replicas."""
+        """Return how long the action occupies its rank, or if it runs beside, its rank's link (see ``is_beside``)."""
         stage, op, _, _ = action
         if self.of_action and action in self.of_action:
             return self.of_action[action]
@@ -69,8 +75,11 @@ class Costs:
         return cost
 
     def is_beside(self, action: Action) -> bool:
-        """Return whether an action takes no time of its rank, but of its rank's link to the replicas."""
-        return action.op is Op.UNSHARD or (action.op is Op.REDUCE_GRAD and self.reduce_beside)
+        """Return whether an action takes no time of its rank, but of its rank's link to the replicas or to the host."""
+        op = action.op
+        return (
+            op is Op.UNSHARD or (op is Op.REDUCE_GRAD and self.reduce_beside) or (op in MOVES and self.offload_beside)
+        )
 
 
 _FIELD = {
@@ -81,6 +90,8 @@ _FIELD = {
     Op.UNSHARD: "unshard",
     Op.REDUCE_GRAD: "reduce_grad",
     Op.STEP: "step",
+    Op.OFFLOAD: "offload",
+    Op.RELOAD: "offload",
 }
 
 #: Every compute action lasts one slot.
@@ -174,7 +185,7 @@ def _performed(
 
 
 class _Clock:
-    """The current time of every rank and of its link to the replicas, and when every value under way left its rank."""
+    """The current time of every rank and of its links to replicas and host, and when each value under way left."""
 
     def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
         self._costs, self._capacity = costs, send_capacity
@@ -182,6 +193,9 @@ class _Clock:
         self._edge = KnownEdges(schedule)
         self._now = [0.0] * schedule.num_ranks
         self._link = [0.0] * schedule.num_ranks
+        self._host = [0.0] * schedule.num_ranks  # when the last OFFLOAD or RELOAD beside the actions ends
+        self._room_from = [0.0] * schedule.num_ranks  # when the last OFFLOAD does
+        self._there: dict[tuple[int | None, int | None], float] = {}  # by stage and microbatch: when its RELOAD ends
         self._whole: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its gather
         self._made: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its last B or W
         self._streamed = streamed(schedule) if costs.units > 1 else frozenset()
@@ -196,6 +210,12 @@ class _Clock:
         stage, op, _, _ = action
         if op is Op.UNSHARD or op is Op.REDUCE_GRAD:
             return self._travel(rank, action, cost)
+        if op in MOVES and self._costs.offload_beside:
+            return self._move(rank, action, cost)
+        if op is Op.F:
+            start = max(start, self._room_from[rank])
+        elif self._there:
+            start = max(start, self._there.pop((stage, action.microbatch), start) if op in USES_WEIGHTS else start)
         if op is Op.RESHARD:
             self._whole.pop(stage, None)
         elif op in USES_WEIGHTS and stage in self._whole:
@@ -238,6 +258,16 @@ class _Clock:
             self._whole[stage] = start, end
         if not self._costs.is_beside(action):
             self._now[rank] = end
+        return start, end
+
+    def _move(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
+        """Return start and end of a move to or from host memory, behind those before it."""
+        start = max(self._now[rank], self._host[rank])
+        end = self._host[rank] = start + cost
+        if action.op is Op.OFFLOAD:
+            self._room_from[rank] = end
+        else:
+            self._there[action.stage, action.microbatch] = end
         return start, end
 
     def _receive(self, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:

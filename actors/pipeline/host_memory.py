@@ -1,0 +1,149 @@
+"""What forwards keep for their backwards, moved to host memory and back by the actions OFFLOAD and RELOAD."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from raypar.actors.data_parallel.high_water import HighWater
+from raypar.schedules.action import Action, Op
+
+if TYPE_CHECKING:
+    from raypar.actors.pipeline.stage import Stage
+
+_Key = tuple[int, int]  # the step and the number of a microbatch
+
+
+class _Kept:
+    """A tensor that a graph keeps: where it lies in its storage, and the storage while that is on the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+
+    def lie_in(self, storage: torch.UntypedStorage) -> None:
+        """Be a part of a storage again."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        self.tensor = empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+class HostMemory:
+    """The activations of a stage, of which those of some microbatches are in host memory.
+
+    What several tensors of a graph share is moved once. The copies are synchronous. On a CPU host memory is the
+    device's, so that nothing is copied; the bytes are counted all the same. Graphs own what they keep: of a microbatch
+    whose graph is gone nothing is left here.
+
+    Args:
+        held: Counts the bytes that are in host memory, of all stages of the actor.
+    """
+
+    def __init__(self, held: HighWater) -> None:
+        self.held = held
+        self._step = -1
+        self._kept: dict[_Key, WeakSet[_Kept]] = {}
+        self._away: dict[_Key, list[tuple[torch.UntypedStorage, torch.device, list[_Kept]]]] = {}
+
+    @contextmanager
+    def keeping(self, step: int, microbatch: int, stays: Iterable[Tensor]) -> Iterator[object]:
+        """Note what graphs that are recorded within keep of a microbatch.
+
+        Args:
+            step: The step. What an interrupted one has left here is dropped.
+            microbatch: The microbatch.
+            stays: Tensors that stay on the device whatever is moved: weights, and what the stage takes.
+
+        Yields:
+            The hook that sees what is saved.
+        """
+        key = step, microbatch
+        if step != self._step or key in self._kept or key in self._away:
+            self._begin(step)
+        known = {one.untyped_storage().data_ptr() for one in stays}
+        kept = self._kept[key] = WeakSet[_Kept]()
+
+        def pack(tensor: Tensor) -> Tensor | _Kept:
+            if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() in known:
+                return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+            one = _Kept(tensor)
+            kept.add(one)
+            return one
+
+        def unpack(one: Tensor | _Kept) -> Tensor:
+            if isinstance(one, Tensor):
+                return one
+            assert one.tensor is not None, "a backward before its RELOAD"
+            return one.tensor
+
+        with saved_tensors_hooks(pack, unpack):
+            yield pack
+
+    def offload(self, step: int, microbatch: int) -> int:
+        """Move what a microbatch's graph keeps to host memory; return the bytes."""
+        together: defaultdict[int, list[_Kept]] = defaultdict(list)
+        for one in self._kept.pop((step, microbatch), ()):
+            if one.tensor is not None:
+                together[one.tensor.untyped_storage().data_ptr()].append(one)
+        away, moved = [], 0
+        for parts in together.values():
+            first = parts[0].tensor
+            assert first is not None
+            storage = first.untyped_storage()
+            away.append((storage.cpu(), first.device, parts))
+            moved += storage.nbytes()
+            for one in parts:
+                one.tensor = None
+        self._away[step, microbatch] = away
+        self.held.add(moved)
+        return moved
+
+    def reload(self, step: int, microbatch: int) -> int:
+        """Bring back what was moved of a microbatch; return the bytes."""
+        moved = 0
+        for storage, device, parts in self._away.pop((step, microbatch), ()):
+            back = storage if device.type == "cpu" else storage.to(device=device)
+            for one in parts:
+                one.lie_in(back)
+            moved += storage.nbytes()
+        self.held.add(-moved)
+        return moved
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._kept.clear()
+        self.held.add(-sum(storage.nbytes() for moved in self._away.values() for storage, _, _ in moved))
+        self._away.clear()
+
+
+def move_activations(stages: Mapping[int, Stage]) -> None:
+    """Let the graphs of an actor's stages keep what can be moved, and count the bytes of all of them in one."""
+    held = HighWater()
+    for stage in stages.values():
+        stage.host = HostMemory(held)
+
+
+def moves_of(
+    stages: Mapping[int, Stage], in_all: Callable[[int], tuple[int, int]]
+) -> Mapping[Op, Callable[[Action], None]]:
+    """Return what performs OFFLOAD and RELOAD.
+
+    Args:
+        stages: The actor's stages, by number.
+        in_all: Returns the step, and the number in the whole step, of a microbatch of the row.
+    """
+
+    def move(action: Action) -> None:
+        assert action.stage is not None and action.microbatch is not None
+        host = stages[action.stage].host
+        assert host is not None
+        (host.offload if action.op is Op.OFFLOAD else host.reload)(*in_all(action.microbatch))
+
+    return {Op.OFFLOAD: move, Op.RELOAD: move}
