@@ -92,6 +92,7 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
         raise ConfigError(faults)
     if mesh.tensor_ranks == 1 or mesh.grid is not None:
         faults.append(f"mesh.tp is {mesh.tp!r}: give the number of actors over which modules are divided, 2 or more")
+    _demand_built(run, skeleton)
     found = cluster_of(mesh.size, gpu or ("cpu" if device_kind(run.device) == "cpu" else "h100"))
     faults += [*found.faults, *plan_faults(model.plan, skeleton.layers, mesh.tensor_ranks)]
     if not skeleton.model.is_deferred:
@@ -118,3 +119,13 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
     if isinstance(division, list):
         raise ConfigError(division)
     return division
+
+
+def _demand_built(run: Run, skeleton: Skeleton) -> None:
+    """Raise ConfigError if a run's layers can't be built."""
+    try:
+        assert skeleton.layers
+    except Exception:
+        assert isinstance(run.model, Layers)
+        check_run(replace(run, model=replace(run.model, plan={}), mesh=replace(run.mesh, tp=1)))  # says where it fails
+        raise

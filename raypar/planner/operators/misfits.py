@@ -17,10 +17,11 @@ def split_faults(chain: Chain, ranks: int) -> Iterator[str]:
     for one in chain:
         if not one.strategy.startswith("split") or not one.taken:
             continue
-        dim, dims = int(one.strategy.removeprefix("split")), len(one.taken) - 1
+        dim = int(one.strategy.removeprefix("split"))
+        dims = len(one.taken) - (one.kind != "embedding")  # ids have no features
         if dim >= dims:
             fix = " or ".join(f"'split{other}'" for other in range(dims)) or "'replicated'"
-            what = f"but of its input, {'x'.join(map(str, one.taken))}, the last dim is not split"
+            what = f"but of its input, {'x'.join(map(str, one.taken))}, that dim is none of samples or tokens"
             yield f"model.plan: {one.name} is {one.strategy!r}, {what}: use {fix}"
         elif one.taken[dim] % ranks:
             yield _unequal(one, f"{one.taken[dim]} along dim {dim} of the input", one.taken[dim], ranks)

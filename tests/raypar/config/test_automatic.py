@@ -165,7 +165,10 @@ def test_the_table_says_what_was_found():
     ("run", "says"),
     [
         (run_of(["linear"], tp=1), "mesh.tp is 1: give the number of actors over which modules are divided, 2 or more"),
-        (run_of(["linear"], {"layers.0": "split2"}), "of its input, 4x6x8, the last dim is not split: use 'split0' or"),
+        (
+            run_of(["linear"], {"layers.0": "split2"}),
+            "of its input, 4x6x8, that dim is none of samples or tokens: use 'split0' or",
+        ),
         (run_of(["linear"], {"layers.0": "split0"}, tp=3), "divide the 4 along dim 0 of the input of layers.0, which"),
         (
             run_of(["linear", "norm"], {"layers.0": "column"}, tp=3),
@@ -184,6 +187,22 @@ def test_what_can_not_be_searched_is_told(run, says):
     with pytest.raises(rp.ConfigError) as caught:
         rp.plan(run)
     assert any(says in fault for fault in caught.value.faults), caught.value.faults
+
+
+def test_ids_have_no_features_and_are_split_by_tokens():
+    layers = rp.Layers(lambda: [nn.Embedding(12, 8), nn.Linear(8, 8)], mse, plan={"layers.0": "split1 from R"})
+    ids = rp.Batches(lambda *_: (torch.zeros(4, 6, dtype=torch.long), torch.zeros(4, 6, 8)))
+    found = rp.plan(replace(run_of(["linear"]), model=layers, data=ids)).run.model.plan
+    assert found["layers.0"].startswith("split1 from R")
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"), [(list, "its list has nothing"), (lambda: [1 / 0], "fails at .*division by zero")]
+)
+def test_layers_that_can_not_be_built_are_told(fn, says):
+    with pytest.raises(rp.ConfigError, match=says) as caught:
+        rp.plan(replace(run_of(["linear"]), model=rp.Layers(fn, mse)))
+    assert len(caught.value.faults) == 1
 
 
 def test_all_faults_are_told_at_once():
