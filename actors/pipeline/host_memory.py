@@ -52,6 +52,11 @@ class HostMemory:
         self._kept: dict[_Key, WeakSet[_Kept]] = {}
         self._away: dict[_Key, list[tuple[torch.UntypedStorage, torch.device, list[_Kept]]]] = {}
 
+    @property
+    def num_away(self) -> int:
+        """The number of microbatches whose activations are in host memory."""
+        return len(self._away)
+
     @contextmanager
     def keeping(self, step: int, microbatch: int, stays: Iterable[Tensor]) -> Iterator[object]:
         """Note what graphs that are recorded within keep of a microbatch.

@@ -265,7 +265,7 @@ class Worker:
         took, data = ((), (*inputs, *target)) if number == 0 else (inputs, target)
         self._recheck.note(step.further, action, took, outputs, data)
         self._flow.made(action, outputs)
-        in_flight = sum([len(stage.in_flight) for stage in self._stages.values()])
+        in_flight = sum([len(one.in_flight) - (one.host.num_away if one.host else 0) for one in self._stages.values()])
         step.in_flight = max(step.in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:

@@ -10,6 +10,7 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.schedules.rules import most_in_flight
 from tests.support.team import Team
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "seq": 12, "vocab": 256}
@@ -22,7 +23,10 @@ def run_of(most, **changes):
 
 def weights(run):
     team = Team.of(run)
-    losses = [[one.losses for one in team.step(number)] for number in range(2)]
+    results = [team.step(number) for number in range(2)]
+    losses = [[one.losses for one in each] for each in results]
+    planned = most_in_flight(team.programs["train"])
+    assert [one.in_flight for one in results[0]] == [planned[team.world.row(rank)] for rank in range(team.world.size)]
     return losses, team.weights(), team
 
 
