@@ -15,7 +15,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.config.run import check_run, world_of
 from raypar.job.job import Job
 from raypar.job.launch import launch
-from raypar.planner.calibrated_costs import stage_seconds
+from raypar.planner.calibrated_costs import moved_kinds, stage_seconds
 from raypar.planner.calibration import Beside, Calibration, Crowd, Kind, Update
 from raypar.planner.memory import worker_memory
 from raypar.planner.parameters import num_parameters
@@ -30,12 +30,14 @@ _HALVINGS = 12  # in which a duration is found that predicts a step
 _FEW, _MANY = 1, 5  # blocks of the two smallest models, whose difference is that of blocks alone
 _SMALL, _MIDDLE, _LARGE = (32, 32, 1), (96, 128, 2), (256, 256, 2)  # hidden, tokens, samples
 _HEADS = 4
+_CALLED: Mapping[Kind, str] = {"lent": "gradients in buckets", "gathered": "weights that are gathered"}
 _FOUR = GPT(layers=4, hidden=_MIDDLE[0], heads=_HEADS, seq=_MIDDLE[1])
 _FAMILIES: Mapping[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _EXPERTS = MoE(experts=4, top_k=2)
 # What each kind is measured on, besides what the ones before it are.
 _WITH: Mapping[Kind, Mapping[str, Any]] = {
     "tensor": {"mesh": Mesh(tp=2)},
+    "lent": {"mesh": Mesh(dp=2), "zero": 2},
     "gathered": {"mesh": Mesh(dp=2), "zero": 3},
     "context": {"mesh": Mesh(cp=2)},
     "sequence": {"mesh": Mesh(tp=2), "sequence_parallel": True},
@@ -118,7 +120,7 @@ def probed(
             if late():
                 say(f"{kind}: left out, for lack of time")
                 continue
-            say(f"blocks with {kind}" if kind != "gathered" else "blocks whose weights are gathered")
+            say(f"blocks with {_CALLED.get(kind, kind)}")
             known = _with_kind(known, kind, [_reset(job, _changed(run, changed)) for run in (middle, large)])
         if late():
             say("blocks of a llama: left out, for lack of time")
@@ -223,7 +225,7 @@ def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Cal
 
 def _size(run: Run, kind: Kind, model: Transformer) -> int:
     """Return the size of a block of a kind: see ``Beside``."""
-    if kind == "gathered":
+    if kind in _CALLED:
         return counts_of(run, check_run(run)["train"], None).units[0].gathered // model.layers
     return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
 
@@ -231,7 +233,9 @@ def _size(run: Run, kind: Kind, model: Transformer) -> int:
 def _counted(known: Calibration, run: Run) -> tuple[float, float]:
     """Return the seconds of a forward and a backward of a run of one stage, as a calibration knows them."""
     assert isinstance(run.model, Transformer)
-    found = stage_seconds(run, range(run.model.layers), known, tp=run.mesh.tensor_ranks)
+    parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered / run.model.layers
+    moved = [(kind, parameters) for kind in moved_kinds(world_of(run))]
+    found = stage_seconds(run, range(run.model.layers), known, tp=run.mesh.tensor_ranks, moved=moved)
     return found[Op.F], found[Op.B]
 
 

@@ -19,6 +19,7 @@ _OF_KIND: Mapping[Kind, str] = {
     "context": "context parallelism adds to a block",
     "experts": "experts add to a block",
     "expert parallel": "dividing experts adds to a block",
+    "lent": "lending its gradients to buckets adds to a block",
     "gathered": "gathering its weights adds to a block",
 }
 

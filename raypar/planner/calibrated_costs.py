@@ -11,7 +11,7 @@ it, and so was what messages and updates take among actors that share cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from raypar.actors.mesh.world import World
@@ -51,9 +51,16 @@ def calibrated_costs(
     costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
-        gathered = counts.units[stage].gathered / len(blocks) if world.gathers else 0.0
+        parameters = counts.units[stage].gathered / len(blocks)
         tp = run.mesh.tp_of(schedule.placement[stage])
-        found = stage_seconds(run, blocks, calibration, tp=tp, gathered=gathered, operation=crowd.operation)
+        found = stage_seconds(
+            run,
+            blocks,
+            calibration,
+            tp=tp,
+            moved=[(kind, parameters) for kind in moved_kinds(world)],
+            operation=crowd.operation,
+        )
         of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
@@ -84,7 +91,13 @@ def _rates(calibration: Calibration, members: int) -> Rates:
 
 
 def stage_seconds(
-    run: Run, blocks: range, calibration: Calibration, *, tp: int = 1, gathered: float = 0.0, operation: float = 0.0
+    run: Run,
+    blocks: range,
+    calibration: Calibration,
+    *,
+    tp: int = 1,
+    moved: Sequence[tuple[Kind, float]] = (),
+    operation: float = 0.0,
 ) -> dict[Op, float]:
     """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
 
@@ -93,7 +106,7 @@ def stage_seconds(
         blocks: The stage's blocks.
         calibration: What was measured.
         tp: Number of tensor ranks that divide the stage.
-        gathered: Parameters of a block that are gathered for every pass over it.
+        moved: What else takes time in a pass over a block, each with the parameters of the block.
         operation: Seconds that an operation of a group takes longer, where actors share cores.
     """
     model = run.model
@@ -104,7 +117,7 @@ def stage_seconds(
         one = block_products(run, model, block, calibration, tp)
         sent = _messages(run, model, block, tp, calibration, operation)
         besides = [calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)]
-        besides.append(calibration.beside("gathered", gathered) if gathered else (0.0, 0.0))
+        besides += [calibration.beside(kind, parameters) for kind, parameters in moved]
         own = one.forward + sent + sum(there for there, _ in besides)
         forward += own
         backward += one.backward + sent + sum(back for _, back in besides)
@@ -115,6 +128,14 @@ def stage_seconds(
         head = head_products(run, model, calibration, tp)
         forward, backward, later = forward + head.forward, backward + head.backward, later + head.later
     return {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
+
+
+def moved_kinds(world: World) -> Iterator[Kind]:
+    """Yield what takes time in a pass over a block because replicas share out gradients and weights."""
+    if world.lends:
+        yield "lent"
+    if world.gathers:
+        yield "gathered"
 
 
 def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:

@@ -18,7 +18,7 @@ FORMAT = 2
 
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]
-Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "gathered"]
+Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "lent", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,9 @@ class Beside:
 
     Attributes:
         kind: Of a family of models, besides its products; of an axis or of experts, what these add to that besides
-            their products and messages; of gathered weights, what every pass over a block adds.
-        size: Elements of the residual stream of a microbatch; of gathered weights, parameters of the block.
+            their products and messages; of gradients that are lent to buckets, and of gathered weights, what every
+            pass over a block adds.
+        size: Elements of the residual stream of a microbatch; of gradients and weights, parameters of the block.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
     """
