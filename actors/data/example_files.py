@@ -122,6 +122,9 @@ def _files(setting: str, path: str) -> list[Path]:
     else:
         found = sorted(Path(name) for name in glob.glob(str(target), recursive=True) if Path(name).is_file())  # noqa: PTH207
     if not found and (splits := splits_in(target.parent)):
+        if target.name in splits:
+            missing = f"has a split {target.name!r}, but none of its files is there"
+            raise ExampleError(f"{str(target.parent)!r} {missing}: copy the dataset again")
         raise ExampleError(f"{str(target.parent)!r} has no split {target.name!r}: give one of {', '.join(splits)}")
     if not found:
         raise ExampleError(f"{path!r} has no file of {', '.join(SUFFIXES)}: correct the path")

@@ -109,5 +109,7 @@ def test_of_splits_one_is_named(tmp_path):
     assert "train/state.json is missing" in told(tmp_path)
     (fault,) = example_faults(rp.Examples(str(tmp_path / "dev"), cache=str(tmp_path)), 64, 300)
     assert fault == f"path: '{tmp_path}' has no split 'dev': give one of train, test"
+    (fault,) = example_faults(rp.Examples(str(tmp_path / "test"), cache=str(tmp_path)), 64, 300)
+    assert fault == f"path: '{tmp_path}' has a split 'test', but none of its files is there: copy the dataset again"
     splits(tmp_path, "test")
     assert told(tmp_path) == f"'{tmp_path}' has several splits, so name one: '{tmp_path / 'test'}'"
