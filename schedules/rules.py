@@ -21,6 +21,9 @@ from raypar.schedules.schedule import Schedule
 #: holds on to it, and in between they may be in host memory.
 HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: +1}
 
+#: The ops that make the gradients of a stage's inputs.
+BACKWARDS = frozenset({Op.B, Op.I})
+
 #: The ops that compute with a stage's weights, so that these must be whole. W only adds to their gradients.
 USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})
 
@@ -47,9 +50,16 @@ Occurrence = tuple[Action, int]
     _STEP,
     _USE,
     _VALIDATE,
-    *_MOVES,
+    _OFFLOAD,
+    _RELOAD,
 ) = Op
-_OFFLOAD, _RELOAD = _MOVES
+
+
+def why_none_moves(schedule: Schedule) -> str:
+    """Say what a schedule is whose activations can't go to host memory; "" if they can."""
+    if schedule.forward_only:
+        return "an evaluation"
+    return "in slices" if schedule.slices > 1 else "a stream of steps" if schedule.stream else ""
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:

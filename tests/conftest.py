@@ -29,7 +29,6 @@ QUIET = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # a test's process that outlives its Ray is not ended after 60 s
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from raypar.actors.data_parallel.high_water import HighWater
@@ -58,13 +58,16 @@ class HostMemory:
         return len(self._away)
 
     @contextmanager
-    def keeping(self, step: int, microbatch: int, stays: Iterable[Tensor]) -> Iterator[object]:
+    def keeping(
+        self, step: int, microbatch: int, inputs: Iterable[Tensor], modules: Iterable[nn.Module]
+    ) -> Iterator[object]:
         """Note what graphs that are recorded within keep of a microbatch.
 
         Args:
             step: The step. What an interrupted one has left here is dropped.
             microbatch: The microbatch.
-            stays: Tensors that stay on the device whatever is moved: weights, and what the stage takes.
+            inputs: What the stage takes, which stays on the device whatever is moved.
+            modules: Its layers, whose weights and buffers stay there too.
 
         Yields:
             The hook that sees what is saved.
@@ -72,6 +75,7 @@ class HostMemory:
         key = step, microbatch
         if step != self._step or key in self._kept or key in self._away:
             self._begin(step)
+        stays = [*inputs, *(one for part in modules for one in (*part.parameters(), *part.buffers()))]
         known = {one.untyped_storage().data_ptr() for one in stays}
         kept = self._kept[key] = WeakSet[_Kept]()
 
@@ -91,35 +95,29 @@ class HostMemory:
         with saved_tensors_hooks(pack, unpack):
             yield pack
 
-    def offload(self, step: int, microbatch: int) -> int:
-        """Move what a microbatch's graph keeps to host memory; return the bytes."""
+    def offload(self, step: int, microbatch: int) -> None:
+        """Move what a microbatch's graph keeps to host memory."""
         together: defaultdict[int, list[_Kept]] = defaultdict(list)
         for one in self._kept.pop((step, microbatch), ()):
             if one.tensor is not None:
                 together[one.tensor.untyped_storage().data_ptr()].append(one)
-        away, moved = [], 0
+        away = self._away[step, microbatch] = []
         for parts in together.values():
             first = parts[0].tensor
             assert first is not None
             storage = first.untyped_storage()
             away.append((storage.cpu(), first.device, parts))
-            moved += storage.nbytes()
+            self.held.add(storage.nbytes())
             for one in parts:
                 one.tensor = None
-        self._away[step, microbatch] = away
-        self.held.add(moved)
-        return moved
 
-    def reload(self, step: int, microbatch: int) -> int:
-        """Bring back what was moved of a microbatch; return the bytes."""
-        moved = 0
+    def reload(self, step: int, microbatch: int) -> None:
+        """Bring back what was moved of a microbatch."""
         for storage, device, parts in self._away.pop((step, microbatch), ()):
             back = storage if device.type == "cpu" else storage.to(device=device)
             for one in parts:
                 one.lie_in(back)
-            moved += storage.nbytes()
-        self.held.add(-moved)
-        return moved
+            self.held.add(-storage.nbytes())
 
     def _begin(self, step: int) -> None:
         self._step = step

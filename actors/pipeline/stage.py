@@ -312,8 +312,8 @@ class Stage:
         self._linears.halve(microbatch in self._halved)
         wanted = self.ends.wanted(inputs)
         leaves = tuple([value.detach().requires_grad_(is_so) for value, is_so in zip(inputs, wanted, strict=True)])
-        stays = [*leaves, *(one for module in self.modules for one in (*module.parameters(), *module.buffers()))]
-        with nullcontext() if self.host is None else self.host.keeping(step, microbatch, stays) as hook:
+        host = self.host
+        with nullcontext() if host is None else host.keeping(step, microbatch, leaves, self.modules) as hook:
             self._linears.hook = hook
             outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and not self._looked:

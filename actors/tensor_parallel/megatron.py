@@ -85,8 +85,14 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
     if sequence:
         styles |= {"drop": ShardedDropout(flow), "table": TableOfSequence(own)}
     partial_outside = (group,) if sequence else ()
-    checks = _demand_whole_dropouts, demand_whole_loss
-    return AxisStyles(styles, flow, partial_outside, False, placed_styles(group), *checks)
+    return AxisStyles(
+        styles,
+        flow,
+        partial_outside,
+        placed=placed_styles(group),
+        guard=_demand_whole_dropouts,
+        check_loss=demand_whole_loss,
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from raypar.schedules.action import MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
-from raypar.schedules.rules import HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs
+from raypar.schedules.rules import BACKWARDS, HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs, why_none_moves
 from raypar.schedules.schedule import MOST_LISTED, Schedule
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
@@ -19,7 +19,6 @@ _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 _BITS_OF_ONE = len(_BIT)
 _MOVED = _BIT[Op.OFFLOAD] | _BIT[Op.RELOAD]  # which a microbatch may have
 _UPDATES = frozenset({Op.STEP, Op.USE, Op.VALIDATE})
-_BACKWARDS = frozenset({Op.B, Op.I})
 
 _Done = defaultdict[int, int]  # by microbatch, the bits of what a stage has done
 # Of a stage and op: what the stage has done, the bits of the op, whether the row should have it, and by each of its
@@ -133,16 +132,11 @@ class RowCheck:
             before: The bits of what its stage has done for its microbatch.
         """
         stage, op, microbatch, _ = action
-        schedule = self._schedule
-        if op is Op.OFFLOAD and (schedule.forward_only or schedule.stream or schedule.slices > 1):
-            kept = "keeps nothing" if schedule.forward_only else "keeps more than this microbatch's activations"
-            what = (
-                "an evaluation" if schedule.forward_only else "slices" if schedule.slices > 1 else "a stream of steps"
-            )
-            self._fault(index, "host", f"{action} in {what}, which {kept}: take it out")
+        if op is Op.OFFLOAD and (kind := why_none_moves(self._schedule)):
+            self._fault(index, "host", f"{action}, but the schedule is {kind}: take it out")
         elif op is Op.OFFLOAD and before & _BITS[Op.B]:
             self._fault(index, "host", f"{action} stands behind the backward of its microbatch: put it before that")
-        elif op in _BACKWARDS and not before & _BIT[Op.RELOAD]:
+        elif op in BACKWARDS and not before & _BIT[Op.RELOAD]:
             sentence = f"{action} needs what {stage}OFFLOAD{microbatch} has moved to host memory"
             self._fault(index, "host", f"{sentence}: put {stage}RELOAD{microbatch} before it")
 

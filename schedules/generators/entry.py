@@ -177,12 +177,13 @@ class Entry:
         except Exception as error:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
-        wanted = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * stages_a_rank}
-        wanted |= {"steps": further} if self.is_stream else {}
-        has = (schedule.num_pipeline_ranks, schedule.microbatches_a_step, schedule.num_stages, schedule.stream)
-        wrong = [
-            f"{one} {what}, not {wanted[what]}" for what, one in zip(wanted, has, strict=False) if one != wanted[what]
-        ]
+        sizes = {
+            "ranks": (schedule.num_pipeline_ranks, ranks),
+            "microbatches": (schedule.microbatches_a_step, microbatches),
+            "stages": (schedule.num_stages, ranks * stages_a_rank),
+        }
+        sizes |= {"steps": (schedule.stream, further)} if self.is_stream else {}
+        wrong = [f"{has} {what}, not {wanted}" for what, (has, wanted) in sizes.items() if has != wanted]
         if wrong:
             fix = f"return one row a rank, with {stages_a_rank} stage{'s' * (stages_a_rank > 1)} a rank"
             if self.is_stream:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from raypar.schedules.action import COMPUTE, MOVES, SENDS, Action, Op
+from raypar.schedules.rules import BACKWARDS, why_none_moves
 from raypar.schedules.schedule import Schedule, ScheduleError
 
-_BACKWARDS = frozenset({Op.B, Op.I})
 _Kept = tuple[int | None, int | None]  # stage and microbatch
 
 
@@ -38,8 +38,7 @@ def offload_activations(schedule: Schedule, most: int | None) -> Schedule:
     """
     if most is None or any(action.op in MOVES for row in schedule.rows for action in row):
         return schedule
-    if schedule.stream or schedule.slices > 1 or schedule.forward_only:
-        kind = "an evaluation" if schedule.forward_only else "in slices" if schedule.slices > 1 else "a stream of steps"
+    if kind := why_none_moves(schedule):
         raise ScheduleError(
             f"schedule {schedule.name!r} is {kind}: activations go to host memory within one step of whole "
             "microbatches, so leave their bound out"
@@ -76,7 +75,7 @@ class _Moves:
         for at, (stage, op, number, _) in enumerate(computes):
             if op is Op.F:
                 self._made[stage, number] = at
-            elif op in _BACKWARDS:
+            elif op in BACKWARDS:
                 self._used[stage, number] = at
         self._away: set[_Kept] = set()  # in host memory
         self._held: set[_Kept] = set()  # on the device
@@ -92,14 +91,14 @@ class _Moves:
                 if not self._has_room(most):
                     return False
                 self._held.add(key)
-            elif op in _BACKWARDS:
+            elif op in BACKWARDS:
                 if key in self._away:
                     if not self._has_room(most):
                         return False
                     self._reload(key, at)
                 self._stays.add(key)
             ahead = self.computes[at + 1] if at + 1 < len(self.computes) else None
-            later = None if ahead is None or ahead.op not in _BACKWARDS else (ahead.stage, ahead.microbatch)
+            later = None if ahead is None or ahead.op not in BACKWARDS else (ahead.stage, ahead.microbatch)
             if later in self._away and len(self._held) < most:
                 self._reload(later, at)
             if op is Op.B or op is Op.W:

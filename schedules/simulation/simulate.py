@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from raypar.schedules.action import COMPUTE, MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import (
+    BACKWARDS,
     MAKES_GRADIENTS,
     USES_WEIGHTS,
     awaited,
@@ -210,12 +211,10 @@ class _Clock:
         stage, op, _, _ = action
         if op is Op.UNSHARD or op is Op.REDUCE_GRAD:
             return self._travel(rank, action, cost)
-        if op in MOVES and self._costs.offload_beside:
-            return self._move(rank, action, cost)
-        if op is Op.F:
-            start = max(start, self._room_from[rank])
-        elif self._there:
-            start = max(start, self._there.pop((stage, action.microbatch), start) if op in USES_WEIGHTS else start)
+        if self._costs.offload_beside:
+            if op in MOVES:
+                return self._move(rank, action, cost)
+            start = self._after_moves(rank, action, start)
         if op is Op.RESHARD:
             self._whole.pop(stage, None)
         elif op in USES_WEIGHTS and stage in self._whole:
@@ -259,6 +258,14 @@ class _Clock:
         if not self._costs.is_beside(action):
             self._now[rank] = end
         return start, end
+
+    def _after_moves(self, rank: int, action: Action, start: float) -> float:
+        """Return when an action can start that would start then if nothing were moved."""
+        if action.op is Op.F:
+            return max(start, self._room_from[rank])
+        if action.op in BACKWARDS:
+            return max(start, self._there.pop((action.stage, action.microbatch), start))
+        return start
 
     def _move(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
         """Return start and end of a move to or from host memory, behind those before it."""

@@ -65,7 +65,7 @@ def test_what_is_moved_is_counted_and_comes_back():
 def test_a_storage_is_moved_once_and_weights_stay():
     host = HostMemory(held := HighWater())
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    with host.keeping(0, 1, [weight]):
+    with host.keeping(0, 1, [weight], []):
         y = x.exp()  # keeps its output
         z = (y @ weight) * y.view(16).view(4, 4)
     host.offload(0, 1)
