@@ -337,8 +337,8 @@ MAY_IMPORT = {
         "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/calibration": (
-        "actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster raypar/config raypar/job "
-        "raypar/planner raypar/reporting schedules"
+        "actors actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster raypar/config "
+        "raypar/job raypar/planner raypar/reporting schedules"
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (

@@ -22,6 +22,8 @@ from queue import SimpleQueue
 from tempfile import TemporaryFile
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from raypar.actors.host_cores import num_cores
+
 _WORTH = 4 << 20  # bytes that keep a process busy for longer than it takes to start
 _MOST_PROCESSES = 32  # the parent reads, hashes and writes for all of them
 _AHEAD = 2  # blocks a process that wait for it, or for those before them
@@ -69,11 +71,6 @@ def by_size(conversion: Conversion, blocks: Iterable[bytes], size: int) -> Conve
     """
     count = min(num_cores(), size // _WORTH, _MOST_PROCESSES)
     yield from map(conversion, blocks) if count < 2 else in_processes(conversion, blocks, count)
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_processes(conversion: Conversion, blocks: Iterable[bytes], count: int) -> Converted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import time
@@ -15,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.host_cores import num_cores
 from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
 from raypar.calibration.probes import probed
@@ -52,8 +52,8 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         groups = _groups(nodes, first, device, begin + seconds / 2, say)
         count = len(nodes)
         late = begin + seconds * (1 - _LEAST_LEFT)
-    actors = max(2, min(os.cpu_count() or 1, 4)) if device == "cpu" else 2
-    crowd = 2 * actors if device == "cpu" and (os.cpu_count() or 1) <= _FEW_CORES else 0
+    actors = max(2, min(num_cores(), 4)) if device == "cpu" else 2
+    crowd = 2 * actors if device == "cpu" and num_cores() <= _FEW_CORES else 0
     found = replace(found, groups=tuple(groups))
     found = probed(device, actors, crowd, found, say, lambda: time.monotonic() > late)
     taken = time.monotonic() - begin
@@ -62,7 +62,10 @@ def calibrate(seconds: float, say: Say) -> Calibration:
 
 
 def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibration:
-    """Measure products, attention and memory on one actor; after ``end`` only one product of each shape of weights."""
+    """Measure products, attention and memory on one actor; after ``end`` only one product of each shape of weights.
+
+    Of the calibration that it returns, the rest is not measured yet.
+    """
     (name,) = answers([meter.setup.remote(device, 1)], _CALL)
     products, left_out = [], 0
     for number, (inner, columns) in enumerate(WEIGHTS, 1):
@@ -77,26 +80,33 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
     (memory,) = answers([meter.memory.remote()], _CALL)
     if left_out:
         say(f"{left_out} products were left out, for lack of time: give --seconds more")
-    origin = Origin(platform.node(), name or processor(), os.cpu_count() or 1, 1, "", 0.0, _versions())
-    none = Update(0.0, 0.0, 0.0)
+    origin = Origin(
+        host=platform.node(),
+        processor=name or processor(),
+        cores=num_cores(),
+        nodes=1,
+        date="",
+        seconds=0.0,
+        versions=_versions(),
+    )
     return Calibration(
-        FORMAT,
-        origin,
-        device,
-        1,
-        tuple(products),
-        tuple(attention),
-        memory,
-        (),
-        0.0,
-        0.0,
-        none,
-        (),
-        1.0,
-        Crowd(),
-        0.0,
-        0.0,
-        PROCESS_OF[device],
+        format=FORMAT,
+        origin=origin,
+        device=device,
+        threads=1,
+        products=tuple(products),
+        attention=tuple(attention),
+        memory=memory,
+        besides=(),
+        action_forward=0.0,
+        action_backward=0.0,
+        update=Update(step=0.0, tensor=0.0, parameter=0.0),
+        groups=(),
+        busy=1.0,
+        crowd=Crowd(),
+        message=0.0,
+        call=0.0,
+        process=PROCESS_OF[device],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama, Transformer
@@ -15,7 +15,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.config.run import check_run, world_of
 from raypar.job.job import Job
 from raypar.job.launch import launch
-from raypar.planner.calibrated_costs import moved_kinds, stage_seconds
+from raypar.planner.calibrated_costs import stage_seconds
 from raypar.planner.calibration import Beside, Calibration, Crowd, Kind, Update
 from raypar.planner.memory import worker_memory
 from raypar.planner.parameters import num_parameters
@@ -73,6 +73,13 @@ class Measured:
     peak: int
 
 
+class Passes(NamedTuple):
+    """Seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+
 def probed(
     device: DeviceKind,
     actors: int,
@@ -115,7 +122,7 @@ def probed(
             call=max(0.0, statistics.median(one.between for one in found)),
             process=_process(first) if device == "cpu" else known.process,
         )
-        known = _with_family(known, "gpt", found)
+        known = _with_kind(known, "gpt", found[1:])
         for kind, changed in _WITH.items():
             if late():
                 say(f"{kind}: left out, for lack of time")
@@ -126,7 +133,7 @@ def probed(
             say("blocks of a llama: left out, for lack of time")
         else:
             say("blocks of a llama")
-            known = _with_family(known, "llama", [_reset(job, run) for run in _family("llama", device)])
+            known = _with_kind(known, "llama", [_reset(job, run) for run in [*_family("llama", device)][1:]])
     return _with_crowd(known, *crowds) if crowds else known
 
 
@@ -192,33 +199,27 @@ def _usual(seconds: Sequence[float]) -> float:
 
 def _with_actions(known: Calibration, found: Sequence[Measured]) -> Calibration:
     """Return a calibration with what an action takes whatever its blocks, by one small block and several."""
-    few, many = found[:2]
-    forward, backward = (
-        max(0.0, (_MANY * (one - counted[0]) - _FEW * (several - counted[1])) / (_MANY - _FEW))
-        for one, several, counted in (
-            (few.forward, many.forward, [_counted(known, each.run)[0] for each in (few, many)]),
-            (few.backward, many.backward, [_counted(known, each.run)[1] for each in (few, many)]),
-        )
+    few, many = (_uncounted(known, one) for one in found[:2])
+    return replace(
+        known,
+        action_forward=_without_blocks(few.forward, many.forward),
+        action_backward=_without_blocks(few.backward, many.backward),
     )
-    return replace(known, action_forward=forward, action_backward=backward)
 
 
-def _with_family(known: Calibration, family: Kind, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what the blocks of a family take besides their products."""
-    return _with_kind(known, family, found[1:])
+def _without_blocks(few: float, many: float) -> float:
+    """Solve action + _FEW * block = few and action + _MANY * block = many for the seconds of the action."""
+    return max(0.0, (_MANY * few - _FEW * many) / (_MANY - _FEW))
 
 
 def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
     """Return a calibration with what the blocks of runs took beyond what it says of them."""
     besides: list[Beside] = []
     for one in found:
-        model, counted = one.run.model, _counted(known, one.run)
+        model = one.run.model
         assert isinstance(model, Transformer)
-        slower = known.busy if one.run.mesh.size > 1 else 1.0
-        forward, backward = (
-            max(0.0, (taken / slower - sure) / model.layers)
-            for taken, sure in zip((one.forward, one.backward), counted, strict=True)
-        )
+        left = _uncounted(known, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)
+        forward, backward = (max(0.0, seconds / model.layers) for seconds in left)
         besides.append(Beside(kind, _size(one.run, kind, model), forward, backward))
     return replace(known, besides=(*known.besides, *besides))
 
@@ -230,13 +231,19 @@ def _size(run: Run, kind: Kind, model: Transformer) -> int:
     return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
 
 
-def _counted(known: Calibration, run: Run) -> tuple[float, float]:
-    """Return the seconds of a forward and a backward of a run of one stage, as a calibration knows them."""
+def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes:
+    """Return what the forward and the backward of a run of one stage took beyond what a calibration knows of them.
+
+    Args:
+        known: The calibration.
+        one: What was measured.
+        slower: How much longer its actors computed because others did at once.
+    """
+    run = one.run
     assert isinstance(run.model, Transformer)
     parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered / run.model.layers
-    moved = [(kind, parameters) for kind in moved_kinds(world_of(run))]
-    found = stage_seconds(run, range(run.model.layers), known, tp=run.mesh.tensor_ranks, moved=moved)
-    return found[Op.F], found[Op.B]
+    counted = stage_seconds(run, world_of(run), range(run.model.layers), parameters, known, tp=run.mesh.tensor_ranks)
+    return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
 
 
 def _with_crowd(known: Calibration, operations: Measured, links: Measured) -> Calibration:

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
+from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
@@ -32,7 +33,7 @@ from raypar.cluster.placement import Node, bundles_of, place, room_told, split_t
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.vacancies import Home
 from raypar.errors import ConfigError, JobError
-from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
+from raypar.planner.host import num_slots, room_faults, starts_own_ray
 
 T = TypeVar("T")
 

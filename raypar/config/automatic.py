@@ -18,12 +18,12 @@ from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.planner.hardware.cluster_file import cluster_of
 from raypar.planner.host import device_kind
+from raypar.planner.operators.operator import Aim
 
 if TYPE_CHECKING:
     from raypar.planner.operators.division import Division
 
 Mode = Literal["auto", "semi", "manual"]
-Aim = Literal["speed", "memory"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,7 @@ it, and so was what messages and updates take among actors that share cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from raypar.actors.mesh.world import World
@@ -53,14 +53,7 @@ def calibrated_costs(
     for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
         parameters = counts.units[stage].gathered / len(blocks)
         tp = run.mesh.tp_of(schedule.placement[stage])
-        found = stage_seconds(
-            run,
-            blocks,
-            calibration,
-            tp=tp,
-            moved=[(kind, parameters) for kind in moved_kinds(world)],
-            operation=crowd.operation,
-        )
+        found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp, operation=crowd.operation)
         of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
@@ -92,32 +85,34 @@ def _rates(calibration: Calibration, members: int) -> Rates:
 
 def stage_seconds(
     run: Run,
+    world: World,
     blocks: range,
+    parameters: float,
     calibration: Calibration,
     *,
     tp: int = 1,
-    moved: Sequence[tuple[Kind, float]] = (),
     operation: float = 0.0,
 ) -> dict[Op, float]:
     """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
 
     Args:
         run: The run, of a GPT or Llama.
+        world: Its ranks.
         blocks: The stage's blocks.
+        parameters: Parameters of a block that are gathered or whose gradients are lent to buckets, where that is done.
         calibration: What was measured.
         tp: Number of tensor ranks that divide the stage.
-        moved: What else takes time in a pass over a block, each with the parameters of the block.
         operation: Seconds that an operation of a group takes longer, where actors share cores.
     """
     model = run.model
     assert isinstance(model, Transformer)
     size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
     forward, backward, later = calibration.action_forward, calibration.action_backward, 0.0
+    moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
         sent = _messages(run, model, block, tp, calibration, operation)
-        besides = [calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)]
-        besides += [calibration.beside(kind, parameters) for kind, parameters in moved]
+        besides = [*(calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)), *moved]
         own = one.forward + sent + sum(there for there, _ in besides)
         forward += own
         backward += one.backward + sent + sum(back for _, back in besides)
@@ -130,7 +125,7 @@ def stage_seconds(
     return {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
 
 
-def moved_kinds(world: World) -> Iterator[Kind]:
+def _moved_kinds(world: World) -> Iterator[Kind]:
     """Yield what takes time in a pass over a block because replicas share out gradients and weights."""
     if world.lends:
         yield "lent"

@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from raypar.actors.host_cores import num_cores
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
 
 _LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/dev/nvidiactl")
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores."""
-    return os.cpu_count() or 1
 
 
 def num_slots() -> int:

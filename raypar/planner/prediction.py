@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
@@ -19,7 +20,7 @@ from raypar.planner.calibrated_costs import calibrated_costs
 from raypar.planner.calibration import Calibration
 from raypar.planner.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
-from raypar.planner.host import computes_here, device_kind, num_cores
+from raypar.planner.host import computes_here, device_kind
 from raypar.planner.memory import Counts
 from raypar.planner.rates import rates_of
 from raypar.schedules.action import COMPUTE, Op
@@ -140,6 +141,8 @@ def _not_measured(run: Run) -> Iterator[str]:
         yield f"a calibration is of fp32, and the run computes in {run.precision.compute}"
     if run.data_parallel != "all_reduce":
         yield f"a calibration is of data_parallel='all_reduce', and the run has {run.data_parallel!r}"
+    if run.token_slices > 1:
+        yield f"a calibration is of whole sequences, and the run has token_slices={run.token_slices}"
 
 
 def from_calibration(

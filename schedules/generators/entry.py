@@ -185,13 +185,18 @@ class Entry:
         sizes |= {"steps": (schedule.stream, further)} if self.is_stream else {}
         wrong = [f"{has} {what}, not {wanted}" for what, (has, wanted) in sizes.items() if has != wanted]
         if wrong:
-            fix = f"return one row a rank, with {stages_a_rank} stage{'s' * (stages_a_rank > 1)} a rank"
-            if self.is_stream:
-                fix += f", and a STEP of each stage for each of {further} steps"
-            elif third is None:
-                fix += "; for other numbers of stages take a third parameter, num_chunks"
+            fix = self._right_rows(stages_a_rank, further)
             raise ScheduleError(f"schedule {name!r}: {call} returns {', '.join(wrong)}: {fix}")
         return schedule
+
+    def _right_rows(self, stages_a_rank: int, steps: int) -> str:
+        """Say what the function has to return, when it has returned rows of other sizes."""
+        fix = f"return one row a rank, with {stages_a_rank} stage{'s' * (stages_a_rank > 1)} a rank"
+        if self.is_stream:
+            return f"{fix}, and a STEP of each stage for each of {steps} steps"
+        if third_parameter(self.generate) is None:
+            return f"{fix}; for other numbers of stages take a third parameter, num_chunks"
+        return fix
 
 
 def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:

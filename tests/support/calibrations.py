@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raypar.actors.host_cores import num_cores
 from raypar.planner.calibration import (
     FORMAT,
     AttentionTime,
@@ -15,7 +16,6 @@ from raypar.planner.calibration import (
     Product,
     Update,
 )
-from raypar.planner.host import num_cores
 
 RATE = 1e10  # multiplications a second
 

@@ -10,13 +10,11 @@ integer program serves graphs that are no chains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from raypar.planner.operators.operator import Operator
+from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import Choice, choices
-
-Aim = Literal["speed", "memory"]
 
 
 class Way(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raypar.planner.operators.chain_search import Aim, Way, cheapest
+from raypar.planner.operators.chain_search import Way, cheapest
 from raypar.planner.operators.chains import Found
 from raypar.planner.operators.misfits import split_faults, way_fault
-from raypar.planner.operators.operator import Operator
+from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import Choice
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 OperatorKind = Literal["linear", "embedding", "norm", "activation", "dropout", "view", "samples", "whole"]
+Aim = Literal["speed", "memory"]
+"""What a search makes small first: the time of a step, or the weights that an actor has."""
 
 
 class Operator(NamedTuple):

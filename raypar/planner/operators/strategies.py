@@ -110,7 +110,7 @@ def _fits(one: Operator, name: str, strategy: Strategy, given: Placement, made: 
     outs = [made] if uneven and stays_out and made == FEATURES else []
     taken = [place for place in (given, strategy.needs) if place not in ins]
     given_out = [place for place in (strategy.gives, made) if place not in (*outs, "P")]
-    divided = name in ("row",) and not uneven
+    divided = name == "row" and not uneven
     return (
         all(_divides(one.taken, place, ranks, ids=one.kind == "embedding") for place in taken)
         and all(_divides(one.made, place, ranks) for place in given_out)

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
@@ -19,7 +20,6 @@ from raypar.planner.calibration import (
     Product,
 )
 from raypar.planner.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
-from raypar.planner.host import num_cores
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
 from raypar.reporting.needs import counts_of
 from raypar.reporting.summary import plan_rows

@@ -95,6 +95,7 @@ def test_a_summary_has_step_and_peak_beside_their_predictions(calibrated):
             "the calibration is of threads=1 an actor, and the run has 2: threads=1 is predicted in seconds",
         ),
         ({"precision": Precision(compute="bf16")}, "a calibration is of fp32, and the run computes in bf16"),
+        ({"token_slices": 2}, "a calibration is of whole sequences, and the run has token_slices=2"),
         ({"device": "cuda"}, "of device 'cpu', and the run is for 'cuda': raypar calibrate measures anew"),
     ],
 )
