@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -196,6 +197,31 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that appears at its path only when it is complete.
+
+    Args:
+        path: Path of the folder. It must not exist yet, or be an empty folder.
+
+    Yields:
+        A hidden folder beside it, to be filled. Behind the ``with`` block it is synced and renamed.
+
+    Raises:
+        OSError: The folder can't be made. Nothing is left behind, nor if the block raises.
+    """
+    aside = path.with_name(f".{path.name}.{uuid4().hex}")
+    aside.mkdir()
+    try:
+        yield aside
+        sync_folder(aside)
+        aside.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -26,10 +26,9 @@ def bytes_of_ids(model: Any) -> Sizes | None:
         The numbers (ids,); None if the tokens do not say: those of WordPiece, say, leave spaces out.
     """
     told = json.loads(model.to_str())
-    kinds = {kind for kind, _ in _decoders(told.get("decoder"))}
-    spaces = any(
-        kind == "Replace" and _SPACE in json.dumps(one, ensure_ascii=False) for kind, one in _decoders(told["decoder"])
-    )
+    decoders = [*_decoders(told.get("decoder"))]
+    kinds = {one["type"] for one in decoders}
+    spaces = any(one["type"] == "Replace" and _SPACE in json.dumps(one, ensure_ascii=False) for one in decoders)
     vocab: dict[str, int] = model.get_vocab()
     sizes = np.zeros(max(vocab.values(), default=-1) + 1, np.int64)
     if "ByteLevel" in kinds:
@@ -45,12 +44,12 @@ def bytes_of_ids(model: Any) -> Sizes | None:
     return sizes
 
 
-def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the type and the settings of each decoder."""
+def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each decoder."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
         for one in decoder["decoders"]:
             yield from _decoders(one)
     else:
-        yield decoder["type"], decoder
+        yield decoder

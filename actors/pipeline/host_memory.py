@@ -48,7 +48,6 @@ class HostMemory:
 
     def __init__(self, held: HighWater) -> None:
         self.held = held
-        self._step = -1
         self._kept: dict[_Key, WeakSet[_Kept]] = {}
         self._away: dict[_Key, list[tuple[torch.UntypedStorage, torch.device, list[_Kept]]]] = {}
 
@@ -57,6 +56,13 @@ class HostMemory:
         """The number of microbatches whose activations are in host memory."""
         return len(self._away)
 
+    def begin(self) -> None:
+        """Begin a step: drop what an interrupted one left behind. All stages of the actor begin before the first F."""
+        self._kept.clear()
+        self.held.add(-sum(storage.nbytes() for moved in self._away.values() for storage, _, _ in moved))
+        self._away.clear()
+        self.held.begin()
+
     @contextmanager
     def keeping(
         self, step: int, microbatch: int, inputs: Iterable[Tensor], modules: Iterable[nn.Module]
@@ -64,7 +70,7 @@ class HostMemory:
         """Note what graphs that are recorded within keep of a microbatch.
 
         Args:
-            step: The step. What an interrupted one has left here is dropped.
+            step: The step.
             microbatch: The microbatch.
             inputs: What the stage takes, which stays on the device whatever is moved.
             modules: Its layers, whose weights and buffers stay there too.
@@ -73,8 +79,6 @@ class HostMemory:
             The hook that sees what is saved.
         """
         key = step, microbatch
-        if step != self._step or key in self._kept or key in self._away:
-            self._begin(step)
         stays = [*inputs, *(one for part in modules for one in (*part.parameters(), *part.buffers()))]
         known = {one.untyped_storage().data_ptr() for one in stays}
         kept = self._kept[key] = WeakSet[_Kept]()
@@ -118,12 +122,6 @@ class HostMemory:
             for one in parts:
                 one.lie_in(back)
             self.held.add(-storage.nbytes())
-
-    def _begin(self, step: int) -> None:
-        self._step = step
-        self._kept.clear()
-        self.held.add(-sum(storage.nbytes() for moved in self._away.values() for storage, _, _ in moved))
-        self._away.clear()
 
 
 def move_activations(stages: Mapping[int, Stage]) -> None:

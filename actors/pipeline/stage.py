@@ -182,6 +182,8 @@ class Stage:
         self._owed.clear()
         self._linears.begin()
         self.listener = None
+        if self.host is not None:
+            self.host.begin()
         if self.model.slices is not None:
             self.model.slices.begin()
         self._train = train

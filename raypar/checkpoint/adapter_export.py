@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from raypar.actors.files import sync_folder, told, write_whole
+from raypar.actors.files import told, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import converted
 from raypar.actors.specs.lora import LORA
 from raypar.checkpoint.base import base_faults
@@ -82,15 +80,6 @@ def export_adapter(found: Found, folder: str | PathLike[str]) -> Path:
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
     """Write a folder that appears when it is complete. Raises CheckpointError, and leaves nothing behind."""
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    with told(f"{str(path)!r} can't be written"):
-        aside.mkdir()
-        try:
-            for name, content in files.items():
-                write_whole(aside / name, [memoryview(content)])
-            sync_folder(aside)
-            aside.rename(path)
-            sync_folder(path.parent)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+    with told(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
+        for name, content in files.items():
+            write_whole(aside / name, [memoryview(content)])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import sync_folder, told, write_whole
+from raypar.actors.files import told, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import Conversion, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.specs.lora import LORA
@@ -149,25 +147,14 @@ def export(
         config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
     else:
         config = config_of(model, kind, _begun(model), _NAMES[chosen])
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    with told(f"{str(path)!r} can't be written"):
-        aside.mkdir()
-        try:
-            tensors = (
-                _merged(run, model, found, kind) if model and model.lora else _tensors(found.manifest.tensors, kind)
-            )
-            _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
-            texts = {CONFIG: _json(config)}
-            texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
-            for name, text in texts.items():
-                write_whole(aside / name, [memoryview(text)])
-            _copy_files(run, None if home is None else Path(home), aside)
-            sync_folder(aside)
-            aside.rename(path)
-            sync_folder(path.parent)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+    with told(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
+        tensors = _merged(run, model, found, kind) if model and model.lora else _tensors(found.manifest.tensors, kind)
+        _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
+        texts = {CONFIG: _json(config)}
+        texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
+        for name, text in texts.items():
+            write_whole(aside / name, [memoryview(text)])
+        _copy_files(run, None if home is None else Path(home), aside)
     return path
 
 

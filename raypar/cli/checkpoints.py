@@ -15,6 +15,7 @@ from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
 from raypar.cli.arguments import parsed
 from raypar.cli.flags import HELP
+from raypar.cli.resuming import checkpoint_at
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, home_of, step_of
 from raypar.reporting.needs import finer_size
@@ -144,12 +145,10 @@ def verify(path: Path) -> Outcome:
 def export(args: ExportArgs) -> Outcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
     from raypar.checkpoint.adapter_export import export_adapter
-    from raypar.checkpoint.averaged import averaged
     from raypar.checkpoint.hugging_face import export as write
-    from raypar.checkpoint.resume import find as found_at
 
     path, folder = args.paths
-    found = averaged(found_at(path)) if args.ema else found_at(path)
+    found = checkpoint_at(path, ema=args.ema)
     if args.adapter:
         told = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
         return Outcome(told, sound=True)

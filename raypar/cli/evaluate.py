@@ -15,7 +15,7 @@ from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.arguments import parsed
-from raypar.cli.resuming import its_run
+from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
 
 _WHAT = "Tell loss, perplexity and bits per byte of a run, a checkpoint or a folder of Hugging Face on validation data."
-_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_TOKENIZER = "tokenizer.json"
 _EXAMPLES = {".jsonl", ".json", ".parquet"}
 
 
@@ -88,20 +88,13 @@ def evaluated(args: EvalArgs) -> tuple[Run, Found | None]:
     Raises:
         ConfigError: There is no such model, or nothing to evaluate it on.
     """
-    from raypar.checkpoint.averaged import averaged
-    from raypar.checkpoint.resume import find  # imports numpy
-
-    source, path, found = args.words[0], absolute(args.words[0]), None
+    source, path = args.words[0], absolute(args.words[0])
+    found = checkpoint_or_folder(source, ema=args.ema)
     told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp}
-    if (path / _CONFIG).exists():
-        if args.ema:
-            raise ConfigError(
-                [f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"]
-            )
+    if found is None:
         told |= {"model": HF(path), "optim": SGD(), "steps": 1}
         data, tokenizer = None, str(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
     else:
-        found = averaged(find(path)) if args.ema else find(path)
         trained = its_run(found)
         kept = ("model", "optim", "seed", "precision", "expert_order", "data")
         told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}

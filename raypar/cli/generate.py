@@ -22,7 +22,7 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.arguments import parsed
 from raypar.cli.conversation import Conversation
-from raypar.cli.resuming import its_run
+from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a folder of Hugging Face."
 _CHAT = "Answer in a terminal, with the weights of a run, a checkpoint or a folder of Hugging Face."
-_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_TOKENIZER = "tokenizer.json"
 _BYTES = 256  # ids of text without a tokenizer
 
 
@@ -216,20 +216,12 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None
     Raises:
         ConfigError: There is no such model, or it can't generate.
     """
-    from raypar.checkpoint.averaged import averaged
-    from raypar.checkpoint.resume import find  # imports numpy
-
-    path, found, template = absolute(source), None, None
+    path, found, template = absolute(source), checkpoint_or_folder(source, ema=args.ema), None
     told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
-    if (path / _CONFIG).exists():
-        if args.ema:
-            raise ConfigError(
-                [f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"]
-            )
+    if found is None:
         told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
         file = path / _TOKENIZER if (path / _TOKENIZER).exists() else None
     else:
-        found = averaged(find(path)) if args.ema else find(path)
         trained = its_run(found)
         kept = ("model", "optim", "seed", "precision", "expert_order")
         told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}

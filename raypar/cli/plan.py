@@ -9,8 +9,7 @@ from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
-from raypar.planner.memory import worker_memory
-from raypar.planner.other_actors import others_memory
+from raypar.planner.actors_memory import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.expert_table import expert_table
@@ -81,18 +80,14 @@ def _column(run: Run) -> Rows:
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
     prediction = before_run(run, world, counts, schedule)
-    workers = worker_memory(run, world, counts, prediction.timeline, prediction.process)
-    each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
-    kind, others = (
-        "server" if world.servers else "experts",
-        others_memory(run, world, counts, prediction.timeline, prediction.process),
-    )
-    each += [(f"{kind} of pp={rank}", memory) for rank, memory in enumerate(others)]
+    found = actors_memory(run, world, counts, prediction.timeline, prediction.process)
+    each = [(f"pp={rank}" if len(found.workers) > 1 else "", memory) for rank, memory in enumerate(found.workers)]
+    other = "server" if world.servers else "experts"
+    each += [(f"{other} of pp={rank}", memory) for rank, memory in enumerate(found.others)]
     rows = []
     for actor, memory in each:
-        rows += [
-            (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
-        ]
+        told = kinds_of(memory) | {"peak": size(memory.peak)}
+        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in told.items()]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]

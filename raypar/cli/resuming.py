@@ -19,6 +19,8 @@ from raypar.schedules.user_code import names_code
 if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
 
+_CONFIG = "config.json"  # which a folder of Hugging Face has
+
 
 def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
     """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
@@ -31,6 +33,36 @@ def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
         return find(Path(path)), []
     except ConfigError as error:
         return None, error.faults
+
+
+def checkpoint_at(path: Path, *, ema: bool) -> Found:
+    """Return the checkpoint at a path: of a run the newest one, and if ``ema`` with its averages as its weights.
+
+    Args:
+        path: A run folder, a folder of checkpoints, or a checkpoint.
+        ema: Whether the moving averages of the weights are asked for, which a run with ema keeps.
+
+    Raises:
+        ConfigError: There is no checkpoint, or it has no averages.
+    """
+    from raypar.checkpoint.averaged import averaged
+    from raypar.checkpoint.resume import find  # imports numpy
+
+    return averaged(find(path)) if ema else find(path)
+
+
+def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
+    """Return the checkpoint that a source names, as ``checkpoint_at`` does; None for a folder of Hugging Face.
+
+    Raises:
+        ConfigError: As ``checkpoint_at``, or averages are asked of a folder of Hugging Face.
+    """
+    path = absolute(source)
+    if not (path / _CONFIG).exists():
+        return checkpoint_at(path, ema=ema)
+    if ema:
+        raise ConfigError([f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"])
+    return None
 
 
 def its_run(found: Found) -> Run:

@@ -9,9 +9,9 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.actors_memory import actors_memory
 from raypar.planner.kv_cache import cache_bytes
-from raypar.planner.memory import Memory, worker_memory
-from raypar.planner.other_actors import others_memory
+from raypar.planner.memory import Memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
 from raypar.reporting.notebook import box, table, unknown_actor
@@ -81,20 +81,11 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     timeline = from_flops(run, world, counts, schedule).timeline
-    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
-    return MemoryTable(
-        (
-            one.actor,
-            dict(
-                _figures(
-                    (workers if rank < world.mesh.size else others)[world.pp(rank)],
-                    one,
-                    _cache(run, schedule, one, world.pp(rank)),
-                )
-            ),
-        )
-        for rank, one in enumerate(held)
-    )
+    formulas, found = actors_memory(run, world, counts, timeline), MemoryTable()
+    for rank, one in enumerate(held):
+        pp, of_kind = world.pp(rank), formulas.workers if rank < world.mesh.size else formulas.others
+        found[one.actor] = dict(_figures(of_kind[pp], one, _cache(run, schedule, one, pp)))
+    return found
 
 
 def _cache(run: Run, schedule: Schedule, held: Held, pp: int) -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import AXES, Mesh
-from raypar.actors.mesh.world import World
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -15,11 +14,11 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.actors_memory import actors_memory
 from raypar.planner.adapters import adapter_parameters, adapter_units
 from raypar.planner.checkpoint_size import checkpoint_bytes
 from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
-from raypar.planner.memory import Counts, Memory, worker_memory
-from raypar.planner.other_actors import others_memory
+from raypar.planner.memory import Counts, Memory
 from raypar.planner.parameters import (
     Units,
     active_parameters,
@@ -79,7 +78,8 @@ def need_rows(
         process: Bytes of an actor's process without a run, if they were measured.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers, others = (of(run, world, counts, timeline, process) for of in (worker_memory, others_memory))
+    found = actors_memory(run, world, counts, timeline, process)
+    workers, others = found
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
     most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
@@ -88,7 +88,7 @@ def need_rows(
         kind = "a server" if world.servers else "an expert actor"
         rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
     total = _in_memory(run, lambda memory: memory.total)
-    largest, needed = max(map(total, [*workers, *others])), _in_all(world, workers, others, total)
+    largest, needed = max(map(total, [*workers, *others])), found.in_all(world, total)
     rows.append(("memory in all", f"about {size(needed)} {_against(run, needed, largest, world.size)}"))
     if run.folder is not None:
         one = checkpoint_bytes(run, counts, _whole(run, skeleton))
@@ -116,14 +116,14 @@ def memory_faults(
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     timeline = from_flops(run, world, counts, schedule).timeline
-    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
-    offloaded = _in_all(world, workers, others, lambda memory: memory.offloaded)
+    found = actors_memory(run, world, counts, timeline)
+    offloaded = found.in_all(world, lambda memory: memory.offloaded)
     if room is not None and offloaded > room:
         yield (
             f"offload_folder {run.offload_folder!r}: what all {world.size} actors offload takes {size(offloaded)}, and "
             f"its disk has {size(room)} free: free some space, or give a folder of another disk"
         )
-    needed = _in_all(world, workers, others, _in_memory(run, lambda memory: memory.state))
+    needed = found.in_all(world, _in_memory(run, lambda memory: memory.state))
     if has is None or needed <= has:
         return
     copies = world.replicas if not world.gathers else world.replicas // world.mesh.shards
@@ -142,8 +142,7 @@ def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: C
     """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``need_rows``."""
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     timeline = from_flops(run, world, counts, schedule).timeline
-    workers, others = (which(run, world, counts, timeline) for which in (worker_memory, others_memory))
-    return _in_all(world, workers, others, of)
+    return actors_memory(run, world, counts, timeline).in_all(world, of)
 
 
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
@@ -352,12 +351,6 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     away = "copies of snapshots, on several nodes"
     others = {"snapshots": memory.snapshots, away: memory.copies, "offloaded": memory.offloaded}
     return told | {kind: size(count) for kind, count in others.items() if count}
-
-
-def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], of: Callable[[Memory], int]) -> int:
-    """Add up the memory of all actors."""
-    held = sum(len(world.replicas_of(pp)) * of(memory) for pp, memory in enumerate(workers))
-    return held + sum(map(of, others)) * (world.servers + world.mesh.expert_actors)
 
 
 def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:

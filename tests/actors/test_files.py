@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from raypar.actors.files import WholeFile, exhaust
+from raypar.actors.files import WholeFile, exhaust, whole_folder
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads give way on Linux only")
 
@@ -83,3 +83,17 @@ def test_a_file_is_there_when_it_is_committed_and_else_nothing_is(tmp_path):
         out.commit()
     assert sorted(found.name for found in tmp_path.iterdir()) == ["a", "folder"]
     assert path.read_bytes() == b"one, two", "the one that was there stays"
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "model"
+    with whole_folder(path) as aside:
+        (aside / "weights").write_text("all")
+        assert not path.exists() and aside.parent == tmp_path
+    assert [one.name for one in tmp_path.iterdir()] == ["model"] and (path / "weights").read_text() == "all"
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "other") as aside:
+        (aside / "weights").write_text("a part")
+        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="not empty"), whole_folder(path) as aside:
+        (aside / "weights").write_text("others")
+    assert [one.name for one in tmp_path.iterdir()] == ["model"] and (path / "weights").read_text() == "all"

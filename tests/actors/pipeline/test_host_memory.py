@@ -62,6 +62,29 @@ def test_what_is_moved_is_counted_and_comes_back():
     )
 
 
+def test_the_most_is_that_of_a_step():
+    _, _, team = weights(run_of(1, backward="whole"))
+    for one in team.all:
+        one.member.begin("train", 2)
+    held = [stage.host.held for one in team.all for stage in one.stages.values()]
+    assert [one.most for one in held] == [0] * len(team.all)
+
+
+def test_what_an_interrupted_step_left_is_dropped():
+    held = HighWater()
+    first, second = HostMemory(held), HostMemory(held)
+    x = torch.randn(4, 4, requires_grad=True)
+    for host in (first, second):
+        with host.keeping(0, 1, [x], []):
+            y = x.exp()
+        host.offload(0, 1)
+        del y
+    assert (held.now, held.most) == (128, 128)
+    first.begin()
+    second.begin()
+    assert (held.now, held.most, first.num_away, second.num_away) == (0, 0, 0, 0)
+
+
 def test_a_storage_is_moved_once_and_weights_stay():
     host = HostMemory(held := HighWater())
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
