@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from raypar.actors.collective.autograd import Move, copy_to, gather_from, reduce_from, reduce_scatter
+from raypar.actors.collective.autograd import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
-from raypar.actors.collective.redistribution import redistribute
 from raypar.actors.layers.adapter import Adapter
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.linear import Fan
@@ -39,8 +37,9 @@ from raypar.actors.tensor_parallel.linear import (
     shard_of,
 )
 from raypar.actors.tensor_parallel.placed import placed_styles
-from raypar.actors.tensor_parallel.plan_guard import demand, demand_whole_loss, mark
-from raypar.actors.tensor_parallel.sequence import Gathering, SharedCopy
+from raypar.actors.tensor_parallel.plan_guard import demand_whole_loss
+from raypar.actors.tensor_parallel.plan_styles import demand_whole_dropouts, plan_styles
+from raypar.actors.tensor_parallel.sequence import Gathering
 
 
 def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
@@ -71,16 +70,7 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         "adapter_row": AdapterOfRows(group),
         "moe": ShardedExperts(group, enter, leave, flow),
         "logits": LogitsParallel(group, column),
-        "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
-        "gather": GatheredOutput(group),
-        "gather_input": RedistributedInput(
-            SharedCopy(partial(_gathered_input, group=group)), "column_gather_input", divided=True
-        ),
-        "split_input": RedistributedInput(
-            SharedCopy(partial(_split_input, group=group)), "row_split_input", divided=False
-        ),
-        "dropout": DropoutOfColumns(Sharding({-1: own})),
-        "shared": PartialGradients(group),
+        **plan_styles(group),
     }
     if sequence:
         styles |= {"drop": ShardedDropout(flow), "table": TableOfSequence(own)}
@@ -90,7 +80,7 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         flow,
         partial_outside,
         placed=placed_styles(group),
-        guard=_demand_whole_dropouts,
+        guard=demand_whole_dropouts,
         check_loss=demand_whole_loss,
     )
 
@@ -264,75 +254,6 @@ class GatheredInput(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class CopiedInput(ParallelStyle):
-    """Sum the gradient of a linear layer's input over the members, once for all layers that take the same input.
-
-    Attributes:
-        copy: Copies the input to the members.
-    """
-
-    copy: SharedCopy
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        """Register a hook that copies the input."""
-
-        def copied(
-            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-        ) -> tuple[tuple[Tensor], dict[str, Any]]:
-            (x,) = (*inputs, *named.values())
-            return (self.copy(x),), {}
-
-        module.register_forward_pre_hook(copied, with_kwargs=True)
-        return Applied(module)
-
-
-@dataclass(frozen=True)
-class RedistributedInput(ParallelStyle):
-    """Redistribute the input of a linear layer along its last dim, between layers that are divided differently.
-
-    Attributes:
-        copy: Redistributes it, once for all layers that take the same one in turn.
-        kind: The kind in a plan.
-        divided: Whether the input is a part of the features; else it is whole.
-    """
-
-    copy: SharedCopy
-    kind: str
-    divided: bool
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        """Register a hook that redistributes the input."""
-        found, fix = ("a part of the features", "row") if not self.divided else ("whole on every actor of tp", "column")
-        what = f"{name} is {self.kind!r} in the plan, but its input is {found} already: use {fix!r}"
-        demand(module, divided=self.divided, otherwise=what)
-        return CopiedInput(self.copy).apply(name, module)
-
-
-def _gathered_input(x: Tensor, group: Group) -> Tensor:
-    """Gather the features of a tensor, for members that use them differently."""
-    return mark(redistribute(x, [group], [f"S{x.dim() - 1}"], ["R"], gradient=["P"]), divided=False)
-
-
-def _split_input(x: Tensor, group: Group) -> Tensor:
-    """Take this member's features of a whole tensor."""
-    return mark(redistribute(x, [group], ["R"], [f"S{x.dim() - 1}"]), divided=True)
-
-
-@dataclass(frozen=True)
-class GatheredOutput(ParallelStyle):
-    """Gather a module's output along its last dim, so that every member has all of it."""
-
-    group: Group
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        def gathered(_: nn.Module, inputs: tuple[Any, ...], part: Tensor) -> Tensor:
-            return mark(gather_from(part, self.group, part.dim() - 1), divided=False)
-
-        module.register_forward_hook(gathered, prepend=True)  # the user's own hooks see the whole output
-        return Applied(module, outputs={"": Sharding()})
-
-
-@dataclass(frozen=True)
 class TableOfSequence(ParallelStyle):
     """Keep only the rows of this member's tokens of a module that computes one row per token.
 
@@ -347,42 +268,5 @@ class TableOfSequence(ParallelStyle):
         return Applied(module)
 
 
-@dataclass(frozen=True)
-class DropoutOfColumns(ShardedDropout):
-    """Apply dropout, in a user's plan, to a tensor that is sharded along its last dim."""
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        applied = super().apply(name, module)
-        _demand_sharded(name, "dropout", applied.module)
-        return applied
-
-
-@dataclass(frozen=True)
-class PartialGradients(ParallelStyle):
-    """Keep a module of a user's plan whole although its input is sharded.
-
-    Each member's gradients of its parameters are partial.
-    """
-
-    group: Group
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        _demand_sharded(name, "shared", module)
-        return Applied(module, partial=dict.fromkeys(_parameters_of(module), (self.group,)))
-
-
 def _parameters_of(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters()]
-
-
-def _demand_sharded(name: str, kind: str, module: nn.Module) -> None:
-    what = f"is {kind!r} in the plan, but its input is whole on every actor of tp"
-    demand(module, divided=True, otherwise=f"{name} {what}: leave it out of the plan")
-
-
-def _demand_whole_dropouts(name: str, layer: nn.Module) -> None:
-    """Make the dropouts that no style replaced raise ValueError if their input is sharded."""
-    for path, module in layer.named_modules(prefix=name):
-        if type(module) is nn.Dropout and module.p:
-            what = "is a dropout whose input is divided over tp, and every actor would use the same mask"
-            demand(module, divided=False, otherwise=f"{path} {what}: name it in the plan, as 'dropout'")

@@ -22,6 +22,7 @@ from raypar.actors.models.placed_step import FEATURES, PlacedStep
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.tensor_parallel.linear import RowParallelLinear, VocabParallelEmbedding, shard_of
 from raypar.actors.tensor_parallel.plan_guard import demand, mark
+from raypar.actors.tensor_parallel.plan_styles import SharedInput
 from raypar.actors.tensor_parallel.sequence import SharedCopy
 
 
@@ -36,7 +37,7 @@ def placed_styles(group: Group) -> Callable[[PlacedStep], ParallelStyle]:
     def style(step: PlacedStep) -> ParallelStyle:
         match step.what:
             case "input":
-                return InputFrom(SharedCopy(partial(moved, group=group, step=step)))
+                return SharedInput(SharedCopy(partial(moved, group=group, step=step)))
             case "output":
                 return OutputTo(group, step)
             case "row" | "vocab":
@@ -49,8 +50,7 @@ def placed_styles(group: Group) -> Callable[[PlacedStep], ParallelStyle]:
 
 def moved(x: Tensor, group: Group, step: PlacedStep) -> Tensor:
     """Redistribute a tensor as a step says, and note whether this member then holds only a part of it."""
-    ends = (_of(placement, x) for placement in step[1:])
-    before, after, gradient = ends
+    before, after, gradient = (_of(placement, x) for placement in step[1:])
     out = redistribute(x, [group], [before], [after], [gradient])
     return mark(out, divided=after != "R")
 
@@ -63,29 +63,6 @@ def _of(placement: str, x: Tensor) -> str:
 def _sharding(group: Group, placement: str) -> Sharding:
     """Return the sharding of a tensor at a placement."""
     return Sharding() if placement == "R" else Sharding({int(placement[1:]): Pieces.at(group.rank, group.size)})
-
-
-@dataclass(frozen=True)
-class InputFrom(ParallelStyle):
-    """Redistribute the input of a module, once for all that take the same one in turn.
-
-    Attributes:
-        copy: Redistributes it.
-    """
-
-    copy: SharedCopy
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        """Register a hook that redistributes the input."""
-
-        def entered(
-            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-        ) -> tuple[tuple[Tensor], dict[str, Any]]:
-            (x,) = (*inputs, *named.values())
-            return (self.copy(x),), {}
-
-        module.register_forward_pre_hook(entered, with_kwargs=True)
-        return Applied(module)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from raypar.schedules.action import COMPUTE, SENDS, Action, Op
+from raypar.schedules.action import COMPUTE, Action, Op
+from raypar.schedules.passes.insertion import with_inserted
 from raypar.schedules.rules import USES_WEIGHTS
 from raypar.schedules.schedule import Schedule, ScheduleError
 
@@ -146,23 +147,7 @@ class _Windows:
 
     def written_to(self, row: Sequence[Action]) -> Iterator[Action]:
         """Yield a row with its UNSHARDs and RESHARDs."""
-        at = -1
-        written = False
-        for action in row:
-            if not written and action.op not in SENDS:
-                yield from self._boundary(at)
-                written = True
-            yield action
-            if action.op in COMPUTE:
-                at += 1
-                written = False
-        if not written:
-            yield from self._boundary(at)
-
-    def _boundary(self, at: int) -> Iterator[Action]:
-        """Yield what stands behind a compute action and its SENDs, before the next one."""
-        yield from self._closes[at]
-        yield from self._opens[at + 1]
+        return with_inserted(row, behind=self._closes, before=self._opens)
 
     def _open(self, stage: int, at: int) -> None:
         self._opens[at].append(Action(stage, Op.UNSHARD, None))

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from raypar.schedules.action import COMPUTE, MOVES, SENDS, Action, Op
+from raypar.schedules.action import COMPUTE, MOVES, Action, Op
+from raypar.schedules.passes.insertion import with_inserted
 from raypar.schedules.rules import BACKWARDS, why_none_moves
 from raypar.schedules.schedule import Schedule, ScheduleError
 
@@ -124,19 +125,5 @@ class _Moves:
         self._stays.add(key)
 
     def written_to(self, row: Sequence[Action]) -> Iterator[Action]:
-        """Yield a row with its moves, each behind a compute action and its SENDs."""
-        at, written = -1, False
-        for action in row:
-            if not written and action.op not in SENDS:
-                yield from self._boundary(at)
-                written = True
-            yield action
-            if action.op in COMPUTE:
-                at, written = at + 1, False
-        if not written:
-            yield from self._boundary(at)
-
-    def _boundary(self, at: int) -> Iterator[Action]:
-        """Yield what stands behind a compute action and its SENDs, before the next one."""
-        yield from self._offloads[at]
-        yield from self._reloads[at + 1]
+        """Yield a row with its moves."""
+        return with_inserted(row, behind=self._offloads, before=self._reloads)
