@@ -1,8 +1,7 @@
-"""The ranks of a run (workers of the mesh, then expert actors or parameter servers), and the groups that they form."""
+"""The ranks of a run: workers of the mesh, then expert actors or parameter servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,28 +10,6 @@ from raypar.actors.mesh.mesh import AXES, Axis, Mesh
 DataParallel = Literal["all_reduce", "parameter_server"]
 Zero = Literal[0, 1, 2, 3]
 Offload = Literal["none", "optimizer", "parameters"]
-
-
-class Membership(NamedTuple):
-    """One rank's membership in a group.
-
-    Attributes:
-        key: The group's name among those of this rank: ``pp``, ``dp`` (all ranks with the same weights, including those
-            along cp), ``shard`` (those of them among which weights are sharded), ``replicate`` (those that own the same
-            weights), ``gather`` (the members of ``shard`` or ``dp`` once more, for weights, whose order is not that of
-            gradients), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``ep`` (ranks with different experts),
-            ``edp`` (all ranks with the same experts), ``edp.gather`` (as ``gather``, for experts), ``mesh`` (all
-            workers that together update one model, or one tensor rank's part of it), ``ps0`` (replicas and a parameter
-            server) or ``servers``.
-        axis: Axis under which the ledger counts the group's bytes.
-        name: Unique in the run.
-        members: Ranks, in the order of the group.
-    """
-
-    key: str
-    axis: str
-    name: str
-    members: tuple[int, ...]
 
 
 class Replicas(NamedTuple):
@@ -320,78 +297,3 @@ class World:
     def trainers_of(self, pp: int) -> tuple[int, ...]:
         """Return the workers of one pipeline rank, and then its expert actors."""
         return (*self.replicas_of(pp), *self.mesh.experts_of(pp))
-
-    def memberships(self, rank: int) -> Iterator[Membership]:
-        """Yield a rank's groups in the order in which to join them, which prevents deadlock between ranks."""
-        pp = self.pp(rank)
-        if rank < self.mesh.size:
-            for axis in AXES:
-                index, members = self.mesh.replicas(rank) if axis == "dp" else self.mesh.group_of(axis, rank)
-                # With servers, replicas do not talk to each other.
-                if len(members) > 1 and not (axis == "dp" and self.servers):
-                    yield Membership(axis, axis, f"{axis}/{index}", members)
-                if axis == "dp" and self.sharded:
-                    yield from self._shard_groups(rank, index, members)
-            if self.mesh.divides_experts:
-                yield from self._expert_groups(rank)
-            tp = self.mesh.tensor_ranks
-            if self.mesh.grid is not None:
-                for line, places in self.mesh.grid.lines(rank % tp):
-                    members = tuple(rank - rank % tp + place for place in places)
-                    yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
-            if self.updaters == "mesh":
-                yield self._updaters(rank)
-            for index in range(self.servers):
-                yield self._served(pp, index)
-        elif self.is_expert(rank):
-            yield from self._expert_groups(rank)
-            yield self._updaters(rank)
-        else:
-            yield self._served(pp, self.server_index(rank))
-            if len(self.server_ranks) > 1:
-                yield Membership("servers", "servers", "servers/0", tuple(self.server_ranks))
-
-    def _shard_groups(self, rank: int, index: int, replicas: tuple[int, ...]) -> Iterator[Membership]:
-        """Yield a worker's groups for sharded weights.
-
-        Args:
-            rank: The worker.
-            index: Index of its group of replicas.
-            replicas: The members of that group.
-        """
-        shards = self.mesh.shards
-        copy, own = divmod(replicas.index(rank), shards)
-        members, axis = replicas[copy * shards : (copy + 1) * shards], self.shard_key
-        first = index * (len(replicas) // shards) + copy
-        if self.hybrid:
-            yield Membership("shard", "shard", f"shard/{first}", members)
-            yield Membership("replicate", "replicate", f"replicate/{index * shards + own}", replicas[own::shards])
-        if self.gathers:
-            yield Membership("gather", axis, f"gather/{first}", members)
-
-    def _updaters(self, rank: int) -> Membership:
-        """Return the group of all who update one model, or a tensor rank's part of it, where no other group is theirs.
-
-        Where tensor ranks have different experts, or experts actors of their own, one norm is that of all of them.
-        """
-        copy, apart = self.copy_of(rank), 1 if self.mesh.folds_experts else self.mesh.tensor_ranks
-        ranks = range(rank % apart, self.mesh.actors, apart)
-        members = tuple(one for one in ranks if self.copy_of(one) == copy)
-        return Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
-
-    def _expert_groups(self, rank: int) -> Iterator[Membership]:
-        """Yield the groups of a worker or expert actor for experts that are divided over actors."""
-        index, members = self.mesh.group_of("ep", rank)
-        yield Membership("ep", "ep", f"ep/{index}", members)
-        if self.mesh.expert_actors:
-            return
-        index, members = self.mesh.group_of("edp", rank)
-        if len(members) > 1:
-            yield Membership("edp", "edp", f"edp/{index}", members)
-            if self.gathers:
-                yield Membership("edp.gather", "edp", f"edp.gather/{index}", members)
-
-    def _served(self, pp: int, index: int) -> Membership:
-        """Return the group of a pipeline rank's replicas and one of its servers, which is the last member."""
-        members = (*self.replicas_of(pp), self.server_rank(pp, index))
-        return Membership(f"ps{index}", "ps", f"ps/{pp}.{index}", members)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,8 +17,9 @@ from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
-from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
+from raypar.actors.models.meta_guard import NO_VALUES
 from raypar.actors.models.skips import NO_SKIPS, Skipped
+from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.step_buffers import StepBuffers
@@ -108,7 +109,7 @@ class Stage:
                     part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._learns, self._halved, self._is_half, self._check_loss = learns, halved, is_half, check_loss
+        self._learns, self._halved, self._is_half = learns, halved, is_half
         self._weights, self._overflow = weights, overflow
         if halved:
             self._linears.take_over()
@@ -124,10 +125,7 @@ class Stage:
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
         # buffers and target are empty.
         self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
-        self._looked = False  # whether the first loss was checked
-        # What is still to be done for the first time under a guard: its cost is too high for every microbatch.
-        self._is_deferred = model.is_deferred
-        self._unguarded = {"train", "eval", "backward"}
+        self._first_time = FirstTime(is_deferred=model.is_deferred, weights=weights, check_loss=check_loss)
         self.listener: Listener | None = None
         self.host: HostMemory | None = None
 
@@ -295,7 +293,7 @@ class Stage:
             tail = self.ends.tail(outputs)
             del outputs
         if tail is not None:
-            with self._linears.postponed() as owed, self._guarded("backward"):
+            with self._linears.postponed() as owed, self._first_time.guarded("backward"):
                 self._owed[step, microbatch] = owed
                 gradients = self.ends.in_order(gradients)
                 if self._later and microbatch in self._halved and self.listener is None:
@@ -318,24 +316,13 @@ class Stage:
         with nullcontext() if host is None else host.keeping(step, microbatch, leaves, self.modules) as hook:
             self._linears.hook = hook
             outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
-        if self.is_last and not self._looked:
-            self._demand_gradient(leaves, outputs[0])
-            self._looked = True
+        if self.is_last:
+            self._first_time.check(outputs[0], learns=lambda: any(wanted) or bool(self.parameters()))
         return leaves, outputs
-
-    def _demand_gradient(self, inputs: Values, loss: Tensor) -> None:
-        """Raise ValueError if the loss has no gradient, or is computed from only a part of the outputs."""
-        learns = any(value.requires_grad for value in inputs) or bool(self.parameters())
-        if learns and not loss.requires_grad:
-            raise ValueError(
-                "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
-            )
-        if self._check_loss is not None:
-            self._check_loss(loss)
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
-        with self._guarded("train" if self._train else "eval"):
+        with self._first_time.guarded("train" if self._train else "eval"):
             values = self._run(step, microbatch, values, self.modules)
             if not self.is_last:
                 return values
@@ -378,17 +365,6 @@ class Stage:
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)
         if self.model.slices is not None:
             self.model.slices.turn_to(step, microbatch, of_batch=of_batch)
-
-    @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """The first time that something is done, guard against meta tensors and unusual uses of sharded weights."""
-        is_first = what in self._unguarded
-        self._unguarded.discard(what)
-        with (
-            MetaGuard() if is_first and self._is_deferred else nullcontext(),
-            self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
-        ):
-            yield
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

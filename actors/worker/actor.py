@@ -35,6 +35,7 @@ from raypar.actors.device import (
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, Holding, Kind, Meeting, Move
 from raypar.actors.sharding import Shard
@@ -87,7 +88,7 @@ class Hosted:
         place.enter()
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
-        for key, axis, name, members in plan.world.memberships(plan.rank):
+        for key, axis, name, members in memberships(plan.world, plan.rank):
             rank, full_name = members.index(plan.rank), f"{plan.name}/{name}"
             self._joined[key] = ray_groups.join(
                 full_name, axis, len(members), rank, plan.run.timeout, ledger, place.device

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, digest, gathered
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.tensors import Values
 from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import Action, Op
@@ -115,7 +116,7 @@ class Recheck:
     def _peers(self) -> list[int]:
         """Return where in the group of all replicas those are that differ from this actor on dp only, by dp."""
         world, rank = self._seat.world, self._seat.plan.rank
-        members = next(one.members for one in world.memberships(rank) if one.key == "dp")
+        members = next(one.members for one in memberships(world, rank) if one.key == "dp")
         here = [at for at, one in enumerate(members) if world.at(one)["cp"] == self._seat.cp]
         return sorted(here, key=lambda at: world.at(members[at])["dp"])
 

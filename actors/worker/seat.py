@@ -11,7 +11,8 @@ from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace
-from raypar.actors.mesh.world import Membership, World
+from raypar.actors.mesh.memberships import Membership, memberships
+from raypar.actors.mesh.world import World
 from raypar.actors.models.tied_weights import Ends
 from raypar.actors.worker.boundaries import neighbours
 from raypar.actors.worker.plan import Plan
@@ -123,7 +124,7 @@ class Seat:
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
-        for group in self.world.memberships(self.plan.rank):
+        for group in memberships(self.world, self.plan.rank):
             if group.key in keys:
                 labels = [self.world.label(rank) for rank in group.members]
                 demand_equal(digests, self.groups[group.key], labels, step)
@@ -166,7 +167,7 @@ class Seat:
         if not isinstance(error, GroupError):
             follows = isinstance(error, OtherInputsError)
             return ActionError(self.label, action, peer, described(error), follows, "" if follows else trace())
-        groups = self.world.memberships(self.plan.rank)
+        groups = memberships(self.world, self.plan.rank)
         joined = next((one for one in groups if self._is_of(one, error)), None)
         if joined is None or peer is not None:
             return ActionError(self.label, action, peer, error.reason, True, "")

@@ -33,7 +33,7 @@ with actors:
   raypar eval RUN|FOLDER [DATA]                 loss, perplexity and bits per byte on validation data, or on a file
   raypar recipes                                list the recipes with their sizes
   raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
-  raypar calibrate [--out FILE] [--seconds N]    measure this machine or cluster, for predictions in seconds
+  raypar calibrate [--out FILE] [--seconds N]   measure this machine or cluster, for predictions in seconds
 
 without actors, in no time:
   raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO; with --gpus N
@@ -238,12 +238,12 @@ def _mistakes(faults: Sequence[str]) -> str:
 
 def _with_actors(command: str, words: list[str]) -> int:
     from raypar.actors.errors import NonFiniteError
-    from raypar.cli import train
+    from raypar.cli import short_runs, train
     from raypar.errors import ConfigError, JobError
 
     try:
         if command == "verify":
-            verdict = train.verify(words)
+            verdict = short_runs.verify(words)
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
         if command == "plan":
@@ -251,7 +251,7 @@ def _with_actors(command: str, words: list[str]) -> int:
 
             return _say(plan(words))
         if command == "step":
-            train.step(words)
+            short_runs.step(words)
             return OK
         if command == "eval":
             from raypar.cli.evaluate import evaluate

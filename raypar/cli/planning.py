@@ -16,7 +16,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, whole_file
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
-from raypar.cli.train import RunArgs
+from raypar.cli.run_args import RunArgs
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import Node, place, told
 from raypar.config.fields import Fault

@@ -1,4 +1,4 @@
-"""The commands that train: ``raypar train``, ``verify`` and ``step``. Their flags are the fields of Run."""
+"""The command that trains: ``raypar train``. Its flags are the fields of Run, and some of its own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import AXES
-from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.auto_microbatch import chosen
 from raypar.cli.data_conversion import convert_data
@@ -26,10 +23,11 @@ from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, misfits
+from raypar.cli.run_args import RunArgs
 from raypar.cli.samples import sample_faults, sampling
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
-from raypar.config.run import check_run, unrecorded, world_of
+from raypar.config.run import check_run, world_of
 from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
@@ -50,35 +48,6 @@ from raypar.schedules.user_code import names_code
 if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
     from raypar.job.job import Job
-    from raypar.parity.verify import Verdict
-
-_VERIFIED_STEPS = 5
-
-
-@dataclass(frozen=True)
-class RunArgs(Run):
-    """A Run restricted to what a command line can express, without functions, plus the run to start from."""
-
-    model: GPT | Llama = field(default_factory=GPT)
-    schedule: str = "1f1b"
-    """1f1b, interleaved, zb-v, or another of raypar gallery; a CSV file, or code of yours as my.py:function"""
-    data: Text | Examples = field(default_factory=Text)
-    optim: AnyOptimizer = field(default_factory=AdamW)
-    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
-    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small, or a
-    TOML file"""
-
-    layout: str = ""
-    """a layout of experts by name, which other flags change: ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, dp2_experts2
-    and others of such words"""
-
-    depth: int = 0
-    """number of layers from which sizes, tokens, batch and learning rates follow, which other flags change; of the
-    recipe or file only the data are kept then; 0: all is that of the recipe or file"""
-
-    def run(self) -> Run:
-        """Return the Run alone."""
-        return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
 
 
 @dataclass(frozen=True)
@@ -341,48 +310,6 @@ def _keep(job: Job) -> None:
         log.warning("interrupted, and nothing was saved: %s", error)
     else:
         log.info("saved as %s", saved.name)
-
-
-def verify(words: Sequence[str]) -> Verdict:
-    """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
-
-    The run may be that of a run folder, which is only read. Raises what ``train`` raises.
-    """
-    what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
-    parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
-    run = unrecorded(parsed.args.run())
-    _check(run, parsed.wrong)
-    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
-    from raypar.parity.verify import verify as verified
-
-    return verified(run)
-
-
-def step(words: Sequence[str]) -> None:
-    """Run ``raypar step``: a REPL for the run's first step. Raises what ``train`` raises."""
-    what = "Step through a schedule by hand, on actors, in a Python REPL."
-    parsed = parse(RunArgs, words, "step", what, "gpt-tiny")
-    run = parsed.args.run()
-    _check(run, parsed.wrong)
-    from raypar.cli.repl import interact
-    from raypar.job.launch import launch
-
-    with launch(run) as job:
-        interact(job)
-
-
-def _check(run: Run, wrong: Sequence[Fault]) -> None:
-    """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
-    faults = list[str]()
-    try:
-        check_run(run, wrong=wrong)
-    except ConfigError as error:
-        faults = error.faults
-    if right_fields([*wrong, *field_faults(run)])("mesh", "data_parallel", "servers", "zero"):
-        faults += room_faults(world_of(run).size)
-    if faults:
-        raise ConfigError(faults)
 
 
 def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:

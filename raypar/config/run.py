@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from raypar.actors.data.example_batches import example_faults
-from raypar.actors.data.token_batches import data_faults
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
-from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
@@ -34,12 +30,11 @@ from raypar.config.schedule import (
 from raypar.config.skeleton import Skeleton
 from raypar.config.skips import skips_of
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
-from raypar.config.validate.examples import packing_faults
+from raypar.config.validate.data import data_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.host_memory import host_faults
 from raypar.config.validate.hugging_face import folder_faults as weight_faults
 from raypar.config.validate.lora import lora_faults
-from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import average_faults, group_faults
 from raypar.config.validate.order import order_faults, order_on
@@ -47,10 +42,12 @@ from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
+from raypar.config.validate.servers import server_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
 from raypar.config.validate.token_slices import slice_faults
 from raypar.config.validate.uneven import uneven_faults
+from raypar.config.validate.zero import zero_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.passes.skips import no_skips
@@ -87,7 +84,7 @@ def check_run(
         faults += run.model.faults(right)
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
-    faults += [*_server_faults(run, right), *_zero_faults(run, right)]
+    faults += [*server_faults(run, right), *zero_faults(run, right)]
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
     faults += [*average_faults(run, right), *slice_faults(run, right), *host_faults(run, right)]
@@ -109,7 +106,7 @@ def check_run(
     if begins and right("model") and _fits(run, skeleton, right):
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
     if right("data"):
-        faults += _data_faults(run, right)
+        faults += data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
@@ -206,43 +203,6 @@ def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
     yield from order_on(run, device)
-
-
-def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
-        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
-    if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
-        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
-    served = right("model", "data_parallel") and run.data_parallel == "parameter_server"
-    if served and isinstance(run.model, Transformer) and run.model.moe is not None and run.model.moe.bias_rate:
-        told = f"model.moe.bias_rate is {run.model.moe.bias_rate:g}, but with servers replicas do not sum their loads"
-        yield f"{told}: set data_parallel to 'all_reduce', or bias_rate to 0 and give alpha"
-
-
-def _zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the settings of ZeRO that have nothing to do, or contradict each other."""
-    if not right("zero", "mesh", "data_parallel", "offload") or run.data_parallel == "parameter_server":
-        return
-    if (run.zero or 0) > 1 and run.mesh.shards == 1:
-        yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
-    if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
-        yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
-    if run.zero != 3 and run.offload != "parameters":
-        idle = {
-            "zero_units": run.zero_units != 1,
-            "zero_gather": run.zero_gather != "microbatch",
-            "zero_resident": run.zero_resident is not None,
-            "reshard_after_forward": run.reshard_after_forward is not True,
-        }
-        for field in (name for name, is_set in idle.items() if is_set and right(name)):
-            given = getattr(run, field)
-            only = "only zero 3 and offload 'parameters' gather weights"
-            yield f"{field} is {given!r}, but zero is {run.zero}: {only}, leave it out"
-    elif run.zero_resident is not None and run.zero_gather != "step":
-        yield (
-            f"zero_resident is {run.zero_resident}, but zero_gather is {run.zero_gather!r}, which frees weights behind "
-            "every action: set zero_gather to 'step', or leave zero_resident out"
-        )
 
 
 def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
@@ -380,21 +340,3 @@ def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *
         yield from track_faults(run.track, run.folder)
     if right("folder", "save_every") and run.save_every and run.folder is None:
         yield f"save_every is {run.save_every}, but there is no folder for checkpoints: give one"
-
-
-def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
-    """Return the faults of the data. A size of the model that is itself wrong is not compared with the data."""
-    if isinstance(run.data, Batches):
-        from raypar.config.validate.batches import batches_faults  # imports torch
-
-        lengths = length_faults(run.model, run.data) if right("model.seq") else ()
-        return [*batches_faults(run.data), *lengths]
-    seq = run.model.seq if right("model.seq") else 1
-    if seq is None:
-        return [
-            "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
-        ]
-    vocab = run.model.vocab if right("model.vocab") else sys.maxsize
-    if isinstance(run.data, Examples):
-        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab))]
-    return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]

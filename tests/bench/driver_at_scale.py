@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.results import StepResult
@@ -86,7 +87,7 @@ def main() -> None:
     programs = clock.timed("schedules, proved", lambda: check_run(run))
     world = world_of(run)
     if args.groups:
-        clock.timed("groups of all ranks", lambda: [list(world.memberships(rank)) for rank in range(world.size)])
+        clock.timed("groups of all ranks", lambda: [list(memberships(world, rank)) for rank in range(world.size)])
     clock.timed("plans of all ranks", lambda: plans_of(run, programs, "bench"))
     with local_ray():
         remote: Any = ray.remote(num_cpus=0, concurrency_groups={"ctl": 1})(Fake)

@@ -11,6 +11,7 @@ from torch import nn
 from raypar.actors.collective.local import local_groups
 from raypar.actors.device import place_of
 from raypar.actors.last_action import LastAction
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.data import Batches
@@ -101,14 +102,14 @@ class Team:
 
     def _groups(self):
         for rank in range(self.world.size):
-            for _, axis, name, members in self.world.memberships(rank):
+            for _, axis, name, members in memberships(self.world, rank):
                 if members[0] == rank:
                     yield name, local_groups(axis, len(members), self.run.timeout)
 
     def _told(self, plans, actor):
         rank = self.all.index(actor)
-        memberships = self.world.memberships(rank)
-        return plans[rank], {key: self.groups[name][members.index(rank)] for key, _, name, members in memberships}
+        joined = memberships(self.world, rank)
+        return plans[rank], {key: self.groups[name][members.index(rank)] for key, _, name, members in joined}
 
     def each(self, call):
         """What ``call(actor)`` returned or raised, by rank."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.data import Batches
@@ -101,7 +102,7 @@ def test_two_actors_have_the_experts_and_the_ranks_all_else():
         *("pp=0 dp=0", "pp=0 dp=1", "pp=1 dp=0", "pp=1 dp=1"),
         *("pp=0 expert=0", "pp=0 expert=1", "pp=1 expert=0", "pp=1 expert=1"),
     ]
-    groups = {rank: {one.key: one.members for one in world.memberships(rank)} for rank in range(world.size)}
+    groups = {rank: {one.key: one.members for one in memberships(world, rank)} for rank in range(world.size)}
     first, every = (0, 1, 4, 5), tuple(range(8))
     assert groups[0] == {"pp": (0, 2), "dp": (0, 1), "ep": first, "mesh": every}
     assert groups[4] == {"ep": first, "mesh": every}

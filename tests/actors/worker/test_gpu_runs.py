@@ -17,6 +17,7 @@ from raypar.actors.collective.local import LocalGroup, LocalHub, local_groups
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.device import Cuda, Host
 from raypar.actors.errors import ActionError
+from raypar.actors.mesh.memberships import memberships
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.optim import AdamW
 from tests.gpu import fakes
@@ -69,7 +70,7 @@ class NcclTeam(Team):
 
     def _groups(self):
         for rank in range(self.world.size):
-            for _, axis, name, members in self.world.memberships(rank):
+            for _, axis, name, members in memberships(self.world, rank):
                 if members[0] == rank:
                     yield name, self._nccl(axis, len(members))
 

@@ -19,6 +19,7 @@ from raypar.actors.specs.model import Llama
 from raypar.actors.specs.optim import Muon
 from raypar.cli import main as cli
 from raypar.cli import schedules as paper
+from raypar.cli import short_runs
 from raypar.cli import train as commands
 from raypar.cli.output_files import whole_file
 from raypar.cli.parsing import _base
@@ -567,7 +568,7 @@ def test_a_run_whose_weights_are_lost_is_summed_up_and_failed(said, monkeypatch)
 )
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_how_a_run_can_fail(said, monkeypatch, error, code, line, command):
-    monkeypatch.setattr(commands, command, raising(error))
+    monkeypatch.setattr(short_runs if command == "verify" else commands, command, raising(error))
     found, out, err = said(command)
     assert (found, out) == (code, "")
     assert err.strip() == f"raypar: {line}"
@@ -697,7 +698,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
     found = Verdict(
         2, 9, 9, (1.0, 2.0), (Difference("weight blocks.0.mlp", 1e-7), Difference("weight x", 1e-6, allowed=1e-5))
     )
-    monkeypatch.setattr(commands, "verify", lambda words: found)
+    monkeypatch.setattr(short_runs, "verify", lambda words: found)
     code, out, _ = said("verify")
     assert code == 1
     assert "1 differences in 2 losses and gradient norms, 9 gradients of step 1 and 9 weights after 2 steps; " in out
@@ -714,7 +715,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
 def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
-        commands, "check_run", lambda run, wrong: seen.append(run.steps) or raising(JobError("enough"))()
+        short_runs, "check_run", lambda run, wrong: seen.append(run.steps) or raising(JobError("enough"))()
     )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"')

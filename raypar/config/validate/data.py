@@ -1,0 +1,36 @@
+"""Check the data of a run, and that they fit its model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from raypar.actors.data.example_batches import example_faults
+from raypar.actors.data.token_batches import data_faults as text_faults
+from raypar.actors.specs.data import Batches, Examples
+from raypar.actors.specs.run import Run
+from raypar.config.validate.examples import packing_faults
+from raypar.config.validate.model import length_faults
+
+
+def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
+    """Return the faults of the data. A size of the model that is itself wrong is not compared with the data.
+
+    Args:
+        run: The run.
+        right: Returns whether some fields have their declared types and ranges.
+    """
+    if isinstance(run.data, Batches):
+        from raypar.config.validate.batches import batches_faults  # imports torch
+
+        lengths = length_faults(run.model, run.data) if right("model.seq") else ()
+        return [*batches_faults(run.data), *lengths]
+    seq = run.model.seq if right("model.seq") else 1
+    if seq is None:
+        return [
+            "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
+        ]
+    vocab = run.model.vocab if right("model.vocab") else sys.maxsize
+    if isinstance(run.data, Examples):
+        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab))]
+    return [f"data.{fault}" for fault in text_faults(run.data, seq, vocab)]
