@@ -6,20 +6,17 @@ import re
 from types import MappingProxyType
 
 FP8 = "fp8"
-DUALPIPE = "DualPipe over two copies of a model"
 HYBRID_EXPERTS = "experts on several actors with hybrid sharding"
 
 WHERE = MappingProxyType(  # by what is missing, the folder in which it would come, or that none is planned
     {
         FP8: "not planned yet",
-        DUALPIPE: "schedules/generators/",
         HYBRID_EXPERTS: "actors/expert_parallel/",
     }
 )
 _ASKED_BY = MappingProxyType(  # by a pattern, what values ask for that match it
     {
         r"(fp|float)8.*": FP8,
-        r"dual[-_ ]?pipe": DUALPIPE,
     }
 )
 

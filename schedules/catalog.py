@@ -72,6 +72,12 @@ _TABLE = {  # ``register`` adds to it, in this process only
         dual_pipe.SIZES,
         default_chunks=2,
     ),
+    "dualpipe": Entry(
+        dual_pipe.dualpipe,
+        "every stage held twice, microbatches from both ends: dualpipe-v over twice the actors",
+        dual_pipe.TWICE,
+        default_chunks=2,
+    ),
     "pipedream": Entry(
         pipedream.pipedream,
         "1f1b without a flush: every stage updates by itself, with gradients of its earlier weights",

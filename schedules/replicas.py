@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from raypar.schedules.action import COMPUTE, Action
 
+Rows = Sequence[Sequence[Action]]
+
 
 def replicas_of(num_rows: int, holders: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """Return the number of replicas of each pipeline rank: of rows that hold the same stages. () if it is always one.
@@ -22,8 +24,24 @@ def replicas_of(num_rows: int, holders: Mapping[int, Sequence[int]]) -> tuple[in
     return tuple(end - start for start, end in pairwise([*starts, num_rows]))
 
 
+def turns_of(rows: Rows, holders: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Return by stage which of its replicas takes microbatch 0, as the first action of each tells. () if all are first.
+
+    Args:
+        rows: The rows.
+        holders: By stage, the rows that have it, in order.
+    """
+    first: dict[int, int] = {}
+    for row, actions in enumerate(rows):
+        for stage, op, microbatch, _ in actions:
+            if op in COMPUTE and stage is not None and stage not in first and microbatch is not None:
+                held = holders[stage]
+                first[stage] = (held.index(row) - microbatch) % len(held)
+    return tuple(first.get(stage, 0) for stage in range(len(holders))) if any(first.values()) else ()
+
+
 def replica_faults(
-    rows: Sequence[Sequence[Action]], holders: Mapping[int, Sequence[int]], replicas: Sequence[int]
+    rows: Rows, holders: Mapping[int, Sequence[int]], replicas: Sequence[int], turns: Sequence[int]
 ) -> Iterator[str]:
     """Yield the stages of several rows that are no replicas of one rank, and what is not in its turn there.
 
@@ -31,16 +49,18 @@ def replica_faults(
         rows: The rows.
         holders: By stage, the rows that have it, in order.
         replicas: What ``replicas_of`` returns for them.
+        turns: What ``turns_of`` returns for them.
     """
     starts = [sum(replicas[:rank]) for rank in range(len(replicas))]
     found = {start: range(start, start + count) for start, count in zip(starts, replicas, strict=True)}
     for stage, held in holders.items():
         same, late = found.get(held[0], range(0)), ""
         if list(same) == list(held):
-            every = (one for row in same for one in rows[row] if _is_late(one, stage, row - held[0], len(held)))
+            turn, count = turns[stage] if stage < len(turns) else 0, len(held)
+            every = (one for row in same for one in rows[row] if _is_late(one, stage, row - held[0] - turn, count))
             if (first := next(every, None)) is None:
                 continue
-            late = f": {first} belongs on rank {held[0] + (first.microbatch or 0) % len(held)}"
+            late = f": {first} belongs on rank {held[0] + ((first.microbatch or 0) + turn) % count}"
         elif len(held) == 1:
             yield f"stage {stage} is on rank {held[0]} only, whose other stages are on more: give it to all of them"
             continue
@@ -50,7 +70,8 @@ def replica_faults(
         )
 
 
-def _is_late(action: Action, stage: int, replica: int, count: int) -> bool:
-    """Return whether an action of a stage belongs to another replica."""
-    microbatch = action.microbatch
-    return action.stage == stage and action.op in COMPUTE and microbatch is not None and microbatch % count != replica
+def _is_late(action: Action, stage: int, first: int, count: int) -> bool:
+    """Return whether an action of a stage belongs to another of so many replicas than the one that begins with a
+    microbatch."""
+    stands, op, microbatch, _ = action
+    return stands == stage and op in COMPUTE and microbatch is not None and (microbatch - first) % count != 0

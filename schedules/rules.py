@@ -316,7 +316,8 @@ def rank_of(action: Action, schedule: Schedule) -> int:
 
 def crosses(stage: int, other: int, schedule: Schedule) -> bool:
     """Whether a value between the two stages has to travel between ranks."""
-    return schedule.placement[stage] != schedule.placement[other]
+    homes = schedule.placement
+    return homes[stage] != homes[other] or schedule.turn(stage) != schedule.turn(other)
 
 
 def _value(op: Op, recv: Op, stage: int, source: int, microbatch: int | None, schedule: Schedule) -> Action:

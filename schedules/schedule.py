@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import index
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.replicas import replica_faults, replicas_of
+from raypar.schedules.replicas import replica_faults, replicas_of, turns_of
 
 MOST_LISTED = 8
 MOST_SHOWN = 10
@@ -61,6 +61,30 @@ def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
         more = f"; and {len(faults) - MOST_LISTED} more" if len(faults) > MOST_LISTED else ""
         raise ValueError("; ".join(faults[:MOST_LISTED]) + more)
     return tuple(rows)
+
+
+def _number_faults(stages: Collection[int], last_microbatch: int, forwards: int, stream: int) -> Iterator[str]:
+    """Yield what is wrong with the numbers that rows name.
+
+    Args:
+        stages: The stages that they name.
+        last_microbatch: The last microbatch that they name; -1 if none.
+        forwards: How many forwards they have.
+        stream: How many steps they name.
+    """
+    missing = [stage for stage in range(len(stages)) if stage not in stages]
+    if missing:
+        which = ", ".join(map(str, missing[:8]))
+        yield f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."
+    if last_microbatch >= forwards > 0:  # the check takes memory and time by their number
+        only = f"{forwards} forward{'s' * (forwards != 1)}"
+        which = f"microbatch {last_microbatch} is named, but the rows have only {only}"
+        yield f"{which}: number the microbatches 0, 1, 2, ..."
+    if stream and (stream > last_microbatch + 1 or (last_microbatch + 1) % stream):
+        which = f"{last_microbatch + 1} microbatches are not {stream} steps of equal length"
+        yield f"{which}: number the STEPs 0, 1, 2, ..., each of as many microbatches"
+    if not stages:
+        yield "the rows name no F, B, I or W: nothing would be computed"
 
 
 def _skips(rows: Iterable[Sequence[Action]]) -> tuple[tuple[int, int], ...]:
@@ -154,6 +178,8 @@ class Schedule:
             steps overlap. 0 for a synchronous one, which is one step.
         replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row
             of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
+        turns: By stage, which of its replicas takes microbatch 0, if that is not always the first: with turn t,
+            microbatch k is that of replica (k + t) mod r. ``dualpipe`` makes such schedules.
         skips: The skip connections, as pairs of stages: the first one gives something to the second one, besides what
             each stage gives to the next. ``with_skips`` adds them.
         validated: Whether the updates of a stream are made before the gradients of all stages are known, and validated
@@ -173,6 +199,7 @@ class Schedule:
     skips: tuple[tuple[int, int], ...] = ()
     validated: bool = False
     slices: int = 1
+    turns: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
@@ -213,28 +240,17 @@ class Schedule:
                 elif op is Op.STEP and microbatch is not None:
                     stream = max(stream, microbatch + 1)
         replicas = replicas_of(len(frozen), holders)
+        turns = turns_of(frozen, holders) if replicas else ()
         if replicas:
-            faults |= dict.fromkeys(replica_faults(frozen, holders, replicas))
-        missing = [stage for stage in range(len(holders)) if stage not in holders]
-        if missing:
-            which = ", ".join(map(str, missing[:8]))
-            faults[f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."] = None
-        if last_microbatch >= forwards > 0:  # the check takes memory and time by their number
-            only = f"{forwards} forward{'s' * (forwards != 1)}"
-            which = f"microbatch {last_microbatch} is named, but the rows have only {only}"
-            faults[f"{which}: number the microbatches 0, 1, 2, ..."] = None
-        if stream and (stream > last_microbatch + 1 or (last_microbatch + 1) % stream):
-            which = f"{last_microbatch + 1} microbatches are not {stream} steps of equal length"
-            faults[f"{which}: number the STEPs 0, 1, 2, ..., each of as many microbatches"] = None
-        if not holders:
-            faults["the rows name no F, B, I or W: nothing would be computed"] = None
+            faults |= dict.fromkeys(replica_faults(frozen, holders, replicas, turns))
+        faults |= dict.fromkeys(_number_faults(holders, last_microbatch, forwards, stream))
         if faults:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
         home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
         placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
         lowered = communicates if lowered is None else lowered
         kind = lowered, forward_only, stream, replicas, _skips(frozen), _is_validated(frozen)
-        return cls(name, frozen, placement, last_microbatch + 1, *kind)
+        return cls(name, frozen, placement, last_microbatch + 1, *kind, turns=turns)
 
     @property
     def num_ranks(self) -> int:
@@ -264,14 +280,18 @@ class Schedule:
         rank = self.placement[stage]
         if not self.replicas:
             return rank
-        return sum(self.replicas[:rank]) + microbatch % self.replicas[rank]
+        return sum(self.replicas[:rank]) + (microbatch + self.turn(stage)) % self.replicas[rank]
 
-    def microbatches_of(self, row: int) -> range:
-        """Return the microbatches of a row: all, or each r-th one of a replica among r."""
+    def turn(self, stage: int) -> int:
+        """Return which of a stage's replicas takes microbatch 0."""
+        return self.turns[stage] if self.turns else 0
+
+    def microbatches_of(self, row: int, stage: int) -> range:
+        """Return the microbatches of one of a row's stages: all, or each r-th one of a replica among r."""
         if not self.replicas:
             return range(self.num_microbatches)
         same = self.rows_of(self.home_of(row))
-        return range(row - same.start, self.num_microbatches, len(same))
+        return range((row - same.start - self.turn(stage)) % len(same), self.num_microbatches, len(same))
 
     def label(self, row: int) -> str:
         """Name a row in drawings and messages: ``rank 1``, or ``rank 1.0`` for the first of several replicas."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from raypar.actors.mesh.world import World
 from raypar.schedules.action import RECVS, SENDS, Action
-from raypar.schedules.rules import partner, rank_of
+from raypar.schedules.rules import crosses, partner, rank_of
 from raypar.schedules.schedule import Schedule
 
 
@@ -42,11 +42,9 @@ def neighbours(world: World, schedule: Schedule) -> set[tuple[int, int]]:
         world: The ranks of the run.
         schedule: Its schedule of training steps.
     """
-    placement = schedule.placement
-    every = {*pairwise(placement)}
-    every |= {(placement[source], placement[target]) for source, target in schedule.skips}
-    pairs = {pair for pair in every if pair[0] != pair[1]}
+    placement, every = schedule.placement, {*pairwise(range(schedule.num_stages)), *schedule.skips}
+    pairs = {(placement[one], placement[other]) for one, other in every if crosses(one, other, schedule)}
     if world.mesh.is_uneven:
         ranks = world.mesh.ranks_of
-        pairs = {(one, other) for here, there in pairs for one in ranks(here) for other in ranks(there)}
+        pairs = {(one, other) for here, there in pairs for one in ranks(here) for other in ranks(there) if one != other}
     return pairs | {(there, here) for here, there in pairs}

@@ -100,7 +100,7 @@ class Side:
         return (
             plain(timeline.makespan / steps),
             f"{timeline.bubble:.1%}",
-            plain(max(timeline.in_flight) * self.loaded.num_ranks / self.loaded.num_stages),
+            plain(max(timeline.in_flight) * self.loaded.num_pipeline_ranks / self.loaded.num_stages),
             str(max(self.stale.versions)),
             str(max(most for _, most in self.stale.delays)),
             plain(sends / steps),
@@ -146,7 +146,8 @@ def _side(word: str, args: CompareArgs) -> Side:
     if args.out is not None and schedule.num_actions > MOST_ACTIONS:
         fix = "give smaller sizes, or leave --out out"
         raise ScheduleError(f"{word} has {schedule.num_actions} actions, {MOST_ACTIONS} can be drawn: {fix}")
-    timeline = simulate(schedule, args.costs(schedule.num_ranks / schedule.num_stages), send_capacity=SEND_WINDOW)
+    costs = args.costs(schedule.num_pipeline_ranks / schedule.num_stages)
+    timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
     return Side(word, loaded.schedule, timeline, staleness(schedule))
 
 

@@ -65,8 +65,9 @@ def check(
         raise ValueError(f"send_capacity={send_capacity}: take 0 or more values, or None for no limit")
     if not schedule.rows:
         raise CheckError(f"schedule {schedule.name!r} has no rows: a pipeline has at least one rank")
-    faults = [*_misplaced(schedule), *replica_faults(schedule)]
-    reduced, sharded = list[set[int]](), gathers(schedule)
+    if faults := [*_misplaced(schedule)]:  # of a stage that is nowhere no other rule can be asked
+        raise CheckError.of(schedule, faults)
+    faults, reduced, sharded = [*replica_faults(schedule)], list[set[int]](), gathers(schedule)
     for rank in range(schedule.num_ranks):
         row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
@@ -82,7 +83,7 @@ def _unreduced(schedule: Schedule, reduced: Sequence[set[int]]) -> Iterator[Faul
     """Yield a fault for each stage without a REDUCE_GRAD, if others have one, by what each row reduces."""
     for stage, home in enumerate(schedule.placement if any(reduced) else ()):
         for row in schedule.rows_of(home):
-            if row < len(reduced) and stage not in reduced[row]:
+            if stage not in reduced[row]:
                 yield Fault(row, None, "reduce", f"stage {stage} has no REDUCE_GRAD, other stages have")
 
 

@@ -43,9 +43,10 @@ class RowCheck:
     def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None, *, sharded: bool) -> None:
         self.faults: list[Fault] = []
         self.reduced: set[int] = set()
-        self._schedule, self._rank, self._own = schedule, rank, schedule.microbatches_of(rank)
+        self._schedule, self._rank = schedule, rank
         self._bound = None if schedule.forward_only else max_in_flight
         self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
+        self._own = {stage: schedule.microbatches_of(rank, stage) for stage in self._expected}
         self._done: dict[int, _Done] = {stage: defaultdict(int) for stage in self._expected}
         self._kinds: dict[tuple[int | None, Op, int | None, int], _Kind] = {}  # by stage, op, peer and slice
         self._weights = dict.fromkeys(self._expected, 0)
@@ -98,7 +99,7 @@ class RowCheck:
             sentence = f"{action}: the step has {self._schedule.num_microbatches} microbatches only"
             self._fault(index, "complete", sentence)
             return
-        if microbatch not in self._own:
+        if microbatch not in self._own[stage]:
             turn = self._schedule.label(self._schedule.row_of(stage, microbatch))
             self._fault(index, "placement", f"{action} is of another replica's turn: put it on {turn}")
             return
@@ -149,7 +150,8 @@ class RowCheck:
         for need in needs(action, self._schedule):
             assert need.stage is not None
             shift = (need.microbatch or 0) - (action.microbatch or 0)
-            provided.append((self._done.get(need.stage), shift, self._bits(need)))
+            is_here = need.stage in self._done and not crosses(need.stage, action.stage, self._schedule)
+            provided.append((self._done[need.stage] if is_here else None, shift, self._bits(need)))
         return done, bits, not bits & ~(self._expected[action.stage] | _MOVED), tuple(provided)
 
     def _bits(self, action: Action) -> int:
@@ -171,7 +173,7 @@ class RowCheck:
         elif self._num_steps > 1:
             self._fault(index, "step", "STEP is done a second time")
         else:
-            late = len(self._expected) * len(self._own) - sum(self._weights.values())
+            late = sum(map(len, self._own.values())) - sum(self._weights.values())
             if late > 0:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
         self._demand_freed("the STEP, which updates the shards")
@@ -222,11 +224,11 @@ class RowCheck:
 
     def _missing(self, stage: int) -> None:
         """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
-        done, expected = self._done[stage], self._expected[stage]
-        num_missing = len(self._own) - sum(bits & ~_MOVED == expected for bits in done.values())
+        done, expected, own = self._done[stage], self._expected[stage], self._own[stage]
+        num_missing = len(own) - sum(bits & ~_MOVED == expected for bits in done.values())
         if num_missing <= 0:
             return
-        lacking = (mb for mb in self._own if expected & ~done.get(mb, 0))
+        lacking = (mb for mb in own if expected & ~done.get(mb, 0))
         by_kind: defaultdict[int, list[int]] = defaultdict(list)
         for microbatch in islice(lacking, MOST_LISTED):
             by_kind[expected & ~done.get(microbatch, 0)].append(microbatch)

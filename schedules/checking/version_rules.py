@@ -83,7 +83,7 @@ class _StageCheck:
             sentence = f"{action} is the stage's update number {self._updates}: put them in the order of the steps"
             yield Fault(self._rank, index, _RULE, sentence)
         else:
-            share = len(self._schedule.microbatches_of(self._rank)) // self._schedule.stream
+            share = len(self._schedule.microbatches_of(self._rank, self._stage)) // self._schedule.stream
             left = share - self._made.pop(number, 0)
             if left > 0:
                 sentence = f"{action} stands before {left} weight gradients (B or W) of its step: put it behind them"

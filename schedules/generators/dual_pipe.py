@@ -1,12 +1,15 @@
-"""DualPipeV: a V in which every forward of a microbatch stands beside a backward of another one."""
+"""DualPipe and DualPipeV: schedules in which every forward of a microbatch stands beside a backward of another one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.entry import Sizes
 from raypar.schedules.generators.v_steps import VSteps
-from raypar.schedules.schedule import Schedule
+from raypar.schedules.schedule import Schedule, ScheduleError
 
+TWICE = Sizes(min_chunks=2, max_chunks=2, multiple=2, hint="each actor has two stages: leave chunks out")
 SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank: leave chunks out, or set it to 2")
 
 
@@ -48,6 +51,54 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
         return [action for action in _row(rank, num_ranks, full) if (action.microbatch or 0) < num_microbatches]
 
     return Schedule.of("dualpipe-v", map(row, range(num_ranks)))
+
+
+def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, replicas: Sequence[int] = ()) -> Schedule:
+    """Run DualPipe: microbatches enter at both ends of a pipeline that holds every stage twice.
+
+    Of 2p stages in a line of 2p actors, actor i holds the stages i and 2p - 1 - i. Microbatches 0, 2, 4, ... go along
+    the line, the others against it. So the actors i and 2p - 1 - i are two replicas of one rank, which holds both
+    stages, as in a V: the one takes the even microbatches of the first stage and the odd ones of the second. Each of
+    them performs the row of ``dualpipe_v`` for m/2 microbatches: it has its bubble and its activations. Gradients are
+    summed over the two.
+
+    Args:
+        num_ranks: Number of pipeline ranks p, of two replicas each.
+        num_microbatches: Number of microbatches m in a step, an even number. The bubble is the least from 4p on.
+        num_chunks: Number of stages on each rank, 2.
+        replicas: The number of replicas of each rank, 2; empty: likewise.
+
+    Returns:
+        The schedule, of compute actions only, with a row for each replica.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, figure 5.
+
+    With 1 rank, 4 microbatches::
+
+        rank 0.0  0F0 1F1 0F2 1B1 1F3 0B0 1B3 0I2 0W2
+        rank 0.1  0F1 1F0 0F3 1B0 1F2 0B1 1B2 0I3 0W3
+        dualpipe in slots: makespan 9, bubble 0.0%, in flight 3 3
+    """
+    TWICE.demand("dualpipe", num_ranks, num_microbatches, num_chunks)
+    if replicas and set(replicas) != {2}:
+        told = "-".join(map(str, replicas))
+        raise ScheduleError(f"replicas are {told}: every stage is held twice, so give 2 for each of {num_ranks} ranks")
+    folded = dualpipe_v(num_ranks, num_microbatches // 2)
+
+    def row(rank: int, replica: int) -> list[Action]:
+        return [_of_replica(action, replica, num_ranks) for action in folded.rows[rank]]
+
+    return Schedule.of("dualpipe", [row(rank, replica) for rank in range(num_ranks) for replica in (0, 1)])
+
+
+def _of_replica(action: Action, replica: int, num_ranks: int) -> Action:
+    """Return an action of a V's rank as one of two replicas performs it, with the number of its own microbatch."""
+    stage, op, number, _ = action
+    assert stage is not None and number is not None
+    return Action(stage, op, 2 * number + (replica if stage < num_ranks else 1 - replica))
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:

@@ -22,12 +22,14 @@ class Sizes:
         min_chunks: The fewest stages that a rank can hold.
         max_chunks: The most stages that a rank can hold, or None for no limit.
         one_a_rank: Whether there must be at least as many microbatches as ranks.
+        multiple: Of what the number of microbatches must be a multiple.
         hint: What the error message advises when the number of chunks does not fit.
     """
 
     min_chunks: int = 1
     max_chunks: int | None = 1
     one_a_rank: bool = False
+    multiple: int = 1
     hint: str = "leave chunks out, or use 'interleaved'"
 
     def demand(self, name: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
@@ -47,6 +49,11 @@ class Sizes:
             faults.append(f"ranks={ranks}: a pipeline has at least one rank, set ranks to 1 or more")
         if microbatches < 1:
             faults.append(f"microbatches={microbatches}: a step has at least one, set microbatches to 1 or more")
+        elif microbatches % self.multiple:
+            near = microbatches + -microbatches % self.multiple
+            faults.append(
+                f"microbatches={microbatches}: {name} takes a multiple of {self.multiple}: set microbatches to {near}"
+            )
         if chunks < self.min_chunks:
             faults.append(f"chunks={chunks}: {name} takes {self.min_chunks} or more stages a rank: {self.hint}")
         if self.max_chunks is not None and chunks > self.max_chunks:
@@ -177,13 +184,7 @@ class Entry:
         except Exception as error:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
-        sizes = {
-            "ranks": (schedule.num_pipeline_ranks, ranks),
-            "microbatches": (schedule.microbatches_a_step, microbatches),
-            "stages": (schedule.num_stages, ranks * stages_a_rank),
-        }
-        sizes |= {"steps": (schedule.stream, further)} if self.is_stream else {}
-        wrong = [f"{has} {what}, not {wanted}" for what, (has, wanted) in sizes.items() if has != wanted]
+        wrong = _wrong_sizes(schedule, ranks, microbatches, stages_a_rank, further if self.is_stream else None)
         if wrong:
             fix = self._right_rows(stages_a_rank, further)
             raise ScheduleError(f"schedule {name!r}: {call} returns {', '.join(wrong)}: {fix}")
@@ -197,6 +198,17 @@ class Entry:
         if third_parameter(self.generate) is None:
             return f"{fix}; for other numbers of stages take a third parameter, num_chunks"
         return fix
+
+
+def _wrong_sizes(schedule: Schedule, ranks: int, microbatches: int, stages_a_rank: int, steps: int | None) -> list[str]:
+    """Say which sizes of a schedule are not those that were asked for; steps are None for a synchronous one."""
+    sizes = {
+        "ranks": (schedule.num_pipeline_ranks, ranks),
+        "microbatches": (schedule.microbatches_a_step, microbatches),
+        "stages": (schedule.num_stages, ranks * stages_a_rank),
+    }
+    sizes |= {} if steps is None else {"steps": (schedule.stream, steps)}
+    return [f"{has} {what}, not {wanted}" for what, (has, wanted) in sizes.items() if has != wanted]
 
 
 def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:

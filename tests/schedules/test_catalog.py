@@ -127,7 +127,7 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_another_function_doe
         ([[(0, "F")]], r"\(0, 'F'\) is not an action: write Action"),
         ([[(0, Op.F, -1)]], "'0F-1' is not an action"),
         ([[Action(0.5, "F", 1)]], "is not an action"),
-        ([["0F1"], ["0F0"]], "stage 0 is on rank 0 and on rank 1"),
+        ([["0F1"], ["0F0"], ["0F2"]], "stage 0 is on rank 0 and on rank 1"),
         (["0F0 0F1"], r"mine.* returns 1 ranks, not 2, 2 microbatches, not 3, 1 stages, not 2: return one row a rank"),
     ],
 )

@@ -43,10 +43,11 @@ class _World:
         self.received: list[set[Message]] = [set() for _ in schedule.rows]
         self.posted: set[Message] = set()
         self.wires: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
-        self.reduced: set[int] = set()
-        self.unreduced: dict[int, int] = defaultdict(int)  # by stage: weight gradients since its last reduction
+        self.reduced: set[tuple[int, int]] = set()  # rank and stage
+        self.unreduced: dict[tuple[int, int], int] = defaultdict(int)  # weight gradients since the last reduction
         self.sharded = any(action.op is Op.UNSHARD for row in schedule.rows for action in row)
-        self.whole: set[int] = set()
+        self.whole: set[tuple[int, int]] = set()
+        self.together: list[list[Action]] = [[] for _ in schedule.rows]  # what a rank did with its other replicas
         self.stepped = [False] * len(schedule.rows)
 
     def run(self) -> None:
@@ -72,12 +73,19 @@ class _World:
                         raise UnsoundError(f"nobody did {what} of stage {stage}, microbatch {mb}")
         if any(self.wires.values()):
             raise UnsoundError("messages that nobody received")
-        if any(self.unreduced[stage] for stage in self.reduced):
+        if any(self.unreduced[one] for one in self.reduced):
             raise UnsoundError("gradients that are not all there when they are reduced for the last time")
         if self.whole:
             raise UnsoundError("weights that are still whole in the end")
-        if self.reduced and self.reduced != set(range(len(schedule.placement))):
+        held = {(rank, stage) for stage in range(len(schedule.placement)) for rank in self.homes(stage)}
+        if self.reduced and self.reduced != held:
             raise UnsoundError("some stages reduced their gradients, others did not")
+        for stage in range(len(schedule.placement)):
+            homes = self.homes(stage)
+            if any(self.together[rank] != self.together[homes[0]] for rank in homes):
+                raise UnsoundError("replicas that meet in different orders")
+            if schedule.num_microbatches // max(1, schedule.stream) % max(1, len(homes)):
+                raise UnsoundError("replicas with unequal shares")
         closes = schedule.lowered and not schedule.forward_only and not schedule.stream
         if closes and not all(self.stepped):
             raise UnsoundError("a rank took no STEP")
@@ -100,6 +108,8 @@ class _World:
             return self.whole_stage(rank, action.op, action.stage)
         if action.microbatch not in range(self.schedule.num_microbatches):
             raise UnsoundError(f"{action}: there is no such microbatch")
+        if rank != self.row(action.stage, action.microbatch):
+            raise UnsoundError(f"{action} is not of rank {rank}'s turn")
         if action.op in (Op.SEND_F, Op.SEND_B):
             return self.send(rank, action)
         if action.op in (Op.RECV_F, Op.RECV_B):
@@ -108,7 +118,7 @@ class _World:
 
     def compute(self, rank: int, action: Action) -> bool:
         stage, op, mb, _ = action
-        if self.sharded and op is not Op.W and stage not in self.whole:
+        if self.sharded and op is not Op.W and (rank, stage) not in self.whole:
             raise UnsoundError(f"{action} has only a shard of its weights")
         if op is Op.F:
             if stage > 0 and not self.has(rank, ("F", stage - 1, mb, None)):
@@ -139,19 +149,19 @@ class _World:
             if one in self.computed[rank]:
                 raise UnsoundError(f"{one} is computed twice")
             self.computed[rank].add(one)
-            self.unreduced[one[1]] += one[0] == "W"
+            self.unreduced[rank, one[1]] += one[0] == "W"
         self.at[rank] += 1
         return True
 
     def has(self, rank: int, value: Message) -> bool:
         """Whether the value is there. Where nobody can bring it any more, nobody will wait for it either."""
-        home = self.schedule.placement[value[1]]
+        home = self.row(value[1], value[2])
         if home == rank:
             there = value[:3] in self.computed[rank]
         elif self.schedule.lowered:
             there = value in self.received[rank]
         else:
-            return home < len(self.computed) and value[:3] in self.computed[home]  # it may still come
+            return home is not None and value[:3] in self.computed[home]  # it may still come
         if not there:
             raise UnsoundError(f"rank {rank} at {self.action(rank)} has no {value}")
         return True
@@ -206,25 +216,27 @@ class _World:
         ends = (action.stage, stage) if action.op in (Op.SEND_F, Op.RECV_B) else (stage, action.stage)
         if action.peer is not None and ends not in self.schedule.skips:
             raise UnsoundError(f"{action} is of no skip")
-        other = self.schedule.placement[stage]
-        if other == rank or other >= len(self.at):
+        other = self.row(stage, action.microbatch)
+        if other == rank or other is None:
             raise UnsoundError(f"{action} has no other end")
         return other
 
     def whole_stage(self, rank: int, op: Op, stage: int) -> bool:
+        here = rank, stage
         if op is Op.REDUCE_GRAD:
-            if not self.unreduced[stage]:
+            if not self.unreduced[here]:
                 raise UnsoundError(f"stage {stage} has no gradients to reduce that are not reduced already")
             if self.stepped[rank]:
                 raise UnsoundError(f"stage {stage} reduces gradients that the optimizer has used already")
-            self.reduced.add(stage)
-            self.unreduced[stage] = 0
+            self.reduced.add(here)
+            self.unreduced[here] = 0
         elif op is Op.UNSHARD:
-            self.whole.add(stage)
-        elif stage in self.whole:
-            self.whole.remove(stage)
+            self.whole.add(here)
+        elif here in self.whole:
+            self.whole.remove(here)
         else:
             raise UnsoundError(f"stage {stage} frees weights that are not whole")
+        self.together[rank].append(Action(stage, op, None))
         self.at[rank] += 1
         return True
 
@@ -232,7 +244,7 @@ class _World:
         """An update of one stage, or its next version: nobody waits for it. ``wrong_updates`` looks at the numbers."""
         if not self.schedule.stream:
             raise UnsoundError(f"stage {stage} has versions of its own, but the schedule is synchronous")
-        if op is Op.STEP and stage in self.whole:
+        if op is Op.STEP and (rank, stage) in self.whole:
             raise UnsoundError(f"stage {stage} takes a STEP with whole weights")
         self.at[rank] += 1
         return True
@@ -243,7 +255,7 @@ class _World:
             raise UnsoundError(f"rank {rank} takes a STEP too many")
         if any(self.lacks_gradients(rank, s) for s in range(len(self.schedule.placement)) if self.is_home(rank, s)):
             raise UnsoundError(f"rank {rank} takes the STEP before all of its gradients are there")
-        if any(self.is_home(rank, stage) for stage in self.whole):
+        if any(one == rank for one, _ in self.whole):
             raise UnsoundError(f"rank {rank} takes the STEP with whole weights")
         voters = [other for other, row in enumerate(self.schedule.rows) if any(action.op is Op.STEP for action in row)]
         for other in voters:
@@ -255,7 +267,21 @@ class _World:
         return True
 
     def lacks_gradients(self, rank: int, stage: int) -> bool:
-        return any(("W", stage, mb) not in self.computed[rank] for mb in range(self.schedule.num_microbatches))
+        own = (mb for mb in range(self.schedule.num_microbatches) if self.row(stage, mb) == rank)
+        return any(("W", stage, mb) not in self.computed[rank] for mb in own)
 
     def is_home(self, rank: int, stage: int | None) -> bool:
-        return stage in range(len(self.schedule.placement)) and self.schedule.placement[stage] == rank
+        return stage in range(len(self.schedule.placement)) and rank in self.homes(stage)
+
+    def homes(self, stage: int) -> list[int]:
+        """The rows of a stage, one for each of its replicas."""
+        home, rows = self.schedule.placement[stage], range(len(self.at))
+        if not self.schedule.replicas:
+            return [home] if home in rows else []
+        owners = [rank for rank, count in enumerate(self.schedule.replicas) for _ in range(count)]
+        return [row for row in rows if owners[row] == home]
+
+    def row(self, stage: int, mb: int) -> int | None:
+        """Who computes a microbatch of a stage: its replicas take them in turn."""
+        homes, turns = self.homes(stage), self.schedule.turns
+        return homes[(mb + (turns[stage] if turns else 0)) % len(homes)] if homes else None

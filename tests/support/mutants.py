@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from raypar.schedules import Costs, Schedule, ScheduleError, build, lower
+from raypar.schedules import CATALOG, Costs, Schedule, ScheduleError, build, lower
 from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.skips import with_skips
 from raypar.schedules.passes.token_slices import with_slices
 
 Rows = list[list[Action]]
-SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"
+SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "dualpipe"
 LOOPED = "interleaved", "looped-bfs", "zb-interleaved"
 ONE_MICROBATCH = [Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B]
 WHOLE_STAGE = [Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD]
@@ -35,14 +36,22 @@ def random_schedule(draw: Random) -> Schedule:
         costs = Costs(f=f, b=i + w, i=i, w=w, link=link)
         schedule = build(name, min(4, ranks), min(6, microbatches), draw.randint(1, 2), costs=costs)
     else:
-        schedule = build(name, ranks, microbatches)
-    return lowered(sliced(schedule, draw), draw)
+        schedule = build(name, ranks, microbatches * CATALOG[name].sizes.multiple)
+    return lowered(sliced(replicated(schedule, draw), draw), draw)
+
+
+def replicated(schedule: Schedule, draw: Random) -> Schedule:
+    """Sometimes with replicas, most often of a number that divides its microbatches."""
+    if draw.random() < 0.85 or schedule.replicas or schedule.forward_only:
+        return schedule
+    counts = [one for one in (1, 2, 3) if schedule.num_microbatches % one == 0 or draw.random() < 0.1]
+    return replicate(schedule, [draw.choice(counts) for _ in range(schedule.num_ranks)])
 
 
 def sliced(schedule: Schedule, draw: Random) -> Schedule:
     """Sometimes in slices, in an order that the pass makes or in the one that is there."""
     counts = [count for count in range(2, 5) if schedule.num_microbatches % count == 0]
-    if not counts or draw.random() < 0.7:
+    if not counts or schedule.replicas or draw.random() < 0.7:
         return schedule
     slices = draw.choice(counts)
     try:

@@ -243,10 +243,7 @@ def test_the_largest_costs_have_finite_figures(said):
             "raypar: schedule 'pipedream' cannot be made: steps=0: an asynchronous sch",
         ),
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
-        *(
-            ((command, "dualpipe"), "raypar has no DualPipe over two copies of a model yet (schedules/generators/)")
-            for command in ("draw", "check", "simulate", "compare")
-        ),
+        (("draw", "dualpipe", "--microbatches", "7"), "dualpipe takes a multiple of 2: set microbatches to 8"),
         (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
         (("draw", "gone.csv"), "schedule file 'gone.csv' can't be read (No such file or directory)"),
         (("draw", "1f1b", "--ranks", "0", "--microbatches", "0"), "set ranks to 1 or more; microbatches=0"),

@@ -18,7 +18,7 @@ from raypar.schedules.schedule import MOST_SHOWN
 def right_schedules(draw, lowered=None, min_ranks=1):
     name = draw(st.sampled_from([name for name in names() if not CATALOG[name].is_stream]))
     ranks = draw(st.integers(min_ranks, 4))
-    schedule = build(name, ranks, draw(st.integers(1, 5)))
+    schedule = build(name, ranks, draw(st.integers(1, 5)) * CATALOG[name].sizes.multiple)
     if draw(st.booleans()) if lowered is None else lowered:
         schedule = lower(
             schedule, draw(st.sampled_from(["just_in_time", "one_sweep"])), reduce_grad=draw(st.booleans())
@@ -178,7 +178,7 @@ def test_waiting_for_an_answer_before_asking_is_a_deadlock(data):
         check(with_rows(schedule, rows))
     deadlocks = [fault for fault in raised.value.faults if fault.rule == "deadlock"]
     assert deadlocks
-    assert f"rank {rank} at " in deadlocks[0].sentence
+    assert f"{schedule.label(rank)} at " in deadlocks[0].sentence
 
 
 def test_1f1b_lowered_just_in_time_deadlocks_if_sends_block_and_the_circle_is_named():
@@ -325,7 +325,7 @@ def test_rows_may_be_written_as_texts():
 
 def test_a_schedule_is_refused_when_its_rows_make_none():
     with pytest.raises(ScheduleError, match="stage 0 is on rank 0 and on rank 1"):
-        read(["0F1", "0F0"])
+        read(["0F1", "0F0", "0F2"])
     with pytest.raises(ScheduleError, match="nothing would be computed"):
         Schedule.of("empty", [[STEP]])
     with pytest.raises(ValueError, match="send_capacity=-1"):

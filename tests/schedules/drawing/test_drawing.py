@@ -22,6 +22,7 @@ DRAWN = {"naive": (4, 2), "interleaved": (2, 4), "zb-h1": (4, 6), "zb-h2": (3, 6
     "zb-interleaved": (2, 2),
     "looped-bfs": (2, 3),
     "dualpipe-v": (2, 4),
+    "dualpipe": (1, 4),
     "v-half": (3, 2),
     "v-min": (3, 2),
     "pipedream": (3, 1, None, 7),

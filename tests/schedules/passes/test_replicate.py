@@ -22,7 +22,7 @@ WHOLE = {Op.STEP, Op.USE}
 
 
 @pytest.mark.parametrize("replicas", [(2, 3, 1), (1, 3, 4), (3, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("name", [name for name in CATALOG if name != "dualpipe"])
 def test_every_schedule_has_replicas(name, replicas):
     plain, several = build(name, 3, 12), build(name, 3, 12, replicas=replicas)
     assert several.num_ranks == sum(replicas)
@@ -33,9 +33,8 @@ def test_every_schedule_has_replicas(name, replicas):
     for rank, row in enumerate(plain.rows):
         for number, here in enumerate(several.rows_of(rank)):
             mine = {mb for _, op, mb, _ in several.rows[here] if op not in WHOLE}
-            assert (
-                mine == set(several.microbatches_of(here)) == set(range(number, plain.num_microbatches, replicas[rank]))
-            )
+            assert mine == set(range(number, plain.num_microbatches, replicas[rank]))
+            assert all(mine == set(several.microbatches_of(here, stage)) for stage in several.stages_of(here))
             if name != "1f1b":
                 kept = [one for one in row if one.op in WHOLE or one.microbatch in mine]
                 assert list(several.rows[here]) == kept, "the row, without what others do"

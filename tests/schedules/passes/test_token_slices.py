@@ -13,7 +13,7 @@ from raypar.schedules.passes.token_slices import with_slices
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.simulation.simulate import Costs
 
-SYNCHRONOUS = [name for name, entry in CATALOG.items() if not (entry.forward_only or entry.is_stream)]
+SYNCHRONOUS = [name for name, one in CATALOG.items() if not (one.forward_only or one.is_stream or name == "dualpipe")]
 
 
 def sliced(name, ranks, microbatches, slices):
