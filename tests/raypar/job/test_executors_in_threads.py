@@ -34,6 +34,8 @@ def run_of(name, **changes):
     model = rp.Layers(net(UNET), mse, skips=UNET, halves=True)
     fields = {"model": model, "data": rp.Batches(batch), "mesh": rp.Mesh(pp=4), "microbatches": 5, "schedule": name}
     fields |= {"steps": 2, "optim": rp.SGD(lr=0.1), "clip": None, "executor": "tasks", "timeout": 20.0}
+    if name == "dualpipe":  # whose two replicas of a stage sum its gradients
+        fields |= {"mesh": rp.Mesh(pp=2, rank_dp=(2, 2)), "microbatches": 6}
     return rp.Run(**fields | changes)
 
 
@@ -41,7 +43,8 @@ def run_of(name, **changes):
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 def test_skips_have_the_numbers_of_one_process(name, order):
     backward = ("whole", "auto", "split")[SYNCHRONOUS.index(name) % 3]
-    agrees(run_of(name, order=order, backward=backward), bound=CLOSE if order == "dynamic" else 0.0)
+    is_bitwise = order == "row" and name != "dualpipe"
+    agrees(run_of(name, order=order, backward=backward), bound=0.0 if is_bitwise else CLOSE)
 
 
 @pytest.mark.parametrize("order", ["row", "dynamic"])

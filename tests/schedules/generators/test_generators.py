@@ -27,7 +27,7 @@ def sizes(name, ranks):
     return [(m, v) for m in range(1, 17) for v in chunks]
 
 
-OTHERS = "dualpipe"  # whose ranks have replicas: test_dual_pipe.py
+OTHERS = ("dualpipe",)  # whose ranks have replicas: test_dual_pipe.py
 SYNCHRONOUS = [
     name for name in names() if not CATALOG[name].is_stream and name not in OTHERS
 ]  # streams: test_versions.py
