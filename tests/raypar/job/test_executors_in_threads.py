@@ -18,10 +18,10 @@ SYNCHRONOUS = [name for name, entry in CATALOG.items() if not (entry.forward_onl
 GPT = rp.GPT(layers=4, hidden=16, heads=2, seq=12, vocab=256)
 
 
-def agrees(run, bound=0.0):
+def agrees(run, bound=0.0, *, by_hand=False):
     """Train the run over threads and in one plain process, and compare losses, norms and weights."""
     plain, job = trained(run), TeamJob(run)
-    reports = [job.step() for _ in range(run.steps)]
+    reports = [job.stepper().finish() if by_hand else job.step() for _ in range(run.steps)]
     for report, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
         assert (report.loss, report.grad_norm) == pytest.approx((loss, norm), rel=bound, abs=0)
     for name, weight in job.weights().ends():
