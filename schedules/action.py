@@ -60,6 +60,7 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 MOVES = frozenset({Op.OFFLOAD, Op.RELOAD})

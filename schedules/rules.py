@@ -22,7 +22,7 @@ from raypar.schedules.schedule import Schedule
 HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: +1}
 
 #: The ops that make the gradients of a stage's inputs.
-BACKWARDS = frozenset({Op.B, Op.I})
+MAKES_INPUT_GRADIENTS = frozenset({Op.B, Op.I})
 
 #: The ops that compute with a stage's weights, so that these must be whole. W only adds to their gradients.
 USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})

@@ -35,8 +35,9 @@ def shards_of(folder: Path, *, trains: bool) -> list[Path]:
         ExampleError: A file is missing or says what can't be, or there is no such split.
     """
     if (folder / _SPLITS).is_file():
-        if not trains or _TRAIN not in (splits := splits_in(folder)):
-            named = ", ".join(repr(str(folder / split)) for split in splits_in(folder))
+        splits = splits_in(folder)
+        if not trains or _TRAIN not in splits:
+            named = ", ".join(repr(str(folder / split)) for split in splits)
             raise ExampleError(f"{str(folder)!r} has several splits, so name one: {named}")
         if not (folder / _TRAIN / _STATE).is_file():
             raise ExampleError(f"{str(folder)!r} has splits {', '.join(splits)}, but {_TRAIN}/{_STATE} is missing")

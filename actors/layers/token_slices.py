@@ -111,9 +111,9 @@ class TokenSlices:
 
         kept.put(start, self.now.count, k_BKSd, v_BKSd)
         if learns:
-            inputs = q_BNSd, k_BKSd, v_BKSd
-            further = attend, kept, start, core.recomputes, let_go
-            out: Tensor = _OfSlice.apply(*inputs, *further)  # type: ignore[no-untyped-call]
+            out: Tensor = _OfSlice.apply(  # type: ignore[no-untyped-call]
+                q_BNSd, k_BKSd, v_BKSd, attend, kept, start, core.recomputes, let_go
+            )
             return out
         if is_last and (torch.is_grad_enabled() or not core.training):  # nobody comes back
             let_go()

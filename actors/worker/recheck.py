@@ -11,11 +11,10 @@ from raypar.actors.data_parallel.replica_checks import OtherInputsError, Unequal
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.tensors import Values
 from raypar.actors.worker.seat import Seat
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import BACKWARDS, Action
 
 _MICROBATCH = 0  # the one that is computed again: in most schedules every stage's first backward is of it
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide
-_BACKWARDS = (Op.B, Op.I, Op.W)
 _DATA, _INPUTS, _OUTPUTS, _WEIGHTS = "batch", "inputs", "outputs", "gradients of weights"
 
 Key = tuple[Action, str]
@@ -154,7 +153,7 @@ def _alone(
     held = Counter(id(one) for named in parameters.values() for one in named.values())
     begun = dict[int, set[int | None]]()
     for action in row:
-        if action.op in _BACKWARDS and action.stage is not None:
+        if action.op in BACKWARDS and action.stage is not None:
             before = begun.setdefault(action.stage, set())
             before.add(action.microbatch)
             if before == {_MICROBATCH}:

@@ -76,8 +76,7 @@ def updater_of(
     run, world, names = plan.run, plan.world, part.model.parameter_names()
     apart = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
     watched = isinstance(run.model, Layers)
-    sharded = part.shards, part.partial, groups.get("tp")
-    tensors = ShardedGradients(*sharded, watched=watched, apart=apart, device=device)
+    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=watched, apart=apart, device=device)
     told = Told(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
     if world.experts is not None:
         first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
@@ -89,8 +88,20 @@ def updater_of(
     every = groups.get(world.updaters) if train.validated or not train.stream else None
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
         told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
-    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
-    return Updater(part.masters, names, part.ties, every, tensors, told, *policy, run.ema)
+    return Updater(
+        part.masters,
+        names,
+        part.ties,
+        every,
+        tensors,
+        told,
+        optim=run.optim,
+        clip=run.clip,
+        steps=run.steps,
+        scaler=scaler,
+        nonfinite=run.nonfinite,
+        ema=run.ema,
+    )
 
 
 def shared_update(

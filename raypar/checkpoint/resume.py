@@ -171,11 +171,12 @@ def _compared(run: Run, found: Found) -> tuple[list[str], list[tuple[str, str, s
         for name, new, old in changed
         if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
     ]
-    adapters = [any(name.startswith("model.lora.") for name in one) for one in (now, was)]
-    if adapters == [False, True]:
+    has_adapters = any(name.startswith("model.lora.") for name in now)
+    had_adapters = any(name.startswith("model.lora.") for name in was)
+    if had_adapters and not has_adapters:
         fix = f"give model.lora as it was (rank {was['model.lora.rank']}), or train what raypar ckpt export has merged"
         faults.append(f"model.lora is None, but the checkpoint has adapters alone: {fix}")
-    elif adapters == [True, False] and not mine:
+    elif has_adapters and not had_adapters and not mine:
         fix = "leave model.lora out, or train adapters of the folder that raypar ckpt export writes of it"
         faults.append(f"model.lora is given, but the checkpoint has all weights and no adapters: {fix}")
     if ("model.fn" in now) != ("model.fn" in was):

@@ -121,13 +121,10 @@ def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
     for one in values_of("--depth", words):
         if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
             continue  # no number, which is told with the other flags; or none is wanted
-        numbers = {
-            name: [*values_of(flag, words)][-1:] for name, flag in (("dp", "--mesh.dp"), ("vocab", "--model.vocab"))
-        }
+        given = {"dp": [*values_of("--mesh.dp", words)], "vocab": [*values_of("--model.vocab", words)]}
+        numbers = {name: int(values[-1]) for name, values in given.items() if values and values[-1].isdigit()}
         try:
-            found = depth(
-                int(one), **{name: int(each[0]) for name, each in numbers.items() if each and each[0].isdigit()}
-            )
+            found = depth(int(one), **numbers)
         except ConfigError as error:
             return default, [Fault("depth", text, of_type=True) for text in error.faults]
         return replace(found, data=default.data), []

@@ -73,11 +73,9 @@ def plan(words: Sequence[str]) -> str:
     args = parsed.args
     run = unrecorded(args.run())
     with calibration_named(args.calibration):
-        return (
-            _as_it_is(run, args, parsed.wrong)
-            if args.gpus is None and args.cluster is None
-            else _ranked(run, args, parsed.wrong, words)
-        )
+        if args.gpus is None and args.cluster is None:
+            return _as_it_is(run, args, parsed.wrong)
+        return _ranked(run, args, parsed.wrong, words)
 
 
 def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[Fault]) -> str:

@@ -99,9 +99,9 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
         faults.append("the layers can't be built without weights, and so not be tried: give a plan, and mode 'manual'")
     if faults or found.cluster is None:
         raise ConfigError(faults)
-    sizes = run.micro_batch_size, run.microbatches, mesh.dp, run.seed
     try:
-        inputs = batch_source(run.data, model, *sizes).inputs("train", 0, 0, 0)
+        source = batch_source(run.data, model, run.micro_batch_size, run.microbatches, mesh.dp, run.seed)
+        inputs = source.inputs("train", 0, 0, 0)
         values = tuple(value.to("meta") for value in inputs)
         chains = chains_of(skeleton.layers, values, model.plan, skeleton.model.skips)
     except Exception as error:
@@ -109,11 +109,11 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
         raise ConfigError([f"{told}: mend it, or give a plan, and mode 'manual'"]) from error
     cluster, half = found.cluster, run.precision.is_half
     prices = Prices(
-        mesh.tensor_ranks,
-        Roofline.of(cluster.device, half=half),
-        cluster.route(mesh.tensor_ranks, 1),
-        2 if half else 4,
-        run.microbatches,
+        ranks=mesh.tensor_ranks,
+        roofline=Roofline.of(cluster.device, half=half),
+        link=cluster.route(mesh.tensor_ranks, 1),
+        element=2 if half else 4,
+        microbatches=run.microbatches,
     )
     division = divided(chains, prices, aim)
     if isinstance(division, list):

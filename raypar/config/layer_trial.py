@@ -58,8 +58,7 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the actors will warn of the same
         try:
-            sizes = run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed
-            source = batch_source(run.data, run.model, *sizes)
+            source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
         except Exception:  # its files may be where only the actors are
             return []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from raypar.actors.mesh.mesh import Mesh
@@ -123,10 +122,18 @@ def _searched(run: Run, programs: Programs) -> Programs:
 
 def _lowered(run: Run, schedule: str | Schedule, costs: Costs | None = None) -> Programs:
     """Return the programs of a schedule in the sizes of a run, without splitting backwards. Raises ScheduleError."""
-    once, sizes = zero_actions_of(run).reduce == "step", (run.mesh.pp, run.microbatches, run.chunks)
-    steps, replicas, skips = run.flush_every, run.mesh.rank_dp, skips_of(run, Skeleton(run.model, run.seed))
-    kinds = partial(programs_of, replicas=replicas, skips=skips, slices=run.token_slices)
-    return kinds(schedule, *sizes, steps=steps, reduce_grad=once, costs=costs)
+    return programs_of(
+        schedule,
+        run.mesh.pp,
+        run.microbatches,
+        run.chunks,
+        steps=run.flush_every,
+        reduce_grad=zero_actions_of(run).reduce == "step",
+        costs=costs,
+        replicas=run.mesh.rank_dp,
+        skips=skips_of(run, Skeleton(run.model, run.seed)),
+        slices=run.token_slices,
+    )
 
 
 def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:

@@ -39,13 +39,15 @@ class Evaluations:
         """Go on with the losses of evaluations that a run had before it was resumed, by number of steps taken."""
         self._losses = {step: loss for step, loss in earlier.items() if self.every and step % self.every == 0}
 
-    def take(self, step: int, count: int | None, take: Callable[[int], list[Any]], *, ema: bool = False) -> Evaluation:
+    def take(
+        self, step: int, count: int | None, step_taken: Callable[[int], list[Any]], *, ema: bool = False
+    ) -> Evaluation:
         """Evaluate the run.
 
         Args:
             step: Number of training steps taken.
             count: Number of evaluation steps; None for ``run.eval_steps``.
-            take: Takes the evaluation step of a number, from 0, and returns what each actor tells of it.
+            step_taken: Takes the evaluation step of a number, from 0, and returns what each actor tells of it.
             ema: Whether the steps are taken with the averages of the weights.
 
         Raises:
@@ -58,12 +60,19 @@ class Evaluations:
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         steps = self.run.eval_steps if count is None else count
         for number in range(steps):
-            found = losses_of(take(number))
-            losses += found[0]
-            counts += found[1]
-        loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
-        told = is_cross_entropy(self.run), ema, target_bytes(self.run, steps, sum(counts))
-        return Evaluation(step, loss, sum(counts), seconds, *told)
+            more_losses, more_counts = losses_of(step_taken(number))
+            losses += more_losses
+            counts += more_counts
+        seconds, tokens = time.perf_counter() - start, sum(counts)
+        return Evaluation(
+            step,
+            mean_loss(losses, counts),
+            tokens,
+            seconds,
+            is_cross_entropy=is_cross_entropy(self.run),
+            is_averaged=ema,
+            num_bytes=target_bytes(self.run, steps, tokens),
+        )
 
     def keep(self, evaluation: Evaluation) -> str:
         """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""

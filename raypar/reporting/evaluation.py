@@ -60,12 +60,12 @@ class Evaluation:
 
     def __repr__(self) -> str:
         """Return the figures in words."""
-        perplexity = [] if self.perplexity is None else [f"perplexity {self.perplexity!r}"]
+        further = [] if self.perplexity is None else [f"perplexity {self.perplexity!r}"]
         mean = (
             f"cross-entropy {self.loss!r} nats" if self.is_cross_entropy else f"mean of the model's loss {self.loss!r}"
         )
-        perplexity += [] if self.bits_per_byte is None else [f"{self.bits_per_byte!r} bits per byte"]
-        figures = [mean, *perplexity, f"{self.tokens:,} targets", f"{self.seconds:.3g} s"]
+        further += [] if self.bits_per_byte is None else [f"{self.bits_per_byte!r} bits per byte"]
+        figures = [mean, *further, f"{self.tokens:,} targets", f"{self.seconds:.3g} s"]
         return f"<Evaluation after step {self.step}: {', '.join(figures)}>"
 
     def _repr_html_(self) -> str:

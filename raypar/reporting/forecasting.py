@@ -52,7 +52,8 @@ def forecast_of(
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     found = prediction or before_run(run, world, counts, schedule)
-    memory, is_known = worker_memory(run, world, counts, found.timeline, found.process), found.source != IN_SLOTS
+    memory = worker_memory(run, world, counts, found.timeline, found.process)
+    is_known = found.source != IN_SLOTS
     peaks = tuple(one.peak for one in memory) if all(one.activations is not None for one in memory) else ()
     better = "" if found.source == FROM_CALIBRATION else why_uncalibrated(run)
     drawn = found.timeline if is_known else None

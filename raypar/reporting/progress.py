@@ -137,7 +137,7 @@ def _short(value: float, digits: int) -> str:
 
 def validation_told(evaluation: Evaluation) -> str:
     """Return a line that tells an evaluation."""
-    perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
-    perplexity += "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.3f} bits per byte"
+    further = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
+    further += "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.3f} bits per byte"
     of_averages = " of the averaged weights" if evaluation.is_averaged else ""
-    return f"after step {evaluation.step}: validation loss{of_averages} {evaluation.loss:.4f}{perplexity}"
+    return f"after step {evaluation.step}: validation loss{of_averages} {evaluation.loss:.4f}{further}"

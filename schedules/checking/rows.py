@@ -9,7 +9,15 @@ from itertools import islice
 
 from raypar.schedules.action import MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
-from raypar.schedules.rules import BACKWARDS, HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs, why_none_moves
+from raypar.schedules.rules import (
+    HOLDS,
+    MAKES_GRADIENTS,
+    MAKES_INPUT_GRADIENTS,
+    USES_WEIGHTS,
+    crosses,
+    needs,
+    why_none_moves,
+)
 from raypar.schedules.schedule import MOST_LISTED, Schedule
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
@@ -137,7 +145,7 @@ class RowCheck:
             self._fault(index, "host", f"{action}, but the schedule is {kind}: take it out")
         elif op is Op.OFFLOAD and before & _BITS[Op.B]:
             self._fault(index, "host", f"{action} stands behind the backward of its microbatch: put it before that")
-        elif op in BACKWARDS and not before & _BIT[Op.RELOAD]:
+        elif op in MAKES_INPUT_GRADIENTS and not before & _BIT[Op.RELOAD]:
             sentence = f"{action} needs what {stage}OFFLOAD{microbatch} has moved to host memory"
             self._fault(index, "host", f"{sentence}: put {stage}RELOAD{microbatch} before it")
 

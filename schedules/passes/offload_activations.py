@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from raypar.schedules.action import COMPUTE, MOVES, Action, Op
 from raypar.schedules.passes.insertion import with_inserted
-from raypar.schedules.rules import BACKWARDS, why_none_moves
+from raypar.schedules.rules import MAKES_INPUT_GRADIENTS, why_none_moves
 from raypar.schedules.schedule import Schedule, ScheduleError
 
 _Kept = tuple[int | None, int | None]  # stage and microbatch
@@ -76,7 +76,7 @@ class _Moves:
         for at, (stage, op, number, _) in enumerate(computes):
             if op is Op.F:
                 self._made[stage, number] = at
-            elif op in BACKWARDS:
+            elif op in MAKES_INPUT_GRADIENTS:
                 self._used[stage, number] = at
         self._away: set[_Kept] = set()  # in host memory
         self._held: set[_Kept] = set()  # on the device
@@ -92,14 +92,14 @@ class _Moves:
                 if not self._has_room(most):
                     return False
                 self._held.add(key)
-            elif op in BACKWARDS:
+            elif op in MAKES_INPUT_GRADIENTS:
                 if key in self._away:
                     if not self._has_room(most):
                         return False
                     self._reload(key, at)
                 self._stays.add(key)
             ahead = self.computes[at + 1] if at + 1 < len(self.computes) else None
-            later = None if ahead is None or ahead.op not in BACKWARDS else (ahead.stage, ahead.microbatch)
+            later = None if ahead is None or ahead.op not in MAKES_INPUT_GRADIENTS else (ahead.stage, ahead.microbatch)
             if later in self._away and len(self._held) < most:
                 self._reload(later, at)
             if op is Op.B or op is Op.W:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import BACKWARDS, Action, Op
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
-
-_BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 
 
 def with_slices(schedule: Schedule, slices: int) -> Schedule:
@@ -67,7 +65,7 @@ def with_slices(schedule: Schedule, slices: int) -> Schedule:
 def _turned(action: Action, slices: int) -> Action:
     """Return a backward of the slice that is as far from the end of its microbatch as this one is from the start."""
     number = action.microbatch
-    if number is None or action.op not in _BACKWARDS:
+    if number is None or action.op not in BACKWARDS:
         return action
     return action._replace(microbatch=number + slices - 1 - 2 * (number % slices))
 

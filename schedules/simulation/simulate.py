@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from raypar.schedules.action import COMPUTE, MOVES, RECVS, SENDS, Action, Op
 from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import (
-    BACKWARDS,
     MAKES_GRADIENTS,
+    MAKES_INPUT_GRADIENTS,
     USES_WEIGHTS,
     awaited,
     leaving,
@@ -263,7 +263,7 @@ class _Clock:
         """Return when an action can start that would start then if nothing were moved."""
         if action.op is Op.F:
             return max(start, self._room_from[rank])
-        if action.op in BACKWARDS:
+        if action.op in MAKES_INPUT_GRADIENTS:
             return max(start, self._there.pop((action.stage, action.microbatch), start))
         return start
 

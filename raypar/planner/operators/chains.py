@@ -205,9 +205,18 @@ class _Finder:
         weights = sum(count for _, count in parameters)
         bias = sum(count for inner, count in parameters if inner == "bias")
         rigid = call is None or self._places[module] > 1 or (has_call_hooks(module) and not text)
-        splits = _splits(kind, module, taken, made)
-        one = Operator(name, kind, taken, made, weights, bias, splits, learns and kind != "embedding", rigid=rigid)
-        return _annotated(one, text)._replace(rigid=call is None) if text else one
+        one = Operator(
+            name,
+            kind,
+            taken,
+            made,
+            weights=weights,
+            bias=bias,
+            splits=_splits(kind, module, taken, made),
+            learns=learns and kind != "embedding",
+            rigid=rigid,
+        )
+        return _as_annotated(one, text)._replace(rigid=call is None) if text else one
 
     def _kind(self, name: str, module: nn.Module, call: _Call, is_named: bool) -> OperatorKind:
         """Return what a module is; it is searched if it stands alone, and nothing that it has is elsewhere."""
@@ -230,7 +239,7 @@ class _Finder:
         return "samples" if _is_of_samples(module, call) else "whole"
 
 
-def _annotated(one: Operator, text: str) -> Operator:
+def _as_annotated(one: Operator, text: str) -> Operator:
     """Return an operator with what the user has said of it: a strategy, and perhaps placements."""
     kind = kind_of(text)
     assert kind is not None

@@ -32,7 +32,7 @@ def forecast(past: Past, history: History) -> Markup:
     told = [f"Predicted {found.source}{f', of the steps after step {found.since:,}' if found.since else ''}."]
     told += [f"{found.better[0].upper()}{found.better[1:]}."] if found.better else []
     told.append("Measured: the median of the steps, and the most memory of an actor.")
-    return section(_TITLE, listed, *map(note, [" ".join(told)]), *_laid_over(past, found))
+    return section(_TITLE, listed, note(" ".join(told)), *_laid_over(past, found))
 
 
 def _laid_over(past: Past, forecast: Forecast) -> Sequence[Markup]:

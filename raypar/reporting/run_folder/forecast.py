@@ -64,6 +64,7 @@ def forecast_in(raw: bytes, schedule: Schedule | None) -> Forecast:
         DamagedError: It is no forecast, or of another schedule.
     """
     found = json_of(raw, _Written)
-    drawn = schedule is not None and found.actions
-    timeline = timeline_of(found.actions, schedule, measured=False) if drawn and schedule is not None else None
+    timeline = None
+    if schedule is not None and found.actions:
+        timeline = timeline_of(found.actions, schedule, measured=False)
     return Forecast(found.since, found.source, found.step, tuple(found.peaks), found.better, timeline)

@@ -187,18 +187,27 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     going = under_way(folder)
     config: dict[str, Any] = part(RUN, _config, {})
     schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
-    latest: Latest = None, []
-    latest = part(TIMELINE, lambda raw: _measured(raw, schedule), latest)
+    none_measured: Latest = None, []
+    step, timelines = part(TIMELINE, lambda raw: _measured(raw, schedule), none_measured)
     metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
     ledger: Ledger = part(LEDGER, lambda raw: json_of(raw, Ledger), {})
     log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
     provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
     failures: list[dict[str, Any]] = part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), [])
-    none: Forecast | None = None
-    forecast = part(FORECAST, lambda raw: forecast_in(raw, schedule), none)
-    checkpoints = _checkpoints(folder, faults)
     past = Past(
-        folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going, failures, forecast
+        folder,
+        config,
+        metrics,
+        schedule,
+        step,
+        timelines,
+        ledger,
+        log=log,
+        provenance=provenance,
+        under_way=going,
+        failures=failures,
+        forecast=part(FORECAST, lambda raw: forecast_in(raw, schedule), None),
+        checkpoints=_checkpoints(folder, faults),
     )
     return past, faults
 

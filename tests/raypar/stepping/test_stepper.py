@@ -20,7 +20,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.errors import NonFiniteError
 from raypar.errors import JobError
-from raypar.schedules.action import COMPUTE, STEP, Action, Op
+from raypar.schedules.action import BACKWARDS, COMPUTE, STEP, Action, Op
 from raypar.schedules.catalog import build
 from raypar.schedules.rules import provides, rank_of
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -77,9 +77,6 @@ def state(team):
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-BACKWARDS = (Op.B, Op.I, Op.W)
 
 
 def in_order(done):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.schedules import CheckError, Schedule, build, check, lower
-from raypar.schedules.action import Op
+from raypar.schedules.action import BACKWARDS, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.rules import provides
@@ -17,7 +17,6 @@ from raypar.schedules.simulation.simulate import Costs, simulate
 from tests.support.schedules import legal_schedules, lowered_schedules, spelled
 
 COSTS = Costs(f=1.0, b=2.0, i=1.0, w=1.0)
-BACKWARDS = (Op.B, Op.I, Op.W)
 ROUNDING = 1e-9
 
 
