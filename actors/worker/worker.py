@@ -12,7 +12,6 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -29,6 +28,7 @@ from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import program_of
 from raypar.actors.worker.recheck import Recheck
+from raypar.actors.worker.replica_weights import compare_fixed, compare_weights
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
@@ -102,9 +102,8 @@ class Worker:
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)
-        self._compare(None)
-        for key, fixed in zip(("dp", "edp"), part.fixed_apart(), strict=True):
-            seat.compare((key,), [digest(fixed)] if key in groups else ())
+        compare_weights(seat, part, None)
+        compare_fixed(seat, part)
 
     # --- a step ---
 
@@ -299,7 +298,7 @@ class Worker:
             return
         step, parts, ballot = self._step, self.parts, self._flow.ballot(range(self._step.length))
         if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
-            self._compare(step.number + 1)
+            compare_weights(self.seat, parts.part, step.number + 1)
         self._recheck.compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
@@ -345,13 +344,6 @@ class Worker:
                 stage.step_buffers.settle(taken=False)
         if others:
             self._recheck.watch(0)
-
-    def _compare(self, step: int | None) -> None:
-        """Compare the weights of all replicas: before a step's update, counted from 1, or before the first step."""
-        owners = self.parts.part.owners
-        for owner in range(owners.count):
-            keys = ("dp", f"ps{owner}") if owner < owners.num_dense else ("edp",)
-            self.seat.compare(keys, self.parts.part.digests(owner), step)
 
     def _settle(self, notes: Notes) -> None:
         """Wait for the communication under way in a step that is given up."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Steps
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.mesh.mesh import Axis
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.cluster.calls import Calls
@@ -19,28 +17,17 @@ from raypar.cluster.interrupts import patience
 from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
 from raypar.reporting.report import Report
-from raypar.schedules.action import COMPUTE, MOVES, Action, Op
+from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
-from raypar.schedules.rules import rank_of
 from raypar.schedules.schedule import Schedule, Written
 from raypar.schedules.step_board import Board, Move, MoveError, Why, maker_of, makes_tensors
+from raypar.stepping.peeking import Peeking, demand_tensors
 from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Held, Seen
-
-_GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
-_MAKES = {  # what an action makes that has no tensors to show
-    **dict.fromkeys((Op.B, Op.I), f"hands no gradient on, stage 0 has none before it: {_GRADIENT}"),
-    Op.W: f"makes gradients of weights only: {_GRADIENT}",
-    Op.REDUCE_GRAD: f"sums gradients over the replicas, and makes nothing else: {_GRADIENT}",
-    Op.UNSHARD: f"gathers the weights of its stage, and makes nothing else: {_WEIGHT}",
-    Op.RESHARD: f"frees the weights that were gathered, and makes nothing: {_WEIGHT}",
-    **dict.fromkeys(MOVES, "moves what its stage keeps to host memory or back, and makes nothing"),
-    Op.STEP: f"updates weights, and makes nothing else: {_WEIGHT}",
-}
+    from raypar.actors.inspect.step import Seen
 
 
 @checked_methods
@@ -86,6 +73,7 @@ class Stepper:
         self._proposed, self._board = schedule, Board(schedule)
         self._world, self._handles, self._calls = world, handles, calls
         self._guard, self._commit, self._lowered, self._recorder = guard, commit, lowered, recorder
+        self._peeking = Peeking(world, calls, guard)
         self._predicate: Callable[[Seen], object] | None = None
         self._report: Report | None = None
         self._over: Exception | None = None
@@ -140,27 +128,15 @@ class Stepper:
         """
         self._demand_midway()
         wanted = maker_of(self.why(action).asked, (*self.done, *self.left))
-        if not makes_tensors(wanted):
-            seen = next((f', or peek("{name}")' for name in reversed(self.done) if makes_tensors(name)), "")
-            raise MoveError(f"{wanted} {_MAKES[wanted.op]}{seen}")
+        demand_tensors(wanted, self.done)
         if wanted not in self.done:
             raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted).brief}")
-        mesh = self._world.mesh
-        places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
-        for axis, place in places.items():
-            if not 0 <= place < mesh.ways(axis):
-                raise MoveError(f"there is no {axis}={place}: the mesh has {mesh.ways(axis)}, counted from 0")
-        return self._seen(wanted, [self._world.worker(rank_of(wanted, self.schedule), **places)], tensors=True)[0]
+        return self._peeking.at(wanted, self.schedule, dp=dp, cp=cp, tp=tp)
 
     def state(self) -> State:
         """Return what every actor holds."""
         self._demand_midway()
-        found: list[Held] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
-        whole = {action._replace(op=Op.I): action for action in self.done if action.op is Op.B}
-        return State(
-            replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
-            for held in found
-        )
+        return self._peeking.state(self.done)
 
     def __repr__(self) -> str:
         moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"
@@ -363,15 +339,11 @@ class Stepper:
         """Return whether the predicate holds for what a move has made."""
         assert self._predicate is not None
         for action in filter(makes_tensors, move.names):
-            ranks = self._world.trainers_in(rank_of(action, self.schedule))
-            for seen in self._seen(action, [one for one in ranks if one < self._world.mesh.size], tensors=False):
+            for seen in self._peeking.everywhere(action, self.schedule):
                 if self._predicate(seen):
                     self._note = f"stopped behind {seen!r}\n"
                     return True
         return False
-
-    def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[Seen]:
-        return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, row: int, action: Action) -> tuple[int, ...]:
         """Return the ranks that perform an action of a row: all replicas and expert actors, for STEP servers."""
