@@ -74,6 +74,10 @@ def _ours() -> tuple[str, ...]:
     return tuple(f"{folder}/" for folder in folders)
 
 
+class MaskError(ValueError):
+    """A mask of attention that can't say which keys a query sees."""
+
+
 class ActionError(RuntimeError):
     """An action that failed: on which actor, with which peer, and why.
 

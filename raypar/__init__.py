@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raypar.actors.expert_parallel.router_load import RouterLoad
     from raypar.actors.layers import masks
     from raypar.actors.layers.chunked_attention import chunked_attention
+    from raypar.actors.layers.flex_attention import flex_attention
     from raypar.actors.layers.linear_attention import LinearAttention
     from raypar.actors.layers.relative_attention import RelativeAttention
     from raypar.actors.layers.time_mixing import TimeMixing
@@ -60,6 +61,7 @@ _HOMES = {
     "raypar.actors.expert_parallel.router_load": ("RouterLoad",),
     "raypar.actors.layers": ("masks",),
     "raypar.actors.layers.chunked_attention": ("chunked_attention",),
+    "raypar.actors.layers.flex_attention": ("flex_attention",),
     "raypar.actors.layers.linear_attention": ("LinearAttention",),
     "raypar.actors.layers.relative_attention": ("RelativeAttention",),
     "raypar.actors.layers.time_mixing": ("TimeMixing",),
@@ -155,6 +157,7 @@ __all__ = [
     "expert_table",
     "faults",
     "fit_microbatch",
+    "flex_attention",
     "formulas",
     "launch",
     "layout",

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from raypar.actors.layers.masks import Mask, causal
+from raypar.actors.layers.masks import Mask, MaskMod, causal, demand_mask, seen_by
 from raypar.actors.tensors import finite_logs, in_fp32
 
 
 def chunked_attention(
-    q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, *, mask: Mask = causal, chunk: int = 128
+    q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, *, mask: Mask | MaskMod = causal, chunk: int = 128
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
     For the backward it keeps the inputs, the outputs and one number per query and head. At any time there are scores of
-    B x N x chunk x chunk pairs, however long the sequences are. Chunks of which no query sees a key take no time.
+    B x N x chunk x chunk pairs, however long the sequences are, and the mask of ``chunk`` queries. Chunks of which no
+    query sees a key take no time.
 
     Args:
         q_BNSd: Queries (B, N, S, d), any float dtype; scores are computed in float32 or, of float64, in float64.
@@ -36,29 +37,35 @@ def chunked_attention(
         The outputs (B, N, S, d); 0 for a query that sees no key.
 
     Raises:
-        ValueError: If the shapes do not fit, or a chunk has no tokens.
+        ValueError: If the shapes do not fit, a chunk has no tokens, or the mask is none (a MaskError).
 
     Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory".
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: it must be at least 1")
+    demand_fitting(q_BNSd, k_BKTd, v_BKTd)
+    demand_mask(mask, q_BNSd.device)
+    out: Tensor = _Chunked.apply(q_BNSd, k_BKTd, v_BKTd, mask, chunk)  # type: ignore[no-untyped-call]
+    return out
+
+
+def demand_fitting(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor) -> None:
+    """Raise ValueError if queries, keys and values do not fit each other."""
     if k_BKTd.shape != v_BKTd.shape or q_BNSd.shape[1] % k_BKTd.shape[1] or q_BNSd.shape[3] != k_BKTd.shape[3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q_BNSd, k_BKTd, v_BKTd), strict=True))
         raise ValueError(f"{shapes}: keys and values must be alike, q as wide, and their heads divide q's")
-    out: Tensor = _Chunked.apply(q_BNSd, k_BKTd, v_BKTd, mask, chunk)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Chunked(torch.autograd.Function):
     """The autograd function of ``chunked_attention``."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, chunk: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | MaskMod, chunk: int) -> Tensor:
         out, total = torch.zeros_like(q), in_fp32(q).new_full(q.shape[:3], -math.inf)
         for rows in _chunks(q.shape[2], chunk):
             made = in_fp32(q).new_zeros(q[:, :, rows].shape)
             logs = total[:, :, rows]  # logarithm of the sum of exponentials so far
-            for keys, hidden in _seen(rows, k.shape[2], mask, chunk, q.device):
+            for keys, hidden in _seen(rows, k, mask, chunk):
                 scores = _scores(q[:, :, rows], k[:, :, keys], hidden)
                 after = torch.logaddexp(logs, scores.logsumexp(-1))
                 least = finite_logs(after)
@@ -78,7 +85,7 @@ class _Chunked(torch.autograd.Function):
         for rows in _chunks(q.shape[2], ctx.chunk):
             given, mine = in_fp32(gradient[:, :, rows]), in_fp32(q[:, :, rows]) / math.sqrt(q.shape[3])
             sums = (given * in_fp32(out[:, :, rows])).sum(-1, keepdim=True)
-            for keys, hidden in _seen(rows, k.shape[2], ctx.mask, ctx.chunk, q.device):
+            for keys, hidden in _seen(rows, k, ctx.mask, ctx.chunk):
                 least = finite_logs(total[:, :, rows]).unsqueeze(-1)
                 weights = _scores(q[:, :, rows], k[:, :, keys], hidden).sub_(least).exp_()
                 dv[:, :, keys] += _by_head(weights, given, v.shape[1])
@@ -92,19 +99,20 @@ def _chunks(length: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))
 
 
-def _seen(rows: slice, length: int, mask: Mask, chunk: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the chunks of keys of which some query sees some, each with which pairs (S, T) are hidden."""
-    queries = torch.arange(rows.start, rows.stop, device=device)[:, None]
+def _seen(rows: slice, k_BKTd: Tensor, mask: Mask | MaskMod, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the chunks of keys of which some query sees some, and which pairs (S, T) or (B, 1, S, T) are hidden."""
+    samples, _, length, _ = k_BKTd.shape
+    seen_BNST = seen_by(mask, rows, length, samples, k_BKTd.device)
     for keys in _chunks(length, chunk):
-        seen = mask(queries, torch.arange(keys.start, keys.stop, device=device)[None, :])
+        seen = seen_BNST[..., keys]
         if bool(seen.any()):
             yield keys, ~seen
 
 
-def _scores(q_BNSd: Tensor, k_BKTd: Tensor, hidden_ST: Tensor) -> Tensor:
+def _scores(q_BNSd: Tensor, k_BKTd: Tensor, hidden: Tensor) -> Tensor:
     """Return the scores (B, N, S, T), -inf for pairs that are hidden."""
     scores = _times(in_fp32(q_BNSd) / math.sqrt(q_BNSd.shape[3]), in_fp32(k_BKTd).mT)
-    return scores.masked_fill_(hidden_ST, -math.inf)
+    return scores.masked_fill_(hidden, -math.inf)
 
 
 def _times(x_BNSe: Tensor, y_BKef: Tensor) -> Tensor:

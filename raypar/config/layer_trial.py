@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.data.batches import batch_source
-from raypar.actors.errors import first_line, is_ours
+from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.build import build_model
 from raypar.actors.models.made_at import made_at
 from raypar.actors.models.skips import Skipped
@@ -125,6 +125,8 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
             loss = model.loss(values, target)
             if any(value.requires_grad for value in values) and not loss.requires_grad:
                 return [_NO_GRADIENT]
+    except MaskError as error:
+        return [f"{what}: {_told(error)}"]
     except (RuntimeError, ValueError, IndexError) as error:
         of_dtypes = _OF_DTYPES.search(str(error))
         if type(error) in (RuntimeError, ValueError, IndexError) and (of_dtypes or _OF_SHAPES.search(str(error))):

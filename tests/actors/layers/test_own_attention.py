@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention as kernel
 
 import raypar as rp
+from raypar.actors.errors import MaskError
 from raypar.actors.layers.chunked_attention import _Chunked
+from raypar.actors.layers.flex_attention import by_torch
 from tests.support.layouts import verdict_of
 
 MASKS = {"causal": rp.masks.causal, "every": rp.masks.every, "window": rp.masks.sliding_window(3)}
 MASKS |= {"butterfly": rp.masks.butterfly(2), "own": lambda queries, keys: (queries + keys) % 3 == 0}
+MASKS |= {"prefix": rp.masks.prefix(4), "keys alone": lambda queries, keys: keys < 5}
+MASKS |= {"queries alone": lambda queries, keys: queries > 2}
+IDS = torch.arange(2 * 17).view(2, 17) // torch.tensor([[3], [5]])
+MASK_MODS = {
+    "documents": rp.masks.documents(IDS),
+    "documents, prefix": rp.masks.documents(IDS, rp.masks.prefix(7)),
+    "a mask_mod": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % (b + 2) == 0),
+}
 
 
 def drawn(*shape, seed=0):
@@ -25,7 +37,11 @@ def drawn(*shape, seed=0):
 def by_formula(q, k, v, mask):
     """Attention with all scores, 0 for a query that sees no key."""
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-    seen = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None])
+    if mask in MASK_MODS.values():
+        sizes = len(q), 1, q.shape[2], k.shape[2]
+        seen = torch.tensor([bool(mask(*at)) for at in torch.cartesian_prod(*map(torch.arange, sizes))]).view(sizes)
+    else:
+        seen = mask(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None])
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
@@ -50,6 +66,42 @@ def test_chunks_compute_what_all_scores_do(mask, length, chunk, heads):
     found = torch.autograd.grad((out * given).sum(), ours)
     for ours_of, theirs_of in zip(found, torch.autograd.grad((wanted * given).sum(), theirs), strict=True):
         torch.testing.assert_close(ours_of, theirs_of.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("mask", [*MASKS.values(), *MASK_MODS.values()], ids=[*MASKS, *MASK_MODS])
+def test_flex_attention_is_its_formula(mask):
+    """In float64 with gradients, and as torch's own kernel computes it from the same mask."""
+    q, k, v = (drawn(2, heads, 17, 4, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    out, wanted = rp.flex_attention(q, k, v, mask), by_formula(q, k, v, mask)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(rp.chunked_attention(q, k, v, mask=mask, chunk=5), wanted)
+    given = drawn(*out.shape, seed=3)
+    for ours, theirs in zip(*(torch.autograd.grad((y * given).sum(), (q, k, v)) for y in (out, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs.nan_to_num(0.0))
+    # torch 2.13 has no backward on CPUs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it would rather be compiled
+        torch.testing.assert_close(by_torch(kernel, *(part.detach() for part in (q, k, v)), mask), wanted)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (lambda b, h, q, k: (h % 2 == 0) & (q >= k), "the mask depends on the head"),
+        (lambda b, h, q, k: IDS[h, q] == IDS[b, k], "the mask depends on the head"),
+        (
+            lambda scores, b, h, q, k: scores,
+            r"takes 5 arguments: give a function of \(queries, keys\), or of \(sample,",
+        ),
+    ],
+    ids=["a head", "an index", "a score_mod"],
+)
+def test_masks_that_are_none_are_told(mask, told):
+    q = drawn(1, 2, 3, 4)
+    with pytest.raises(MaskError, match=told):
+        rp.flex_attention(q, q, q, mask)
+    with pytest.raises(MaskError, match=told):
+        by_torch(kernel, q, q, q, mask)
 
 
 def test_a_chunk_is_all_that_is_held(monkeypatch):
@@ -146,8 +198,8 @@ def test_relative_attention_is_its_formula():
     assert gradient[0, 4].any()
 
 
-class Chunked(nn.Module):
-    """Self-attention in chunks."""
+class Masked(nn.Module):
+    """Self-attention within documents, which begin where the first feature is positive."""
 
     def __init__(self):
         super().__init__()
@@ -155,9 +207,8 @@ class Chunked(nn.Module):
 
     def forward(self, x):
         q, k, v = (y(x).unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q, self.k, self.v))
-        return x + self.out(
-            rp.chunked_attention(q, k, v, mask=rp.masks.sliding_window(3), chunk=2).transpose(1, 2).flatten(2)
-        )
+        mask = rp.masks.documents((x[..., 0] > 0).cumsum(1), rp.masks.sliding_window(3))
+        return x + self.out(rp.flex_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class Residual(nn.Module):
@@ -170,7 +221,7 @@ class Residual(nn.Module):
 
 
 def layers():
-    return [Chunked(), Residual(rp.LinearAttention(8, 2, 2)), Residual(rp.TimeMixing(8, 2)), last()]
+    return [Masked(), Residual(rp.LinearAttention(8, 2, 2)), Residual(rp.TimeMixing(8, 2)), last()]
 
 
 def last():

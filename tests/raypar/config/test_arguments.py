@@ -98,7 +98,7 @@ def test_an_argument_that_there_is_not_says_the_nearest(call, told):
 
 
 def test_every_public_function_checks_its_arguments():
-    own_checks = {"recipe", "register_schedule", "tab_completion", "run_experts", "chunked_attention"}
+    own_checks = {"recipe", "register_schedule", "tab_completion", "run_experts", "chunked_attention", "flex_attention"}
     functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
     assert own_checks <= functions
     assert {name for name in functions if not hasattr(getattr(rp, name), "__wrapped__")} == own_checks

@@ -122,6 +122,16 @@ def test_a_layer_that_does_not_fit_is_told_with_the_line_that_made_it():
     assert fault.endswith(f"({__file__}, line {line})")
 
 
+def test_a_mask_that_is_none_is_told():
+    class Masked(nn.Module):
+        def forward(self, x):
+            q = x[:, None, None].expand(-1, 2, 3, -1)
+            return rp.flex_attention(q, q, q, lambda b, h, q, k: (h > 0) & (q >= k))[:, 0, 0]
+
+    (fault,) = faults_of(lambda: [Masked()])
+    assert fault.startswith("model: layers.0: the mask depends on the head, and with tensor parallelism each actor")
+
+
 def test_a_launch_refuses_it_before_anything_starts():
     run = rp.Run(model=rp.Layers(misfitting, nn.functional.mse_loss), data=rp.Batches(batch))
     with pytest.raises(rp.ConfigError, match=r"layers\.1 can't take what layers\.0 makes"):
