@@ -51,7 +51,7 @@ def test_one_microbatch_a_replica_is_bitwise(job, schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved"], lambda name: name in ("gpipe", "interleaved"))
+    "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved"], lambda name: name == "interleaved")
 )
 def test_more_microbatches_are_one_process_within_rounding(job, schedule):
     verdict = rp.verify(run_of(job, schedule=schedule), job)

@@ -89,8 +89,8 @@ def test_a_task_is_submitted_once_the_one_of_another_rank_is_done(name):
     [
         replace(TINY, schedule="zb-v"),
         replace(TINY, mesh=rp.Mesh(pp=2, dp=2), zero=3),
-        replace(EXPERTS, mesh=rp.Mesh(dp=2, expert_actors=2)),
-        replace(TINY, mesh=rp.Mesh(dp=2), data_parallel="parameter_server"),
+        pytest.param(replace(EXPERTS, mesh=rp.Mesh(dp=2, expert_actors=2)), marks=pytest.mark.long),
+        pytest.param(replace(TINY, mesh=rp.Mesh(dp=2), data_parallel="parameter_server"), marks=pytest.mark.long),
     ],
     ids=["zb-v", "zero 3", "expert actors", "servers"],
 )
@@ -127,7 +127,7 @@ def test_actors_of_a_rank_get_what_is_ready_in_one_order(seed):
     [
         replace(TINY, schedule="zb-v", backward="split"),
         replace(TINY, mesh=rp.Mesh(pp=2, dp=2), zero=2),
-        replace(TINY, mesh=rp.Mesh(pp=2, tp=2), schedule="interleaved"),
+        pytest.param(replace(TINY, mesh=rp.Mesh(pp=2, tp=2), schedule="interleaved"), marks=pytest.mark.long),
     ],
     ids=["zb-v", "zero 2", "tp"],
 )
