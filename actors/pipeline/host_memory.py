@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -13,10 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from raypar.actors.data_parallel.high_water import HighWater
-from raypar.schedules.action import Action, Op
-
-if TYPE_CHECKING:
-    from raypar.actors.pipeline.stage import Stage
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
 
@@ -122,29 +117,3 @@ class HostMemory:
             for one in parts:
                 one.lie_in(back)
             self.held.add(-storage.nbytes())
-
-
-def move_activations(stages: Mapping[int, Stage]) -> None:
-    """Let the graphs of an actor's stages keep what can be moved, and count the bytes of all of them in one."""
-    held = HighWater()
-    for stage in stages.values():
-        stage.host = HostMemory(held)
-
-
-def moves_of(
-    stages: Mapping[int, Stage], in_all: Callable[[int], tuple[int, int]]
-) -> Mapping[Op, Callable[[Action], None]]:
-    """Return what performs OFFLOAD and RELOAD.
-
-    Args:
-        stages: The actor's stages, by number.
-        in_all: Returns the step, and the number in the whole step, of a microbatch of the row.
-    """
-
-    def move(action: Action) -> None:
-        assert action.stage is not None and action.microbatch is not None
-        host = stages[action.stage].host
-        assert host is not None
-        (host.offload if action.op is Op.OFFLOAD else host.reload)(*in_all(action.microbatch))
-
-    return {Op.OFFLOAD: move, Op.RELOAD: move}

@@ -28,7 +28,7 @@ from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.compiled import compile_layers
-from raypar.actors.pipeline.host_memory import move_activations
+from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.data import Examples

@@ -17,7 +17,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.votes import ballot_of
-from raypar.actors.pipeline.host_memory import moves_of
+from raypar.actors.pipeline.moves import moves_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds

@@ -24,7 +24,7 @@ from raypar.job.growing_text import Continuation
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import loaded_on
 from raypar.job.loading import Loading
-from raypar.job.rebalance import Loads, rebalance
+from raypar.job.rebalance import Loads
 from raypar.job.relayout import Relayout
 from raypar.job.scoring import Scored, TextScorer
 from raypar.job.weights import Weights
@@ -377,7 +377,7 @@ class Job:
         Raises:
             ConfigError: Experts are not divided, or their loads are not known. The run goes on unchanged.
         """
-        return rebalance(self, loads, self._loop.last)
+        return self._loading.rebalance(loads)
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. A second call does nothing."""

@@ -20,8 +20,9 @@ from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.other_layout import other_layout
+from raypar.job.rebalance import Loads, rebalanced
 from raypar.job.relayout import Relayout, relaid, unmoved
-from raypar.job.run_folders import settled
+from raypar.job.run_folders import put_aside, settled
 from raypar.job.standing import Standing
 from raypar.job.starter import Starter
 from raypar.job.training_loop import TrainingLoop
@@ -90,6 +91,13 @@ class Loading:
             raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")
         log.info("%s", found)
         return found
+
+    def rebalance(self, loads: Loads | None) -> Mapping[str, str]:
+        """Move experts with their states between actors, as ``Job.rebalance`` does."""
+        run = rebalanced(self.loop.loaded.run, loads, self.loop.last)
+        with put_aside(run) as folder:
+            self.replace(run, self.loop.save(folder, None))
+        return run.expert_order
 
     def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
         """Replace the actors' run by another one."""

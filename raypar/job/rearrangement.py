@@ -9,7 +9,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.resume import find
 from raypar.errors import PreemptedError
-from raypar.job.rebalance import put_aside
+from raypar.job.run_folders import put_aside
 from raypar.job.snapshots import takes_snapshots
 from raypar.job.starter import Starter
 from raypar.paths import absolute, checkpoints_in

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
-from raypar.paths import absolute, checkpoints_in
 from raypar.reporting.report import Report
-
-if TYPE_CHECKING:
-    from raypar.job.job import Job
 
 Loads = Mapping[str, Sequence[int]]  # tokens of each expert, by the list's logical name
 
@@ -58,21 +50,3 @@ def rebalanced(run: Run, loads: Loads | None, last: Report | None) -> Run:
         raise ConfigError([f"rebalance: loads of {name} are of no multiple of {parts} experts" for name in uneven])
     orders = {name: " ".join(map(str, balanced(counts, parts))) for name, counts in loads.items()}
     return replace(run, expert_order={**run.expert_order, **orders})
-
-
-@contextmanager
-def put_aside(run: Run) -> Iterator[Path]:
-    """Give the folder for a checkpoint that a run goes on from: that of the run's own, or one for a while."""
-    if run.folder is not None:
-        yield checkpoints_in(absolute(run.folder))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def rebalance(job: Job, loads: Loads | None, last: Report | None) -> Mapping[str, str]:
-    """Move the experts of a job with their states; see ``Job.rebalance``. ``last`` is the report of its last step."""
-    run = rebalanced(job.run, loads, last)
-    with put_aside(run) as folder:
-        job.reset(run, resume=job.save(folder))
-    return run.expert_order

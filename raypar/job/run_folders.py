@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
-from raypar.paths import AUTO, RUNS, absolute, holds_run
+from raypar.paths import AUTO, RUNS, absolute, checkpoints_in, holds_run
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +80,13 @@ def replaced(folder: str | None) -> Iterator[None]:
         shutil.rmtree(aside, ignore_errors=True)
     if aside.exists():
         log.warning("the run that was in %s is in %s now: remove it when you need it no more", path, aside)
+
+
+@contextmanager
+def put_aside(run: Run) -> Iterator[Path]:
+    """Give the folder for a checkpoint that a run goes on from: that of the run's own, or one for a while."""
+    if run.folder is not None:
+        yield checkpoints_in(absolute(run.folder))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -21,6 +21,13 @@ def thinned(grid: Iterable[object], kept: Callable[..., object]) -> Sequence[obj
     return [pytest.param(*part, marks=() if kept(*part) else pytest.mark.long) for part in parts]
 
 
+def every_other(values: Iterable[object]) -> Sequence[object]:
+    """Return values for ``pytest.mark.parametrize``, of which every second one bears the mark ``long``."""
+    every = [*values]
+    short = every[::2]
+    return thinned(every, lambda *value: (value if len(value) > 1 else value[0]) in short)
+
+
 def mark_long(items: Iterable[pytest.Item]) -> None:
     """Mark as long what the other cases of a test with the mark ``each_value`` or ``each_pair`` cover.
 

@@ -260,6 +260,7 @@ def offloaded(folder, offload, **changes):
     return team_of(linears(4), **fields)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("here", ["none", "files"])
 def test_training_goes_on_bitwise_with_any_other_offload(here, level, tmp_path):

@@ -95,6 +95,7 @@ def test_gradients_are_those_of_products_that_are_added_to_the_weights(name):
             )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_learns_the_same(layout, name):

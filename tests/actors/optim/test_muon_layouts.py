@@ -49,13 +49,16 @@ def test_pipelines_and_two_replicas_have_the_bits_of_one_process(optim, mesh):
     "changes",
     [
         {"mesh": rp.Mesh(dp=2), "microbatches": 4},
-        {"mesh": rp.Mesh(dp=2), "microbatches": 4, "data_parallel": "parameter_server", "servers": 2},
+        pytest.param(
+            {"mesh": rp.Mesh(dp=2), "microbatches": 4, "data_parallel": "parameter_server", "servers": 2},
+            marks=pytest.mark.long,
+        ),
         {"mesh": rp.Mesh(pp=2, cp=2)},
         {"mesh": rp.Mesh(tp=2)},
         {"mesh": rp.Mesh(pp=2, dp=2, tp=2), "sequence_parallel": True, "zero": 1},
         {"mesh": rp.Mesh(tp=4), "model": rp.Llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=8, vocab=11)},
         {"mesh": rp.Mesh(tp="2d:2x2"), "data": rp.Batches(more_tokens)},
-        {"mesh": rp.Mesh(tp="2.5d:2x2x2"), "data": rp.Batches(more_tokens)},
+        pytest.param({"mesh": rp.Mesh(tp="2.5d:2x2x2"), "data": rp.Batches(more_tokens)}, marks=pytest.mark.long),
         {"mesh": rp.Mesh(tp="3d:2x2x2"), "data": rp.Batches(more_tokens)},
         {"mesh": rp.Mesh(pp=2, dp=2), "model": GPT(layers=4, hidden=16, heads=2, seq=8, vocab=11, tied=True)},
     ],

@@ -52,6 +52,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("laid_out", GRADIENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -39,6 +39,7 @@ def run_of(name, **changes):
     return rp.Run(**fields | changes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 def test_skips_have_the_numbers_of_one_process(name, order):

@@ -81,6 +81,7 @@ def counts(job, op):
     return {label: table.get(("pp", op), None) for label, table in job.ledger().items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
 def test_a_boundary_moves_2mbsh_elements_a_step_and_nothing_else(job, schedule, m):
