@@ -86,21 +86,25 @@ class Incremental:
     sequences: Sequences | None = None
 
 
+def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
+    """Return the modules of layers that know positions, or other tokens of the sequence."""
+    return [part for layer in layers for part in layer.modules() if isinstance(part, Incremental)]
+
+
 @contextmanager
-def going_on(modules: Iterable[nn.Module], sequences: Sequences) -> Iterator[None]:
+def going_on(modules: Iterable[Incremental], sequences: Sequences) -> Iterator[None]:
     """Within this context, modules go on with sequences.
 
     Args:
-        modules: Layers, in which all Incremental modules are meant.
+        modules: The modules, as ``incremental`` returns them.
         sequences: The sequences.
     """
-    found = [part for module in modules for part in module.modules() if isinstance(part, Incremental)]
-    for one in found:
+    for one in modules:
         one.sequences = sequences
     try:
         yield
     finally:
-        for one in found:
+        for one in modules:
             one.sequences = None
 
 

@@ -99,6 +99,7 @@ class Rope:
         self._seq, self._width, self._base, self._scaling = seq, width, base, scaling
         self._made: tuple[int, tuple[Tensor, Tensor]] | None = None  # the length that angles go by, and their table
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
+        self._there: tuple[Tensor, list[Tensor]] | None = None  # last call's positions (B,), and their rows
 
     def turn(self, x_BNSd: Tensor, tokens: Pieces) -> Tensor:
         """Rotate the vectors of all heads.
@@ -117,8 +118,9 @@ class Rope:
 
         Sequences are no longer than those of the earlier training if angles go by their length.
         """
-        cos_B11e, sin_B11e = (part[at_B][:, None, None] for part in self._table(1, in_fp32(x_BNSd)))
-        return _turned(x_BNSd, cos_B11e, sin_B11e)
+        if self._there is None or self._there[0] is not at_B:  # queries and keys of all layers are turned alike
+            self._there = at_B, [part[at_B][:, None, None] for part in self._table(1, in_fp32(x_BNSd))]
+        return _turned(x_BNSd, *self._there[1])
 
     def _rows(self, tokens: Pieces, x_BNSd: Tensor) -> list[Tensor]:
         """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""

@@ -184,9 +184,12 @@ class Stage:
             self.host.begin()
         if self.model.slices is not None:
             self.model.slices.begin()
+        if (
+            train or self._train
+        ):  # from one evaluation to the next, which in a generation is each token, nothing changes
+            for module in self.modules:
+                module.train(train)
         self._train = train
-        for module in self.modules:
-            module.train(train)
         if train:
             self.step_buffers.begin()
 

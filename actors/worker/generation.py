@@ -14,7 +14,7 @@ from raypar.actors.collective.autograd import all_gathered
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import Windows
-from raypar.actors.layers.kv_cache import Sequences, going_on
+from raypar.actors.layers.kv_cache import Sequences, going_on, incremental
 from raypar.actors.models.sampler import choose
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.model import Layers
@@ -111,6 +111,7 @@ class Generation:
 
     def __init__(self, seat: Seat, part: Part, prompts: Prompts) -> None:
         self._seat, self._stages, self.prompts = seat, part.stages, prompts
+        self._incremental = {number: incremental(stage.modules) for number, stage in part.stages.items()}
         model = seat.plan.run.model
         self._vocab, self._again = model.vocab, isinstance(model, Layers) and not prompts.scored
         self._texts = [[[*prompt.tokens] for prompt in one] for one in prompts.groups]  # where they are computed again
@@ -208,7 +209,7 @@ class Generation:
             sequences.go_to(self._lengths[group] - 1 + self.steps, self._seat.place.device)
         inputs = self._inputs(group) if number == 0 else self._take(action)
         scored = self.prompts.scored
-        with nullcontext() if scored or self._again else going_on(stage.modules, sequences):
+        with nullcontext() if scored or self._again else going_on(self._incremental[number], sequences):
             outputs = stage.infer(inputs, head=scored or not self._is_prompt)
         if not stage.is_last:
             self._values[action] = outputs
