@@ -284,7 +284,7 @@ class Schedule:
 
     def turn(self, stage: int) -> int:
         """Return which of a stage's replicas takes microbatch 0."""
-        return self.turns[stage] if self.turns else 0
+        return self.turns[stage] if stage < len(self.turns) else 0
 
     def microbatches_of(self, row: int, stage: int) -> range:
         """Return the microbatches of one of a row's stages: all, or each r-th one of a replica among r."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
@@ -212,7 +213,8 @@ class Actors:
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
             for group in dict.fromkeys((self.group, *(home.group for home in self.homes))):
-                _try(remove_placement_group, group)
+                if not _try(remove_placement_group, group):
+                    break  # a Ray that does not answer takes a minute to say so, for each of them
         finally:
             if self.owns_cluster:
                 ray.shutdown()
@@ -223,8 +225,11 @@ def driver_id() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _try(release: Callable[..., object], what: object) -> None:
+def _try(release: Callable[..., object], what: object) -> bool:
+    """Release something, log what goes wrong, and return whether Ray has answered."""
     try:
         release(what)
     except Exception as error:
         log.warning("Ray did not release everything (%s: %s)", type(error).__name__, first_line(error))
+        return not isinstance(error, GetTimeoutError)
+    return True

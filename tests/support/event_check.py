@@ -284,4 +284,4 @@ class _World:
     def row(self, stage: int, mb: int) -> int | None:
         """Who computes a microbatch of a stage: its replicas take them in turn."""
         homes, turns = self.homes(stage), self.schedule.turns
-        return homes[(mb + (turns[stage] if turns else 0)) % len(homes)] if homes else None
+        return homes[(mb + (turns[stage] if stage < len(turns) else 0)) % len(homes)] if homes else None

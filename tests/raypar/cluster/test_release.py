@@ -44,6 +44,21 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     assert called.count("shutdown") == owns
 
 
+def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(monkeypatch, caplog):
+    asked = []
+
+    def remove(group):
+        asked.append(group)
+        fails()
+
+    ray = SimpleNamespace(kill=lambda _: None, shutdown=lambda: None, is_initialized=lambda: True)
+    monkeypatch.setattr(actors_module, "ray", ray)
+    monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
+    monkeypatch.setattr(actors_module, "remove_placement_group", remove)
+    Actors(["a", "b"], "group", True, "me", "cpu", homes=[SimpleNamespace(group=one) for one in "xy"]).end()
+    assert asked == ["group"]
+
+
 def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
     removed = []
 
