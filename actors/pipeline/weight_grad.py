@@ -211,7 +211,7 @@ class Linears:
 
     def _hook_of(self, layer: nn.Linear) -> object:
         """Return the hook under which a layer may keep tensors: of ours, which know their weights by themselves."""
-        return self.hook if isinstance(layer, DeferredLinear) else None
+        return self.hook if isinstance(layer, (DeferredLinear, Postponable)) else None
 
     def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Return the outputs of layers of one kind for one input; their weights' gradients are ours to compute."""

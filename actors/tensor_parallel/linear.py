@@ -232,7 +232,7 @@ class _Columns(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         whole = x if dim is None else all_gathered(group, dim, x)
         ctx.group, ctx.dim, ctx.again = group, dim, again and dim is not None
-        ctx.later, ctx.biases = later, [bias for _, bias in layers]
+        ctx.later, ctx.layers = later, layers  # hooks of saved tensors return other objects
         ctx.save_for_backward(x if ctx.again else whole, *(weight for weight, _ in layers))
         return tuple([F.linear(whole, weight, bias) for weight, bias in layers])
 
@@ -248,7 +248,7 @@ class _Columns(torch.autograd.Function):
         inputs, wanted = whole.flatten(0, -2), ctx.needs_input_grad[6:]
         made: list[Tensor | None] = [None] * len(wanted)
         if ctx.later is not None:
-            for weight, bias, gradient in zip(weights, ctx.biases, rows, strict=True):
+            for (weight, bias), gradient in zip(ctx.layers, rows, strict=True):
                 ctx.later.owe(weight, bias, Use(inputs.detach(), gradient))
         else:
             made = [gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)]

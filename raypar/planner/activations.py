@@ -6,12 +6,16 @@ counted in elements as CPUs keep them: with s tokens, b samples, h hidden and a 
 them with dropout. An element has the dtype of the layers, but the softmax, what Llama's norms keep and logits are fp32.
 In half precision there is a rounded copy beside the softmax. tests/raypar/planner/test_memory.py counts what modules
 keep. What comes and goes within an action is left out, but for what a recomputation makes again and for the logits.
+
+A backward in halves frees at I what its F has kept, and keeps for W the inputs of linear layers and the gradients of
+their outputs: of a block of a GPT 16 sbh again, of a Llama's less than it has kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
@@ -19,11 +23,28 @@ from raypar.actors.specs.attention import LEAST, ROOM, ROWS, SIDE
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.schedules.rules import HOLDS
+from raypar.schedules.action import Op
+from raypar.schedules.rules import BACKWARDS, held_bytes
 from raypar.schedules.timeline import Timeline
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32 = ELEMENT_BYTES["fp32"]
+
+
+class StageBytes(NamedTuple):
+    """Bytes of a stage for one microbatch.
+
+    Attributes:
+        kept: What its F keeps for its B or I.
+        passing: What its backward needs besides for a while.
+        deferred: What its I keeps for its W.
+        inputs: What its F keeps that never goes to host memory.
+    """
+
+    kept: int
+    passing: int
+    deferred: int
+    inputs: int = 0
 
 
 def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool = False) -> list[int]:
@@ -42,48 +63,52 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
     stage, slices = _experts_apart if apart else stage_activations, timeline.schedule.slices
     wholes = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
-    each = [(kept // slices, passing // slices) for kept, passing in wholes]
-    scores = [(0, 0) if apart else _scores(run, model, layers) for layers in stages]
+    each = [StageBytes(*(part // slices for part in whole)) for whole in wholes]
+    scores = [StageBytes(0, 0, 0) if apart else _scores(run, model, layers) for layers in stages]
     return [
         tensors + min(in_blocks, ROOM)
         for tensors, in_blocks in zip(_highest(timeline, each), _highest(timeline, scores), strict=True)
     ]
 
 
-def _highest(timeline: Timeline, each: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the most bytes of each rank at a time, if a stage keeps and needs these two of a microbatch."""
+def _highest(timeline: Timeline, each: Sequence[StageBytes]) -> list[int]:
+    """Return the most bytes of each rank at a time, if its stages keep and need these of a microbatch."""
     now, most = [0] * timeline.num_ranks, [0] * timeline.num_ranks
     for event in timeline.events:
-        if event.action.stage is not None and (change := HOLDS.get(event.action.op, 0)):
-            kept, passing = each[event.action.stage]
-            now[event.rank] += change * kept
-            most[event.rank] = max(most[event.rank], now[event.rank] + passing)
+        stage, op, _, _ = event.action
+        if stage is None:
+            continue
+        before, rank = now[event.rank], event.rank
+        now[rank] += held_bytes(op, each[stage].kept, each[stage].deferred, each[stage].inputs)
+        if op is Op.F:
+            most[rank] = max(most[rank], now[rank] + each[stage].passing)
+        elif op in BACKWARDS:
+            most[rank] = max(most[rank], now[rank], before + each[stage].passing)
+        else:
+            most[rank] = max(most[rank], now[rank])
     return most
 
 
-def _scores(run: Run, model: GPT | Llama, layers: range) -> tuple[int, int]:
-    """Return the bytes of scores that attention in blocks makes for a stage's microbatch, where it serves.
-
-    Returns:
-        Those that wait for the backward, and those that the backward makes again for a while.
-    """
+def _scores(run: Run, model: GPT | Llama, layers: range) -> StageBytes:
+    """Return the bytes of scores that attention in blocks makes for a stage's microbatch, where it serves."""
     cp, S = run.mesh.cp, model.seq
     heads = model.heads / run.mesh.tensor_ranks / (cp if run.context == "ulysses" else 1)
     plain = model.attention == "blocks" and not model.dropout and model.positions != "alibi"
     if plain and _is_narrow(model):
-        return 0, 0
+        return StageBytes(0, 0, 0)
     if not plain or run.precision.is_half or S < LEAST or heads * S < ROWS:
-        return 0, 0
+        return StageBytes(0, 0, 0)
     seen = sum((min(start + SIDE, S) - start) * min(start + SIDE, S) for start in range(0, S, SIDE))
     one = _FP32 * run.micro_batch_size * (model.heads / run.mesh.tensor_ranks / cp) * seen
     words = [word_of(run.recompute, range(model.layers), layer) for layer in layers]
     if run.recompute == "full":
-        return 0, round(one * len(words))
-    return round(one * sum(word != "full" for word in words)), round(one * min(1, words.count("full")))
+        return StageBytes(0, round(one * len(words)), 0)
+    again = words.count("full")
+    return StageBytes(round(one * (len(words) - again)), round(one * min(1, again)), 0)
 
 
-def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
-    """Return the bytes that a stage keeps of a microbatch, and those that its backward needs for a while."""
+def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> StageBytes:
+    """Return the bytes that a stage keeps and needs of a microbatch."""
     ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
     logits, element = model.seq * run.micro_batch_size * model.vocab / ranks, _element(run)
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
@@ -101,7 +126,29 @@ def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: i
     if run.recompute == "full":  # the whole stage is run again from its inputs
         kept, passing = (own if layers.start else 0), sum(full for _, full in each) + ends
     passing += (_FP32 + element) * logits if head else 0  # the layers' logits, and the gradient of those in fp32
-    return round(kept / run.mesh.cp), round(passing / run.mesh.cp)
+    left = [experts for word, experts in kinds if run.recompute == "full" or word != "full"]  # blocks that leave a W
+    deferred = sum(_deferred(run, model, experts) for experts in left) + (own + element * logits if head else 0.0)
+    inputs = own if layers.start else 0.0
+    return StageBytes(*(round(part / run.mesh.cp) for part in (kept, passing, deferred, inputs)))
+
+
+def _deferred(run: Run, model: GPT | Llama, num_experts: int) -> float:
+    """Return the bytes that the I of a block keeps for its W, of all parts of the sequence.
+
+    They are the inputs of linear layers and the gradients of their outputs; a router leaves nothing.
+
+    Args:
+        run: The run.
+        model: Its model.
+        num_experts: Number of its experts; 0 if it has an MLP.
+    """
+    ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
+    wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0, is_deferred=True)
+    all_heads, kv = model.heads * model.head_size / model.hidden, model.num_kv_heads / model.heads  # widths, in h
+    ends = 2 if num_experts else 4  # what goes into attention and MLP, and the gradients of what comes out of them
+    whole = ends / ranks if run.mesh.grid is not None else ends
+    own_rows = rows / ranks if run.mesh.folds_experts else rows
+    return _element(run) * (whole + own_rows + (all_heads * (2 + 2 * kv) + wide) / ranks) * sbh
 
 
 def _element(run: Run) -> int:
@@ -164,27 +211,37 @@ def _is_narrow(model: GPT | Llama) -> bool:
     return model.window is not None and model.window < model.seq
 
 
-def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
-    """Return the bytes that an expert actor keeps of a microbatch, and those that its backward needs for a while.
+def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> StageBytes:
+    """Return the bytes that an expert actor keeps and needs of a microbatch.
 
     Of each row that comes to it, at an even load, it keeps the row itself and what is inside of the expert's MLP.
     """
     assert model.moe is not None
     rows = model.seq * run.micro_batch_size * run.mesh.dp * model.moe.top_k / run.mesh.expert_actors
-    one = _element(run) * rows * (model.hidden + (2 if isinstance(model, GPT) else 4) * model.expert_width)
+    one = _element(run) * rows * (model.hidden + _inside(model) * model.expert_width)
+    left = _element(run) * rows * (2 * model.hidden + _inside(model, is_deferred=True) * model.expert_width)
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers if model.num_experts(layer)]
     again = one * (len(words) if run.recompute == "full" else min(1, words.count("full")))
-    return round(one * sum(word != "full" for word in words)), round(again)
+    num_left = len(words) if run.recompute == "full" else len(words) - words.count("full")
+    return StageBytes(round(one * (len(words) - words.count("full"))), round(again), round(left * num_left))
 
 
-def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool) -> tuple[float, float]:
+def _inside(model: GPT | Llama, *, is_deferred: bool = False) -> int:
+    """Return how many tensors inside of an MLP an F keeps, or an I for its W."""
+    return 2 if isinstance(model, GPT) else 3 if is_deferred else 4
+
+
+def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool, is_deferred: bool = False) -> tuple[float, float]:
     """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens and for the router.
 
-    Of experts that are ``apart``, on actors of their own, only what comes out of them is kept.
+    Of experts that are ``apart``, on actors of their own, only what comes out of them is kept; and of what is deferred
+    to a W, nothing.
     """
-    inside, h, moe = 2 if isinstance(model, GPT) else 4, model.hidden, model.moe
+    inside, h, moe = _inside(model, is_deferred=is_deferred), model.hidden, model.moe
     if moe is None or not num_experts:
         return inside * model.mlp_width / h, 0.0
     width = model.expert_width * ((0 if apart else moe.top_k) + moe.shared) + (model.mlp_width if moe.residual else 0)
     rows = (1 if apart else 2) * moe.top_k + (2 if moe.residual else 0)  # what goes into experts and comes out of them
+    if is_deferred:
+        return inside * width / h, rows - (moe.top_k if apart else 0)
     return inside * width / h, rows + (3 * num_experts + 8 * moe.top_k) / h  # logits, probabilities, numbers

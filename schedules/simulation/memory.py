@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import HOLDS, USES_WEIGHTS, gathers, streamed
+from raypar.schedules.rules import USES_WEIGHTS, gathers, held_bytes, streamed
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
@@ -28,14 +28,20 @@ class Peak:
 
 
 def peaks(
-    timeline: Timeline, weights: Sequence[int], activations: Sequence[int], *, units: int = 1
+    timeline: Timeline,
+    weights: Sequence[int],
+    activations: Sequence[int],
+    *,
+    units: int = 1,
+    deferred: Sequence[int] | None = None,
+    inputs: Sequence[int] | None = None,
 ) -> tuple[Peak, ...]:
     """Compute the most memory that each rank holds in whole weights and activations.
 
     A stage's weights take memory from the start of their gather to their RESHARD, or all the time if the schedule
-    gathers none. An activation takes it from the start of its F to the end of its B or W, but not while it is in host
-    memory, between the end of its OFFLOAD and the start of its RELOAD; an evaluation keeps none beyond its F. Shards,
-    gradients and the optimizer's state are not counted.
+    gathers none. An activation takes it from the start of its F to the end of its B or I, but not while it is in host
+    memory, between the end of its OFFLOAD and the start of its RELOAD; an evaluation keeps none beyond its F. What an I
+    has left takes memory from its end to that of its W. Shards, gradients and the optimizer's state are not counted.
 
     Args:
         timeline: The timeline, simulated or measured.
@@ -43,11 +49,15 @@ def peaks(
         activations: By stage: bytes of what a forward of one microbatch keeps.
         units: In how many equal units a stage is gathered. For an action for which alone a stage is whole, two of them
             are there at a time: one in use, and the next.
+        deferred: By stage: bytes that an I keeps for its W; None: as many as an F keeps.
+        inputs: By stage: bytes of its inputs, which an F keeps and an OFFLOAD leaves on the device; None: none.
 
     Returns:
         The peak of each rank.
     """
     schedule, sharded = timeline.schedule, gathers(timeline.schedule)
+    deferred = activations if deferred is None else deferred
+    inputs = [0] * schedule.num_stages if inputs is None else inputs
     changes: list[list[tuple[float, int, int]]] = [[] for _ in range(schedule.num_ranks)]
     windows = {stage: iter(found) for stage, found in _window_bytes(schedule, weights, units).items()}
     whole: dict[int, int] = {}  # by stage that is whole: its bytes
@@ -61,8 +71,7 @@ def peaks(
             found.append((event.start, whole[stage], 0))
         elif op is Op.RESHARD and stage in whole:
             found.append((event.end, -whole.pop(stage), 0))
-        elif op in HOLDS:
-            held = HOLDS[op] * activations[stage]
+        elif held := held_bytes(op, activations[stage], deferred[stage], inputs[stage]):
             found.append((event.start if held > 0 else event.end, 0, held))
             if schedule.forward_only:
                 found.append((event.end, 0, -held))

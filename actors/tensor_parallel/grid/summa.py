@@ -63,7 +63,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, seen: Tensor, layer: SummaLinear, later: Postponer | None) -> Tensor:
         weight, row = layer.weight, layer.row
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.later = layer, later
+        ctx.layer, ctx.later, ctx.weight = layer, later, weight  # hooks of saved tensors return another object
         x_TI, parts = x.flatten(0, -2), []
         for root, w_OI in enumerate(_in_turn(weight, layer.col, _blocks(layer))):
             part_TO = x_TI @ w_OI.T
@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
         blocks = _in_turn(weight, layer.col, _blocks(layer))
         made = _gradients(layer, y_TO, x_TI, (back_TI, blocks), of_weight=later is None)
         if later is not None:
-            later.owe(weight, None, Use(x_TI.detach(), y_TO, partial(_of_weight, layer)))
+            later.owe(ctx.weight, None, Use(x_TI.detach(), y_TO, partial(_of_weight, layer)))
         return back_TI.view_as(x), made, None, None
 
 

@@ -76,10 +76,10 @@ def _activations(paper: Paper, rank: int) -> float:
     run, model = paper.run, paper.model
     stages = layers_of(model, run.split, len(paper.held))
     on = paper.stages_on(rank)
-    pairs = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
-    plain, most = min(kept for kept, _ in pairs), max(kept for kept, _ in pairs)
+    each = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
+    plain, most = min(one.kept for one in each), max(one.kept for one in each)
     # Of the stage with the head one microbatch is under way: its backward follows its forward.
-    return in_flight(paper, rank) * plain + (most - plain) + max(passing for _, passing in pairs)
+    return in_flight(paper, rank) * plain + (most - plain) + max(one.passing for one in each)
 
 
 def in_flight(paper: Paper, rank: int) -> float:
