@@ -24,7 +24,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.schedules.action import Op
-from raypar.schedules.rules import BACKWARDS, held_bytes
+from raypar.schedules.rules import MAKES_INPUT_GRADIENTS, held_bytes
 from raypar.schedules.timeline import Timeline
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -82,7 +82,7 @@ def _highest(timeline: Timeline, each: Sequence[StageBytes]) -> list[int]:
         now[rank] += held_bytes(op, each[stage].kept, each[stage].deferred, each[stage].inputs)
         if op is Op.F:
             most[rank] = max(most[rank], now[rank] + each[stage].passing)
-        elif op in BACKWARDS:
+        elif op in MAKES_INPUT_GRADIENTS:
             most[rank] = max(most[rank], now[rank], before + each[stage].passing)
         else:
             most[rank] = max(most[rank], now[rank])
