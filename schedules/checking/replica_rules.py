@@ -24,9 +24,10 @@ def replica_faults(schedule: Schedule) -> Iterator[Fault]:
     for rank, count in enumerate(schedule.replicas):
         first, *others = schedule.rows_of(rank)
         if length % count:
+            fewer = gcd(length, count)
             sentence = (
                 f"{count} replicas of rank {rank} do not divide the {length} microbatches of a step: take a multiple "
-                f"of {lcm(*schedule.replicas)} microbatches, or {gcd(length, count)} replicas"
+                f"of {lcm(*schedule.replicas)} microbatches, or {fewer} replica{'s' * (fewer > 1)}"
             )
             yield Fault(first, None, _RULE, sentence)
             continue

@@ -181,7 +181,9 @@ class Entry:
             asked |= {"replicas": replicas} if replicas and self.takes_replicas else {}
             made = self.generate(*told, **asked)
             schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ScheduleError) and _is_of_raypar(self.generate):
+                raise ScheduleError(f"schedule {name!r} cannot be made: {error}") from None
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
         wrong = _wrong_sizes(schedule, ranks, microbatches, stages_a_rank, further if self.is_stream else None)
@@ -208,7 +210,16 @@ def _wrong_sizes(schedule: Schedule, ranks: int, microbatches: int, stages_a_ran
         "stages": (schedule.num_stages, ranks * stages_a_rank),
     }
     sizes |= {} if steps is None else {"steps": (schedule.stream, steps)}
-    return [f"{has} {what}, not {wanted}" for what, (has, wanted) in sizes.items() if has != wanted]
+    return [
+        f"{has} {what[:-1] if has == 1 else what}, not {wanted}"
+        for what, (has, wanted) in sizes.items()
+        if has != wanted
+    ]
+
+
+def _is_of_raypar(generate: Callable[..., Any]) -> bool:
+    """Return whether a generator is one of raypar's own, whose errors are of what it was given."""
+    return generate.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
 def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:

@@ -128,7 +128,7 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_another_function_doe
         ([[(0, Op.F, -1)]], "'0F-1' is not an action"),
         ([[Action(0.5, "F", 1)]], "is not an action"),
         ([["0F1"], ["0F0"], ["0F2"]], "stage 0 is on rank 0 and on rank 1"),
-        (["0F0 0F1"], r"mine.* returns 1 ranks, not 2, 2 microbatches, not 3, 1 stages, not 2: return one row a rank"),
+        (["0F0 0F1"], r"mine.* returns 1 rank, not 2, 2 microbatches, not 3, 1 stage, not 2: return one row a rank"),
     ],
 )
 def test_what_is_no_schedule_is_said(returned, says):
@@ -147,6 +147,15 @@ def test_a_function_that_raises_is_named_with_its_line_and_the_cause():
     with pytest.raises(ScheduleError, match=rf"mine\(2, 3\) fails \(.*, line {line}\): IndexError: list") as raised:
         build("mine", 2, 3)
     assert isinstance(raised.value.__cause__, IndexError)
+
+
+def test_a_function_that_ends_the_program_is_told():
+    @register("mine")
+    def mine(num_ranks, num_microbatches):
+        raise SystemExit(3)
+
+    with pytest.raises(ScheduleError, match=r"mine\(2, 3\) fails \(.*\): SystemExit: 3"):
+        build("mine", 2, 3)
 
 
 def test_a_function_of_a_file_is_run_as_it_stands(wave):

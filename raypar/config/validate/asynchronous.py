@@ -27,10 +27,11 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         yield f"flush_every is {run.flush_every}, but {name} has {schedule.stream} steps: set it to {schedule.stream}"
     if schedule.num_stages > schedule.num_ranks:
         yield f"{name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks: give each rank one stage"
-    told = f"but in {name} every stage updates by itself"
+    when = f" with flush_every={run.flush_every}" if schedule.validated else ""
+    told = f"but in {name}{when} every stage updates by itself"
     if schedule.validated and right("device") and run.device == "cuda":
-        told = "messages of NCCL have no tags on GPUs, and forwards come again"
-        yield f"flush_every is {run.flush_every}, but {told}: leave it out, or set device to 'cpu'"
+        tags = "messages of NCCL have no tags on GPUs, and forwards come again"
+        yield f"flush_every is {run.flush_every}, but {tags}: leave it out, or set device to 'cpu'"
     if schedule.validated and right("delay_feedback") and run.delay_feedback:
         yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
     for field, fits, fix in _FITTING:

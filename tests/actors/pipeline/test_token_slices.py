@@ -143,3 +143,13 @@ def test_what_can_not_be_cut_is_told(name):
     changes, told = FAULTS[name]
     fields = {"model": rp.GPT(**SIZES), "mesh": rp.Mesh(pp=2), "token_slices": 3, "microbatches": 2, "clip": None}
     assert told in "\n".join(rp.faults(rp.Run(**fields | changes)))
+
+
+def test_a_schedule_of_slices_that_can_not_be_cut_is_not_made(monkeypatch):
+    """With 100,000 slices it took minutes until that was told."""
+    cut = []
+    monkeypatch.setattr("raypar.config.schedule.with_slices", lambda *told: cut.append(told))
+    for changes in ({"token_slices": 100_000}, {"mesh": rp.Mesh(pp=2, rank_dp=(2, 2)), "schedule": "dualpipe"}):
+        fields = {"model": rp.GPT(**SIZES), "mesh": rp.Mesh(pp=2), "token_slices": 3, "microbatches": 8}
+        assert len(rp.faults(rp.Run(**fields | changes))) == 1
+    assert not cut

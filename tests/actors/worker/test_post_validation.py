@@ -156,6 +156,10 @@ def test_replicas_and_shorter_streams():
     ("changes", "says"),
     [
         ({"schedule": "zb-v"}, "has 6 stages on 3 ranks, and without a flush each rank has one: take zb-h2, say"),
+        (
+            {"order": "dynamic", "executor": "tasks"},
+            "in schedule 'zb-h2' with flush_every=3 every stage updates by itself",
+        ),
         ({"device": "cuda"}, "flush_every is 3, but messages of NCCL have no tags on GPUs, and forwards come again"),
         ({"delay_feedback": True}, "delay_feedback is True, but in schedule 'zb-h2' no gradient is late: leave it out"),
     ],

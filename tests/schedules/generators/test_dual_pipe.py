@@ -74,7 +74,12 @@ def test_what_the_other_replica_makes_is_awaited():
     [
         (5, None, (), "microbatches=5: dualpipe takes a multiple of 2: set microbatches to 6"),
         (8, 3, (), "chunks=3: dualpipe takes at most 2 stages a rank: each actor has two stages"),
-        (8, None, (2, 1), "replicas are 2-1: every stage is held twice, so give 2 for each of 2 ranks"),
+        (
+            8,
+            None,
+            (2, 1),
+            "cannot be made: replicas are 2-1, but every stage is held twice: give each of 2 ranks 2",
+        ),
     ],
 )
 def test_other_sizes_are_told(microbatches, chunks, replicas, says):

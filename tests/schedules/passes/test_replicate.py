@@ -64,7 +64,7 @@ def test_replicas_that_do_not_divide_a_step_are_told():
         CheckError, match=re.escape("3 replicas of rank 1 do not divide the 8 microbatches of a step")
     ) as raised:
         check(lower(build("gpipe", 3, 8, replicas=(2, 3, 1))))
-    assert "take a multiple of 6 microbatches, or 1 replicas" in str(raised.value)
+    assert "take a multiple of 6 microbatches, or 1 replica" in str(raised.value)
     assert [fault.rule for fault in raised.value.faults] == ["replicas"]
 
 
