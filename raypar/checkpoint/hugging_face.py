@@ -48,6 +48,8 @@ COPIED = (  # files of a folder that the weights came from, which stay as they a
     "chat_template.jinja",
     "chat_template.json",
 )
+_TOKENIZER = "tokenizer.json"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what a tokenizer goes by
 SHARD = 5_000_000_000  # bytes of a file, as save_pretrained writes them; a larger tensor has a file of its own
 _TOLD = (  # fields of a run that its model and the card need
     "model",
@@ -340,12 +342,24 @@ def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[in
 
 def _copy_files(run: Run, home: Path | None, folder: Path) -> None:
     """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from."""
-    for name in COPIED:
+    _copy_named(COPIED, home, folder)
+    tokenizer = getattr(run.data, "tokenizer", None)
+    if tokenizer is not None and not (folder / _TOKENIZER).exists():
+        path = Path(tokenizer)
+        beside = path if path.is_dir() else path.parent
+        _copy_named((_TOKENIZER, *_BESIDE) if path.is_dir() else _BESIDE, beside, folder)
+        if path.is_file():
+            _copy(path, folder / _TOKENIZER)
+    template = getattr(run.data, "template", None)
+    if template is not None and Path(template).is_file():
+        _copy(Path(template), folder / "chat_template.jinja")
+
+
+def _copy_named(names: Sequence[str], home: Path | None, folder: Path) -> None:
+    """Copy those of these files that a folder has."""
+    for name in names:
         if home is not None and (home / name).is_file():
             _copy(home / name, folder / name)
-    tokenizer = getattr(run.data, "tokenizer", None)
-    if tokenizer is not None and not (folder / "tokenizer.json").exists() and Path(tokenizer).is_file():
-        _copy(Path(tokenizer), folder / "tokenizer.json")
 
 
 def _copy(path: Path, to: Path) -> None:
