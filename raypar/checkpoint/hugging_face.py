@@ -21,6 +21,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
+from raypar.checkpoint.files_beside import write_files_beside
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
@@ -35,21 +36,6 @@ if TYPE_CHECKING:
     from raypar.actors.checkpoint.assembler import Assembler
     from raypar.actors.hugging_face.weights import FolderWeights
 
-COPIED = (  # files of a folder that the weights came from, which stay as they are
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_TOKENIZER = "tokenizer.json"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what a tokenizer goes by
 SHARD = 5_000_000_000  # bytes of a file, as save_pretrained writes them; a larger tensor has a file of its own
 _TOLD = (  # fields of a run that its model and the card need
     "model",
@@ -156,7 +142,7 @@ def export(
         texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
         for name, text in texts.items():
             write_whole(aside / name, [memoryview(text)])
-        _copy_files(run, None if home is None else Path(home), aside)
+        write_files_beside(run, None if home is None else Path(home), aside)
     return path
 
 
@@ -338,32 +324,6 @@ def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[in
         rows = source.read_spans(second, [spans[0], [(0, second.shape[1])]]).float()
         found.addmm_(rows, source.read_spans(first, [[(0, first.shape[0])], spans[1]]).float(), alpha=scale)
     return found
-
-
-def _copy_files(run: Run, home: Path | None, folder: Path) -> None:
-    """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from."""
-    _copy_named(COPIED, home, folder)
-    tokenizer = getattr(run.data, "tokenizer", None)
-    if tokenizer is not None and not (folder / _TOKENIZER).exists():
-        path = Path(tokenizer)
-        beside = path if path.is_dir() else path.parent
-        _copy_named((_TOKENIZER, *_BESIDE) if path.is_dir() else _BESIDE, beside, folder)
-        if path.is_file():
-            _copy(path, folder / _TOKENIZER)
-    template = getattr(run.data, "template", None)
-    if template is not None and Path(template).is_file():
-        _copy(Path(template), folder / "chat_template.jinja")
-
-
-def _copy_named(names: Sequence[str], home: Path | None, folder: Path) -> None:
-    """Copy those of these files that a folder has."""
-    for name in names:
-        if home is not None and (home / name).is_file():
-            _copy(home / name, folder / name)
-
-
-def _copy(path: Path, to: Path) -> None:
-    write_whole(to, [memoryview(path.read_bytes())])
 
 
 def _json(plain: Mapping[str, Any], indent: int | None = 2) -> bytes:

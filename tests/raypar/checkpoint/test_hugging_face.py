@@ -160,19 +160,24 @@ def test_files_of_the_folder_it_came_from_go_along(tmp_path):
 @pytest.mark.parametrize("named", ["tokenizer", "tokenizer/tokenizer.json"])
 def test_of_a_model_from_nothing_the_tokenizer_of_its_data_goes_along(named, tmp_path):
     (tmp_path / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "notes.txt"):
-        (tmp_path / "tokenizer" / name).write_text(name)
+    texts = {
+        "tokenizer.json": json.dumps({"added_tokens": [{"id": 5, "content": "<s>"}, {"id": 7, "content": "<end>"}]}),
+        "tokenizer_config.json": json.dumps({"eos_token": {"content": "<end>"}}),
+        "chat_template.jinja": "its own",
+    }
+    for name, text in {**texts, "notes.txt": "of the user"}.items():
+        (tmp_path / "tokenizer" / name).write_text(text)
     (tmp_path / "other.jinja").write_text("other")
     found = checkpoint_of(trained(OWN[2]), tmp_path / "checkpoints")
     for kind, template in (("text", {}), ("examples", {"template": str(tmp_path / "other.jinja")})):
         data = {"kind": kind, "path": "texts", "tokenizer": str(tmp_path / named)} | template
         changed = replace(found, manifest=replace(found.manifest, run={**found.manifest.run, "data": data}))
         folder = export(changed, tmp_path / kind)
-        wanted = {"README.md", "config.json", "model.safetensors"}
-        wanted |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        wanted = {"README.md", "config.json", "generation_config.json", "model.safetensors", *texts}
         assert {path.name for path in folder.iterdir()} == wanted
-        assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
-        assert (folder / "chat_template.jinja").read_text() == ("other" if template else "chat_template.jinja")
+        assert (folder / "tokenizer.json").read_text() == texts["tokenizer.json"]
+        assert (folder / "chat_template.jinja").read_text() == ("other" if template else "its own")
+        assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": 7}
 
 
 def test_all_that_can_not_be_exported_is_told_at_once_and_nothing_is_left(tmp_path):

@@ -1,0 +1,84 @@
+"""What lies beside the weights in a folder of Hugging Face: the files of a tokenizer, and what ends a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.files import write_whole
+from raypar.actors.specs.run import Run
+
+_GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as they are
+    _GENERATION,
+    _TOKENIZER,
+    _SETTINGS,
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    _TEMPLATE,
+    "chat_template.json",
+)
+_OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # what tokens went by, beside tokenizer.json
+
+
+def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
+    """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from.
+
+    Of a model from nothing, generation_config.json says the token that ends a text, if the tokenizer has one.
+
+    Args:
+        run: The run.
+        home: The folder that the weights came from; None if they began as random numbers.
+        folder: The folder to write.
+    """
+    if home is not None:
+        _copy_named(_OF_WEIGHTS, home, folder)
+    tokenizer = getattr(run.data, "tokenizer", None)
+    if tokenizer is not None and not (folder / _TOKENIZER).exists():
+        path = Path(tokenizer)
+        file, beside = (path / _TOKENIZER, path) if path.is_dir() else (path, path.parent)
+        _copy_named(_OF_TOKENIZER, beside, folder)
+        if file.is_file():
+            _copy(file, folder / _TOKENIZER)
+    template = getattr(run.data, "template", None)
+    if template is not None and Path(template).is_file():
+        _copy(Path(template), folder / _TEMPLATE)
+    if home is None and (end := _end_of(folder)) is not None:
+        write_whole(folder / _GENERATION, [memoryview(json.dumps({"eos_token_id": end}).encode())])
+
+
+def _copy_named(names: Sequence[str], home: Path, folder: Path) -> None:
+    """Copy those of these files that a folder has."""
+    for name in names:
+        if (home / name).is_file():
+            _copy(home / name, folder / name)
+
+
+def _copy(path: Path, to: Path) -> None:
+    write_whole(to, [memoryview(path.read_bytes())])
+
+
+def _end_of(folder: Path) -> int | None:
+    """Return the id of the token that ends a text; None if the tokenizer's files do not say one."""
+    named = _object(folder / _SETTINGS).get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    added = _object(folder / _TOKENIZER).get("added_tokens")
+    tokens = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    found = [one.get("id") for one in tokens if text is not None and one.get("content") == text]
+    return found[0] if found and isinstance(found[0], int) else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; nothing if there is none. What it holds is copied as it is anyway."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
