@@ -88,8 +88,12 @@ def _unreduced(schedule: Schedule, reduced: Sequence[set[int]]) -> Iterator[Faul
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
-    """Yield a fault for each stage that is placed on a rank that does not exist."""
+    """Yield a fault for each stage that is placed on a rank that does not exist, and each skip of no stage."""
     last = schedule.num_pipeline_ranks - 1
+    for source, target in schedule.skips:
+        if not 0 <= source < target < schedule.num_stages:
+            sentence = f"a skip goes from stage {source} to stage {target}, and the schedule has {schedule.num_stages}"
+            yield Fault(0, None, "placement", f"{sentence} stages: name a later one, counted from 0")
     for stage, home in enumerate(schedule.placement):
         if not 0 <= home <= last:
             sentence = f"stage {stage} is placed on rank {home}, and the schedule has ranks 0 to {last} only"

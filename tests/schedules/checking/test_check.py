@@ -323,6 +323,12 @@ def test_rows_may_be_written_as_texts():
         Schedule.of("mine", ["0F0 0B0", "1F0 1X0"])
 
 
+def test_a_skip_to_a_stage_that_is_not_there_is_told():
+    rows = ["0F0 0SEND_F0 0RECV_B0 0B0 STEP", "1RECV_F0@7 1F0 1B0 1SEND_B0 STEP"]
+    with pytest.raises(CheckError, match=r"a skip goes from stage 1 to stage 7, and the schedule has 2 stages: name"):
+        check(read(rows))
+
+
 def test_a_schedule_is_refused_when_its_rows_make_none():
     with pytest.raises(ScheduleError, match="stage 0 is on rank 0 and on rank 1"):
         read(["0F1", "0F0", "0F2"])
