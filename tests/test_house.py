@@ -299,7 +299,7 @@ MAY_IMPORT = {
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs",
-    "actors/hugging_face": "actors schedules",
+    "actors/hugging_face": "actors actors/specs schedules",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from raypar.actors.specs.data import Learned
 MOST_TOLD = 5  # examples that are named for what is wrong with them
 
 
+Wrong: TypeAlias = dict[str, tuple[str, int]]
+
+
 class Tokens(NamedTuple):
     """The examples of a block as tokens.
 
@@ -26,13 +30,15 @@ class Tokens(NamedTuple):
         lengths: Number of tokens of each.
         ids: Their ids, one example after the other.
         learned: 1 for each that is a target, else 0.
-        faults: What is wrong with the first ones that are.
+        read: Number of examples in the block, with those that are wrong.
+        faults: What is wrong: of each kind the first example that has it, and how many have.
     """
 
     lengths: Sequence[int]
     ids: npt.NDArray[np.unsignedinteger[Any]]
     learned: Mask
-    faults: Sequence[str]
+    read: int
+    faults: Wrong
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,11 @@ class ExampleConversion:
 
     def __call__(self, block: bytes) -> bytes:
         """Return the tokens of a block, for ``tokens``. Raises ExampleError if the tokenizer or a package fails."""
-        faults = list[str]()
+        faults = Wrong()
         found = [*self.opened.tokenized([*self._written(block, faults)])]
-        head = json.dumps({"lengths": [len(one.ids) for one in found], "faults": faults[: MOST_TOLD + 1]})
+        read = len(found) + sum(count for _, count in faults.values())
+        first = dict(islice(faults.items(), MOST_TOLD + 1))
+        head = json.dumps({"lengths": [len(one.ids) for one in found], "read": read, "faults": first})
         ids = [one.ids.astype(self.dtype).tobytes() for one in found]
         return b"".join([head.encode(), b"\n", *ids, *(one.learned.tobytes() for one in found)])
 
@@ -64,7 +72,8 @@ class ExampleConversion:
         count = sum(head["lengths"])
         ids = np.frombuffer(body, dtype, count)
         learned = np.frombuffer(body, np.uint8, count, offset=count * dtype.itemsize)
-        return Tokens(head["lengths"], ids, learned, head["faults"])
+        faults = {why: (where, number) for why, (where, number) in head["faults"].items()}
+        return Tokens(head["lengths"], ids, learned, head["read"], faults)
 
     @cached_property
     def opened(self) -> Tokenizer:
@@ -76,14 +85,40 @@ class ExampleConversion:
         """Numpy's name of the dtype of the ids: "<u2" or "<u4"."""
         return "<u2" if self.opened.num_ids <= 1 << 16 else "<u4"
 
-    def _written(self, block: bytes, faults: list[str]) -> Iterator[Written]:
-        """Yield the examples of a block as text. What is wrong is appended to ``faults``."""
+    def _written(self, block: bytes, faults: Wrong) -> Iterator[Written]:
+        """Yield the examples of a block as text. What is wrong is added to ``faults``."""
         template, end = self.opened.template, self.opened.end
         for where, record in examples_in(block):
             if isinstance(record, ExampleError):
-                faults.append(str(record))
+                add_fault(faults, str(record), "")
                 continue
             try:
                 yield written(record, template, end, learns_all=self.learn == "all")
             except ExampleError as error:
-                faults.append(f"{where} {error}")
+                add_fault(faults, str(error), f"{where} ")
+
+
+def add_fault(faults: Wrong, why: str, where: str, count: int = 1) -> None:
+    """Count something that is wrong with examples.
+
+    Args:
+        faults: What was wrong before.
+        why: What it is.
+        where: The first of the examples that have it.
+        count: How many have.
+    """
+    first, before = faults.get(why, (where, 0))
+    faults[why] = first, before + count
+
+
+def told_of(faults: Wrong, read: int) -> list[str]:
+    """Say what is wrong, each kind once; of many the first ones.
+
+    Args:
+        faults: What is wrong.
+        read: Number of examples that were looked at.
+    """
+    return [
+        f"{where}{why}" + (f" (and {count - 1} more of the {read} examples that were read)" if count > 1 else "")
+        for why, (where, count) in islice(faults.items(), MOST_TOLD)
+    ]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
 from raypar.actors.data.example_blocks import SUFFIXES, blocks_of_examples
-from raypar.actors.data.example_conversion import MOST_TOLD, ExampleConversion
+from raypar.actors.data.example_conversion import MOST_TOLD, ExampleConversion, Wrong, add_fault, told_of
 from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.packing import Int64s
 from raypar.actors.data.saved_dataset import is_saved, shards_of, splits_in
@@ -136,12 +136,11 @@ def _files(setting: str, path: str) -> list[Path]:
 def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, convert: Convert) -> ExampleFacts:
     """Write the tokens of all examples. Raises TextError with the first ones that are wrong, ValueError or OSError."""
     digest, ends = hashlib.sha256(conversion.opened.key.encode()), list[int]()
-    total, max_id, faults = 0, 0, list[str]()
+    total, max_id, read, faults = 0, 0, 0, Wrong()
     size = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
         ids, learned = (stack.enter_context(WholeFile(home.with_suffix(end))) for end in (".ids", ".learned"))
-        read = stack.enter_context(conversion_progress(size))
-        blocks = blocks_of_examples(files, read)
+        blocks = blocks_of_examples(files, stack.enter_context(conversion_progress(size)))
         for answer in stack.enter_context(closing(convert(conversion, blocks, size))):
             found = conversion.tokens(answer)
             ids.write(found.ids.tobytes())
@@ -153,11 +152,13 @@ def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, c
                 first += length
                 ends.append(total + first)
             total += first
-            faults += found.faults
-            if len(faults) > MOST_TOLD:
+            read += found.read
+            for why, (where, count) in found.faults.items():
+                add_fault(faults, why, where, count)
+            if sum(count for _, count in faults.values()) > MOST_TOLD:
                 break
         if faults or not ends:
-            raise TextError(faults[:MOST_TOLD] or ["it has no examples"])
+            raise TextError(told_of(faults, read) or ["it has no examples"])
         ids.commit()
         learned.commit()
     write_whole(home.with_suffix(".ends"), [memoryview(np.array(ends, "<i8").tobytes())])

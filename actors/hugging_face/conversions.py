@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from raypar.actors.specs.lora import LORA
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -145,6 +147,7 @@ TABLES: Mapping[str, Table] = {  # by the model_type of config.json
 }
 
 
+PEFT = "base_model.model."  # of the names of PEFT, ahead of those of the model
 THEIRS = ".net."  # what is behind it, in the names of weights of modules that are theirs, is a tensor's name
 
 
@@ -160,6 +163,26 @@ def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
     table = {one.ours: one for one in TABLES[model_type].conversions}
     starred = {name: _NUMBER.sub("*", name) for name in names}
     return {name: table[key].numbered(_NUMBER.findall(name)) for name, key in starred.items() if key in table}
+
+
+def adapters_converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
+    """Return the conversion of each weight of an adapter that PEFT has too, by logical name.
+
+    PEFT has no adapter of a part of a module, as the queries of a GPT-2 are.
+
+    Args:
+        model_type: Type of the model that is adapted.
+        names: Logical names of adapters' weights.
+    """
+    found = dict[str, Conversion]()
+    for name in names:
+        module, _, half = name.removesuffix(".weight").rpartition(".")
+        layer = f"{module.removesuffix(LORA)}.weight"
+        one = converted(model_type, [layer]).get(layer)
+        if one is not None and one.parts == 1:
+            theirs = f"{PEFT}{one.theirs.removesuffix('.weight')}.lora_{half.upper()}.weight"
+            found[name] = Conversion(name, theirs)
+    return found
 
 
 def is_ignored(model_type: str, name: str) -> bool:

@@ -17,7 +17,16 @@ from raypar.actors.hugging_face.conversions import TABLES
 from raypar.schedules.schedule import first_of
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
+BASE = "raypar_base"  # key of an adapter's metadata: the fingerprint of the weights that it was trained on
 ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, of the dtypes that weights may have
+_WHAT_HAS = {
+    CONFIG: f"a model's folder has {CONFIG}, {SINGLE} (or several with an index) and the tokenizer's files; give one"
+    " that save_pretrained has written, or that was downloaded whole",
+    ADAPTER_CONFIG: f"an adapter's folder has {ADAPTER_CONFIG} and {ADAPTER}; give one that PEFT or raypar ckpt export"
+    " --adapter has written",
+}
+_ONLY_ADAPTER = "{folder!r} holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _MOST_JSON = 64 << 20
 _MOST_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
@@ -43,6 +52,22 @@ class Kept(NamedTuple):
     start: int
 
 
+def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """Read the file that says what a folder holds: a model, or with ADAPTER_CONFIG an adapter.
+
+    Raises:
+        CheckpointError: It is missing, or no JSON object. The error says what the folder lacks.
+    """
+    with told(f"{str(folder)!r} can't be read"):
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
+    if names is not None and name in names:
+        return read_json(folder / name)
+    lacks = "is no folder" if names is None else f"has no {name}" if names else "is an empty folder"
+    if name == CONFIG and ADAPTER_CONFIG in (names or ()):
+        raise CheckpointError([_ONLY_ADAPTER.format(folder=str(folder))])
+    raise CheckpointError([f"{str(folder)!r} {lacks}: {_WHAT_HAS[name]}"])
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object. Raises CheckpointError if it is none, or is too long."""
     with told(f"{str(path)!r} can't be read"), path.open("rb") as file:
@@ -58,7 +83,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def model_type_of(folder: Path) -> str:
     """Return the type of the model in a folder, of raypar or of transformers. Raises CheckpointError if it has none."""
-    found = read_json(folder / CONFIG).get("model_type")
+    found = read_config(folder).get("model_type")
     if not isinstance(found, str) or not found:
         raise CheckpointError([f"{str(folder / CONFIG)!r} has no model_type: copy it again"])
     return found
@@ -99,6 +124,29 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
     return found
 
 
+def adapters_in(folder: Path) -> tuple[dict[str, Kept], str]:
+    """Return where the tensors of an adapter are, by name, and the fingerprint of the weights that it belongs to.
+
+    Args:
+        folder: The folder. A fingerprint that it does not tell is "".
+
+    Raises:
+        CheckpointError: It has no adapter, or a broken one.
+    """
+    if not (folder / ADAPTER).exists():
+        told_as = f"{str(folder)!r} has no {ADAPTER}"
+        if (folder / "adapter_model.bin").exists():
+            how = "load it with peft, and write it with save_pretrained(folder, safe_serialization=True)"
+            told_as += f" but adapter_model.bin, a pickle, which can run code and is not read: {how}"
+        else:
+            told_as += f": {_WHAT_HAS[ADAPTER_CONFIG]}"
+        raise CheckpointError([told_as])
+    plain, _, _ = _plain_header(folder, ADAPTER)
+    metadata = plain.get("__metadata__")
+    base = metadata.get(BASE) if isinstance(metadata, dict) else None
+    return _header(folder, ADAPTER), base if isinstance(base, str) else ""
+
+
 def _index(folder: Path) -> Mapping[str, str]:
     """Return the file of each tensor; empty if one file has all.
 
@@ -124,13 +172,13 @@ def _no_weights(folder: Path) -> str:
         return f"{told_as} but {pickled[0]}, a pickle, which can run code and is not read: convert it; {how}"
     if other := [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]:
         return f"{told_as} but {other[0]}: convert it with transformers, from_pretrained(...).save_pretrained(...)"
-    if "adapter_config.json" in names:
-        return f"{told_as}: it holds an adapter, and not the model: merge it into its model first"
+    if ADAPTER_CONFIG in names:
+        return _ONLY_ADAPTER.format(folder=str(folder))
     return f"{told_as}: give a folder that save_pretrained has written, or that was downloaded whole"
 
 
-def _header(folder: Path, file: str) -> dict[str, Kept]:
-    """Return the tensors of a safetensors file. Raises CheckpointError if it is none, or ends early."""
+def _plain_header(folder: Path, file: str) -> tuple[dict[str, Any], int, int]:
+    """Return the header of a safetensors file, its bytes and the file's. Raises CheckpointError if it is broken."""
     with told(f"{str(folder / file)!r} can't be read"), (folder / file).open("rb") as opened:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -141,14 +189,29 @@ def _header(folder: Path, file: str) -> dict[str, Kept]:
         raw = opened.read(length)
     try:
         plain = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, error) from error
+    if not isinstance(plain, dict):
+        raise _broken(file, "it is no object")
+    return plain, length, status.st_size
+
+
+def _header(folder: Path, file: str) -> dict[str, Kept]:
+    """Return the tensors of a safetensors file. Raises CheckpointError if it is none, or ends early."""
+    plain, length, size = _plain_header(folder, file)
+    try:
         entries = {name: entry for name, entry in plain.items() if name != "__metadata__"}
         found = {name: _kept(file, entry, 8 + length) for name, entry in entries.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise CheckpointError([f"{file!r} has a broken header ({error}): copy it again"]) from error
-    if end > status.st_size:
-        raise CheckpointError([f"{file!r} ends early, {end - status.st_size} bytes are missing: copy it again"])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _broken(file, error) from error
+    if end > size:
+        raise CheckpointError([f"{file!r} ends early, {end - size} bytes are missing: copy it again"])
     return found
+
+
+def _broken(file: str, why: object) -> CheckpointError:
+    return CheckpointError([f"{file!r} has a broken header ({why}): copy it again"])
 
 
 def _kept(file: str, entry: Mapping[str, Any], start: int) -> Kept:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told
-from raypar.actors.hugging_face.conversions import Conversion, converted
-from raypar.actors.hugging_face.folder import ITEM, Kept, model_type_of, tensors_in
+from raypar.actors.hugging_face.conversions import Conversion, adapters_converted, converted
+from raypar.actors.hugging_face.folder import ITEM, Kept, adapters_in, model_type_of, tensors_in
 from raypar.actors.sharding import Shard
 
 Span = tuple[int, int]  # first index along a dim, and the one behind the last
@@ -22,22 +22,23 @@ _AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is large
 
 
 class FolderWeights:
-    """Reads parts of the weights of a model from a folder. Memory is needed for a few megabytes beside the result.
+    """Reads parts of the weights of a model or an adapter from a folder, with a few megabytes beside the result.
 
     Args:
         folder: The folder.
+        adapts: Type of the model that the folder's adapters belong to; None for a folder with a model.
 
     Attributes:
         num_read: Bytes of weights that were read.
 
     Raises:
-        CheckpointError: The folder holds no model that raypar has.
+        CheckpointError: The folder holds no model that raypar has, or no adapters.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._type = folder, model_type_of(folder)
-        self._kept = tensors_in(folder, self._type)
-        self._conversions: dict[str, Conversion] = {}
+    def __init__(self, folder: Path, *, adapts: str | None = None) -> None:
+        self._folder, self._type = folder, model_type_of(folder) if adapts is None else adapts
+        self._kept = tensors_in(folder, self._type) if adapts is None else adapters_in(folder)[0]
+        self._converted = converted if adapts is None else adapters_converted
         self.num_read = 0
 
     def fill(self, name: str, parameter: Tensor, shard: Shard) -> None:
@@ -66,7 +67,7 @@ class FolderWeights:
         Raises:
             CheckpointError: As in ``fill``.
         """
-        conversion = converted(self._type, [name]).get(name)
+        conversion = self._converted(self._type, [name]).get(name)
         kept = None if conversion is None else self._kept.get(conversion.theirs)
         if conversion is None or kept is None or not fits(conversion, kept, whole):
             raise CheckpointError([f"{str(self._folder)!r} has no weight {name!r} of shape {list(whole)}"])

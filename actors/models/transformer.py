@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.hugging_face.folder import model_type_of
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
@@ -217,6 +218,14 @@ class TransformerModel(Model):
         """The weights that the model begins with; None if they are random."""
         return None if self.spec.hf is None else FolderWeights(Path(self.spec.hf))
 
+    @cached_property
+    def _adapters(self) -> FolderWeights | None:
+        """The adapters that the model's begin with; None if they are random."""
+        lora, folder = self.spec.lora, self.spec.hf
+        if lora is None or lora.hf is None or folder is None:
+            return None
+        return FolderWeights(Path(lora.hf), adapts=model_type_of(Path(folder)))
+
     def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
         return self._freeze(self._whole_layer(apart, desk, index))
@@ -248,8 +257,9 @@ class TransformerModel(Model):
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
         """Set the initial values of this actor's part of a parameter, in place."""
-        if self._folder is not None and not is_adapter(name):
-            self._folder.fill(name, parameter, shard)
+        folder = self._adapters if is_adapter(name) else self._folder
+        if folder is not None:
+            folder.fill(name, parameter, shard)
         elif name.endswith((".bias", f"{LORA}.b.weight")):
             parameter.zero_()
         elif "norm" in name:

@@ -28,6 +28,8 @@ class Lora:
     """what they add is multiplied by alpha / rank"""
     targets: Targets = "all"
     """linear layers that get one: attn: queries, keys, values and the output; mlp: those of the MLP; all: both"""
+    hf: str | None = None
+    """folder of adapters that they begin with, as PEFT and raypar ckpt export --adapter write it; None: random ones"""
 
     @property
     def scale(self) -> float:

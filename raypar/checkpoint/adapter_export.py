@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.files import told, whole_folder, write_whole
-from raypar.actors.hugging_face.conversions import converted
-from raypar.actors.specs.lora import LORA
+from raypar.actors.hugging_face.conversions import adapters_converted, converted
+from raypar.actors.hugging_face.folder import ADAPTER, ADAPTER_CONFIG, BASE
+from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import demand_exportable
-from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.paths import absolute
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of the names of PEFT, ahead of those of the model
 
 
 def export_adapter(found: Found, folder: str | PathLike[str]) -> Path:
@@ -47,19 +44,19 @@ def export_adapter(found: Found, folder: str | PathLike[str]) -> Path:
         raise ConfigError([f"export: {str(found.path)!r} has no adapters: {fix}"])
     faults = [f"export: {fault}" for fault in base_faults(run, found)]
     source, tensors, targets = Assembler(ShardFolder(found.path)), dict[str, Any](), dict[str, None]()
-    for name, one in converted(kind, Skeleton(model, run.seed).whole).items():
-        halves = {half: f"{name.removesuffix('.weight')}{LORA}.{half}.weight" for half in "ab"}
-        if not all(half in found.manifest.tensors for half in halves.values()):
-            continue
-        if one.parts > 1:
+    names = [name for name in found.manifest.tensors if is_adapter(name) and not name.startswith("optim.")]
+    conversions = adapters_converted(kind, names)
+    for name in names:
+        if name not in conversions:
+            layer = f"{name.rpartition(LORA)[0]}.weight"
+            (one,) = converted(kind, [layer]).values()
             told_as = (
-                f"export: a {kind} has {one.theirs} in one, of which {name} is a part, and PEFT no adapter of a part"
+                f"export: a {kind} has {one.theirs} in one, of which {layer} is a part, and PEFT no adapter of a part"
             )
             raise ConfigError([*faults, f"{told_as}: leave adapter out, which merges them into the model"])
-        module = one.theirs.removesuffix(".weight")
-        targets[module.rpartition(".")[2]] = None
-        for half, ours in halves.items():
-            tensors[f"{_PREFIX}{module}.lora_{half.upper()}.weight"] = source.read(found.manifest.tensors[ours]).float()
+        theirs = conversions[name].theirs
+        targets[theirs.rsplit(".", 3)[1]] = None
+        tensors[theirs] = source.read(found.manifest.tensors[name]).float()
     if faults:
         raise ConfigError(faults)
     config = {
@@ -74,7 +71,8 @@ def export_adapter(found: Found, folder: str | PathLike[str]) -> Path:
         "inference_mode": True,
         "target_modules": sorted(targets),
     }
-    _write(path, {CONFIG: json.dumps(config, indent=2).encode(), WEIGHTS: save(tensors, {"format": "pt"})})
+    metadata = {"format": "pt"} | ({BASE: found.manifest.base} if found.manifest.base else {})
+    _write(path, {ADAPTER_CONFIG: json.dumps(config, indent=2).encode(), ADAPTER: save(tensors, metadata)})
     return path
 
 

@@ -33,6 +33,7 @@ _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
     "model.hf",
+    "model.lora.hf",
     "data",
     "microbatches",
     "micro_batch_size",

@@ -20,6 +20,8 @@ def rooted(run: Run) -> Run:
     run, data = replace(run, offload_folder=root(run.offload_folder)), run.data
     if isinstance(run.model, Transformer | Layers) and run.model.hf is not None:
         run = replace(run, model=replace(run.model, hf=root(run.model.hf)))
+    if isinstance(run.model, Transformer) and run.model.lora is not None and run.model.lora.hf is not None:
+        run = replace(run, model=replace(run.model, lora=replace(run.model.lora, hf=root(run.model.lora.hf))))
     if isinstance(data, Batches):
         return run
     val_path = data.val_path if data.val_path == "stdlib" else root(data.val_path)

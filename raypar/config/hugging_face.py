@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
-from raypar.actors.hugging_face.folder import CONFIG, read_json, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, read_config, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
@@ -44,7 +44,7 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
     path, faults = absolute(folder), list[str]()
     model: GPT | Llama | Layers | None = None
     try:
-        config = read_json(path / CONFIG)
+        config = read_config(path)
         kind = config.get("model_type")
         read = model_of if kind in TABLES or not isinstance(kind, str) else their_model
         model, faults = read(config, changes)

@@ -28,6 +28,7 @@ from raypar.config.schedule import (
 )
 from raypar.config.skeleton import Skeleton
 from raypar.config.skips import skips_of
+from raypar.config.validate.adapter_folder import adapter_folder_faults
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
 from raypar.config.validate.data import data_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
@@ -104,6 +105,8 @@ def check_run(
     begins = resumed is None or (isinstance(run.model, Transformer) and run.model.lora is not None)
     if begins and right("model") and _fits(run, skeleton, right):
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
+        if resumed is None and isinstance(run.model, Transformer):
+            faults += adapter_folder_faults(run.model, skeleton)
     if right("data"):
         faults += data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)

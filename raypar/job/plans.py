@@ -63,9 +63,11 @@ def plans_of(
 def begun(run: Run) -> Run:
     """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with.
 
-    With adapters it does, because a checkpoint has only what learns.
+    With adapters it needs the model's, because a checkpoint has only what learns.
     """
-    if run.model.hf is None or (isinstance(run.model, Transformer) and run.model.lora is not None):
+    if isinstance(run.model, Transformer) and run.model.lora is not None:
+        return replace(run, model=replace(run.model, lora=replace(run.model.lora, hf=None)))
+    if run.model.hf is None:
         return run
     return replace(run, model=replace(run.model, hf=None))
 

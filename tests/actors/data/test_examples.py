@@ -90,9 +90,10 @@ def test_a_template_that_changes_earlier_messages_is_told(tmp_path):
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.role + m.content }}{% endif %}{% endfor %}"
     )
     folder = made_tokenizer(tmp_path / "tokenizer", forgets)
-    path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK}]))
+    path = str(made_jsonl(tmp_path / "data.jsonl", [{"text": "a"}, *[{"messages": TALK}] * 7]))
     (fault,) = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 300)
-    assert "path: example 1 of data.jsonl is written by a chat template that changes earlier messages" in fault
+    assert "path: example 2 of data.jsonl is written by a chat template that changes earlier messages" in fault
+    assert fault.endswith("(and 6 more of the 8 examples that were read)")
 
 
 def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):

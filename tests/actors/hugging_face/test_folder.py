@@ -194,11 +194,12 @@ def test_pickles_are_not_read(tmp_path):
     (folder / "pytorch_model.bin").rename(folder / "model.Q4.gguf")
     assert "but model.Q4.gguf: convert it with transformers" in faults_of(rp.HF, folder)[0]
     (folder / "model.Q4.gguf").rename(folder / "adapter_config.json")
-    assert "it holds an adapter" in faults_of(rp.HF, folder)[0]
+    assert "holds an adapter, and not the model: give the model" in faults_of(rp.HF, folder)[0]
 
 
 def test_a_folder_that_is_no_model_is_told(tmp_path):
-    assert "config.json' can't be read (No such file" in faults_of(rp.HF, tmp_path)[0]
+    assert "is an empty folder: a model's folder has config.json, model.safetensors" in faults_of(rp.HF, tmp_path)[0]
+    assert "is no folder: a model's folder has config.json" in faults_of(rp.HF, tmp_path / "nowhere")[0]
     (tmp_path / "config.json").write_text("[1]")
     assert "is no JSON object" in faults_of(rp.HF, tmp_path)[0]
     (tmp_path / "config.json").write_text("{")
@@ -261,4 +262,4 @@ def test_a_file_names_the_folder_and_a_run_that_was_written_does_not_need_it(tmp
     shutil.rmtree(folder)
     assert run_of(plain).model == run.model
     assert "model.hf" in faults_of(load_run, tmp_path / "run.toml")[0]
-    assert "can't be read" in faults_of(check_run, run)[0]
+    assert "hf' is no folder: a model's folder has" in faults_of(check_run, run)[0]

@@ -138,5 +138,8 @@ def test_an_export_merges_adapters_with_no_other_weights(bases, adapters, tmp_pa
 def test_a_folder_with_an_adapter_of_peft_is_no_model(bases, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     shutil.copy(bases / "own" / "config.json", tmp_path)
-    with pytest.raises(rp.ConfigError, match="it holds an adapter, and not the model: merge it into its model first"):
+    with pytest.raises(
+        rp.ConfigError,
+        match=r"holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf",
+    ):
         rp.HF(tmp_path)

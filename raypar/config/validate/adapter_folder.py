@@ -1,0 +1,141 @@
+"""Check that the adapters of a PEFT folder are those of a model, before any actor starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
+from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, Kept, adapters_in, model_type_of, read_config
+from raypar.actors.specs.lora import LORA, Lora, is_adapter
+from raypar.actors.specs.model import Transformer
+from raypar.config.skeleton import Skeleton
+
+_MOST_TOLD = 5  # tensors that are named for each kind of fault
+_NOTHING: Mapping[
+    str, tuple[Any, ...]
+] = {  # settings of PEFT, and the values with which raypar's adapters are the same
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "lora_bias": (False, None),
+}
+
+
+def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[str]:
+    """Yield why a model's adapters can't begin with those of a folder.
+
+    Args:
+        model: The model, whose sizes fit each other.
+        skeleton: Its skeleton.
+    """
+    lora = model.lora
+    if lora is None or lora.hf is None:
+        return
+    if model.hf is None:
+        yield "model.lora.hf is given, and adapters belong to the weights of a model: give model.hf, or leave it out"
+        return
+    what, folder, faults = f"model.lora.hf {lora.hf!r}", Path(lora.hf), list[str]()
+    try:
+        model_type = model_type_of(Path(model.hf))
+    except CheckpointError:  # told of the model
+        return
+    config, kept, base = dict[str, Any](), dict[str, Kept](), ""
+    try:
+        config = read_config(folder, ADAPTER_CONFIG)
+        kept, base = adapters_in(folder)
+    except CheckpointError as error:
+        faults += error.faults
+    if config:
+        faults += _setting_faults(config, lora)
+    if kept:
+        faults += _tensor_faults(config, kept, model_type, lora, skeleton)
+        if base and base != _fingerprint(model.hf):
+            told = f"it was trained on other weights than those of model.hf {model.hf!r}"
+            faults.append(f"{told}: give the folder of that model, or a copy of it")
+    yield from (f"{what}: {fault}" for fault in faults)
+
+
+def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
+    """Yield what in an adapter's config raypar's adapters are not."""
+    for name, same in _NOTHING.items():
+        if (value := config.get(name)) not in same and (name in config or name == "peft_type"):
+            yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
+    rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
+    if rank is None or alpha is None:
+        told = f"r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}"
+        yield f"{ADAPTER_CONFIG} has {told}, which must be numbers above 0: copy it again"
+        return
+    if rank != lora.rank:
+        yield f"its rank is {rank:g}, and model.lora.rank is {lora.rank}: set model.lora.rank to {rank:g}"
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if not math.isclose(scale, lora.scale if rank == lora.rank else lora.alpha / rank):
+        fix = f"set model.lora.alpha to {scale * rank:g}"
+        yield f"it adds its product times {scale:g}, and model.lora.alpha / rank is {lora.alpha / rank:g}: {fix}"
+
+
+def _tensor_faults(
+    config: Mapping[str, Any], kept: Mapping[str, Kept], model_type: str, lora: Lora, skeleton: Skeleton
+) -> Iterator[str]:
+    """Yield the tensors that differ between an adapter and a model."""
+    weights = {name: tuple(weight.shape) for name, weight in skeleton.weights.items() if is_adapter(name)}
+    conversions = adapters_converted(model_type, weights)
+    if parts := [name for name in weights if name not in conversions]:
+        layer = f"{parts[0].rpartition(LORA)[0]}.weight"
+        theirs = next((one.theirs for one in converted(model_type, [layer]).values()), "another")
+        told = f"a {model_type} has {layer} as a part of {theirs}, and PEFT no adapter of a part"
+        yield f"{told}: leave out model.lora.hf"
+        return
+    wanted = {one.theirs: weights[name] for name, one in conversions.items()}
+    missing, extra = sorted(wanted.keys() - kept.keys()), sorted(kept.keys() - wanted.keys())
+    if (missing or extra) and (there := _targets(model_type, kept, skeleton)) not in (None, lora.targets):
+        yield f"it has the adapters of {there!r}, and model.lora.targets is {lora.targets!r}: set it to {there!r}"
+        return
+    fix = "train it on all linear layers of attention, of MLPs, or of both"
+    wrong = [
+        f"{name} is {kept[name].dtype} {list(kept[name].shape)} and the model has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in kept and (kept[name].shape != shape or kept[name].dtype not in ("F64", "F32", "F16", "BF16"))
+    ]
+    if config.get("r") != lora.rank:
+        wrong = []  # the rank is told
+    told_of = {f"tensors are missing ({fix})": missing, f"it has tensors that the model has not ({fix})": extra}
+    for what, names in (told_of | {"tensors are of another model (give its own)": wrong}).items():
+        if names:
+            more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+            yield f"{what}: {', '.join(names[:_MOST_TOLD])}{more}"
+
+
+def _targets(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str | None:
+    """Return which linear layers an adapter adapts, as ``Lora.targets`` spells it; None if it is none of these."""
+    parts = {"attn": set[str](), "mlp": set[str]()}
+    for name in skeleton.whole:
+        for part, found in parts.items():
+            if f".{part}." in name and name.endswith(".weight") and "norm" not in name:
+                found |= {one.theirs.removesuffix(".weight") for one in converted(model_type, [name]).values()}
+    there = {name.removeprefix(PEFT).rsplit(".", 2)[0] for name in kept}
+    spelled = {"attn": parts["attn"], "mlp": parts["mlp"], "all": parts["attn"] | parts["mlp"]}
+    return next((name for name, found in spelled.items() if found == there), None)
+
+
+def _fingerprint(folder: str) -> str:
+    """Return the fingerprint of a model's weights; "" if they can't be read, which is told elsewhere."""
+    from raypar.actors.hugging_face.fingerprint import fingerprint  # imports torch
+
+    try:
+        return fingerprint(Path(folder))
+    except CheckpointError:
+        return ""
+
+
+def _positive(value: object) -> float | None:
+    """Return a value if it is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        return None
+    return float(value)
