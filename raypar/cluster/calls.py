@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -201,6 +201,7 @@ class Calls:
                 break
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
         if errors or pending:
+            errors |= self._died_idle(errors, late)
             raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > SILENT], what)
         return list(ray.get(list(refs)))
 
@@ -267,12 +268,29 @@ class Calls:
                 continue
             raise StalledError(f"actor {self._world.label(rank)} was {doing} for {since:.0f} s during {what}")
 
+    def _died_idle(self, errors: Mapping[int, Exception], late: Container[int]) -> dict[int, Exception]:
+        """Return the errors of actors that died when none of their calls was under way, as between two tasks.
+
+        They are asked for if all that failed, failed for want of a peer.
+
+        Args:
+            errors: The errors of calls, by rank.
+            late: The ranks whose calls are under way.
+        """
+        causes = [_cause(error) for error in errors.values()]
+        if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
+            return {}
+        asked = self._ask(rank for rank in range(len(self._handles)) if rank not in errors and rank not in late)
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_GRACE) if asked else ([], [])
+        found = {rank: error for rank, ref in asked.items() if ref in ready and (error := _error(ref)) is not None}
+        return {rank: error for rank, error in found.items() if _is_death(error)}
+
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
         """Choose the error that caused the others. ``silent`` ranks have neither an error nor an answer."""
         seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
         after = f"; seen from the others: {seen[0]}" if seen else ""
         for rank, error in errors.items():
-            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+            if _is_death(error):
                 text = f"actor {self._world.label(rank)} died during {what}{after}"
                 return ActorDiedError(text, death_of(error, rank, self._witnesses), rank)
         causes = [_cause(error) for error in errors.values()]
@@ -334,6 +352,11 @@ def _error(ref: Any) -> Exception | None:
     except RayError as error:
         return error
     return None
+
+
+def _is_death(error: Exception) -> bool:
+    """Return whether a call failed because the actor's process or node is gone."""
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
 def _cause(error: Exception) -> Exception:
