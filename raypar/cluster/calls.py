@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -354,7 +354,7 @@ def _error(ref: Any) -> Exception | None:
     return None
 
 
-def _is_death(error: Exception) -> bool:
+def _is_death(error: Exception) -> TypeGuard[RayError]:
     """Return whether a call failed because the actor's process or node is gone."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
