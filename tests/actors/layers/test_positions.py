@@ -73,6 +73,35 @@ def test_rope_turns_pairs_so_that_a_product_depends_on_the_distance_only():
     torch.testing.assert_close(turned_q[7], torch.cat((turned.real, turned.imag)))
 
 
+def test_in_float64_every_formula_has_all_its_digits():
+    x = torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    angles = torch.arange(300, dtype=torch.float64)[:, None] * 1e4 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    turned = torch.complex(x[..., :8], x[..., 8:]) * torch.exp(1j * angles)
+    exact = {"atol": 1e-14, "rtol": 1e-14}
+    found = Rope(512, 16, 1e4).turn(x, Pieces())
+    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), -1), **exact)
+    table = Sinusoidal(400, 16)(300, x)
+    torch.testing.assert_close(table, torch.stack((angles.sin(), angles.cos()), -1).flatten(1), **exact)
+    module = Hierarchical(20, 3).double()
+    with torch.no_grad():
+        module.weight.normal_(generator=torch.Generator().manual_seed(1))
+    u = (module.weight - ALPHA * module.weight[0]) / (1 - ALPHA)
+    rows = torch.stack([ALPHA * u[at // 20] + (1 - ALPHA) * u[at % 20] for at in range(300)])
+    torch.testing.assert_close(module(300), rows, **exact)
+    distance = torch.arange(300, dtype=torch.float64)[:, None] - torch.arange(300)
+    bias = -torch.tensor(alibi_slopes(4), dtype=torch.float64)[:, None, None] * distance
+    torch.testing.assert_close(Alibi(4, 400).bias(300, x), bias.masked_fill(distance < 0, -math.inf), **exact)
+
+
+def test_vectors_at_positions_of_their_own_are_turned_as_in_whole_sequences():
+    x, rope = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0)), Rope(9, 8, 100.0)
+    whole = rope.turn(x, Pieces())
+    for at in (torch.tensor([2, 7]), torch.tensor([3, 8])):
+        picked, wanted = (torch.stack([one[row, :, place] for row, place in enumerate(at)]) for one in (x, whole))
+        for _ in range(2):  # queries, then keys
+            assert torch.equal(rope.turn_at(picked[:, :, None], at)[:, :, 0], wanted)
+
+
 def test_the_slopes_of_alibi_are_those_of_its_authors():
     assert alibi_slopes(8) == [2.0**-k for k in range(1, 9)]
     assert alibi_slopes(1) == [2.0**-8]
