@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention as kernel
+from torch.profiler import ProfilerActivity, profile
 
 import raypar as rp
 from raypar.actors.errors import MaskError
@@ -121,6 +123,22 @@ def test_a_chunk_is_all_that_is_held(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         _Chunked.apply(q, q, q, rp.masks.causal, 8)
     assert max(kept) == q.numel()
+
+
+def peak(chunk, length=256):
+    """The most bytes that a forward and a backward hold at once, as torch's allocator counts them."""
+    q = torch.randn(1, 4, length, 8, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        rp.chunked_attention(q, q, q, chunk=chunk).sum().backward()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    return max(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())))
+
+
+def test_the_peak_follows_the_chunk():
+    peaks = {chunk: peak(chunk) for chunk in (256, 128, 64)}
+    scores, inputs = {chunk: 4 * 4 * chunk**2 for chunk in peaks}, 4 * 4 * 256 * 8
+    assert all(found < 4 * scores[chunk] + 15 * inputs for chunk, found in peaks.items()), peaks
+    assert peaks[256] > 2 * peaks[128] > 2.4 * peaks[64], peaks
 
 
 def test_shapes_that_do_not_fit_are_told():
