@@ -4,8 +4,10 @@ Activations are those that a forward keeps for its backward, by the formula of K
 counted in elements as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps 16 sbh, and
 2 sbh more with dropout, a block of a Llama 2 sbh more for its norms; of scores a s^2 b where they are kept at all, 3 of
 them with dropout. An element has the dtype of the layers, but the softmax, what Llama's norms keep and logits are fp32.
-In half precision there is a rounded copy beside the softmax. tests/raypar/planner/test_memory.py counts what modules
-keep. What comes and goes within an action is left out, but for what a recomputation makes again and for the logits.
+In half precision there is a rounded copy beside the softmax. Besides there are the means and deviations of norms, the
+mask of materialised scores, and an actor's tables of rotary positions. tests/raypar/planner/test_kept_exactly.py counts
+what modules keep. What comes and goes within an action is left out, but for what a recomputation makes again and for
+the logits.
 
 A backward in halves frees at I what its F has kept, and keeps for W the inputs of linear layers and the gradients of
 their outputs: of a block of a GPT 16 sbh again, of a Llama's less than it has kept.
@@ -29,6 +31,7 @@ from raypar.schedules.timeline import Timeline
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32 = ELEMENT_BYTES["fp32"]
+_NUMBER = 9  # of a token, and whether it is this rank's
 
 
 class StageBytes(NamedTuple):
@@ -65,10 +68,18 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     wholes = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
     each = [StageBytes(*(part // slices for part in whole)) for whole in wholes]
     scores = [StageBytes(0, 0, 0) if apart else _scores(run, model, layers) for layers in stages]
-    return [
-        tensors + min(in_blocks, ROOM)
-        for tensors, in_blocks in zip(_highest(timeline, each), _highest(timeline, scores), strict=True)
-    ]
+    on = [timeline.schedule.stages_of(rank) for rank in range(timeline.num_ranks)]
+    tables = [_tables(run, model) if not apart and any(stages[stage] for stage in held) else 0 for held in on]
+    parts = zip(_highest(timeline, each), _highest(timeline, scores), tables, strict=True)
+    return [tensors + min(in_blocks, ROOM) + table for tensors, in_blocks, table in parts]
+
+
+def _tables(run: Run, model: GPT | Llama) -> int:
+    """Return the bytes of what an actor has once for its blocks: angles of rotary positions, or biases of ALiBi."""
+    if model.positions == "rope":
+        return _FP32 * model.seq * model.head_size
+    biases = model.heads * model.seq**2 if model.positions == "alibi" else 0
+    return _element(run) * biases // run.mesh.tensor_ranks
 
 
 def _highest(timeline: Timeline, each: Sequence[StageBytes]) -> list[int]:
@@ -116,9 +127,10 @@ def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: i
     sizes = {kind: (_block(run, model, *kind), _block(run, model, "none", kind[1])) for kind in {*kinds}}
     each = [sizes[kind] for kind in kinds]
     own, head = element * _part(run) * sbh, layers.stop == num_blocks
-    ends = own if layers.start == 0 and model.dropout else 0.0
+    own_numbers = _NUMBER * model.seq * run.micro_batch_size if ranks > 1 else 0  # of those tokens that a rank knows
+    ends = (own if model.dropout else 0.0) + own_numbers if layers.start == 0 else 0.0
     if head:
-        ends += 2 * own + _norms(run, model, count=1) * sbh + _FP32 * logits
+        ends += 2 * own + _norms(run, model, count=1) + _FP32 * logits + own_numbers
         if isinstance(model, Llama) and model.logit_cap is not None:
             ends += element * logits
     kept = sum(own for own, _ in each) + ends
@@ -162,8 +174,13 @@ def _part(run: Run) -> float:
 
 
 def _norms(run: Run, model: GPT | Llama, count: int) -> float:
-    """Return the bytes for each sbh that norms keep beside their inputs: Llama's keep two tensors, both in fp32."""
-    return count * (2 * _FP32 - _element(run)) * _part(run) if isinstance(model, Llama) else 0.0
+    """Return the bytes that so many norms keep beside their inputs.
+
+    They are the deviation of every token, and its mean in a GPT, in fp32; a Llama's norms keep two tensors in fp32.
+    """
+    is_llama = isinstance(model, Llama)
+    beside = (2 * _FP32 - _element(run)) * model.hidden if is_llama else 0
+    return count * _part(run) * model.seq * run.micro_batch_size * (beside + _FP32 * (1 if is_llama else 2))
 
 
 def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
@@ -186,19 +203,38 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
         return element * _part(run) * sbh
     own_rows = 0 if run.mesh.folds_experts else rows  # which every tensor rank has; else they divide tokens
     whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + after + masks)
-    kept = (element * (whole + (units - whole) / ranks) + _norms(run, model, count=model.norms)) * sbh
-    if isinstance(model, Llama) and model.qk_norm:  # two tensors in fp32, as of other norms
-        kept += 2 * _FP32 * all_heads * (1 + kv) * sbh / ranks
-    if _is_narrow(model) and model.attention != "materialised" and word != "selective":
-        kept += element * model.seq**2  # the mask of the window
+    kept = element * (whole + (units - whole) / ranks) * sbh + _norms(run, model, count=model.norms)
+    if num_experts:
+        kept += tokens * _routing(run, model, num_experts) / (1 if own_rows and run.mesh.grid is None else ranks)
+    if isinstance(model, Llama) and model.qk_norm:  # two tensors and the deviations, as of other norms
+        kept += _FP32 * (2 * model.head_size + 1) * (model.heads + model.num_kv_heads) * tokens / ranks
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += element * sbh / ranks
+    is_materialised = model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa")
+    if not is_materialised:  # sums of the softmax; what comes out of turned queries, by head too; windows
+        kept += (_FP32 * model.heads * tokens + element * (all_heads * sbh if model.positions == "rope" else 0)) / ranks
+        if _is_narrow(model):
+            kept += element * model.seq**2 * (model.heads / ranks if model.positions == "alibi" else 1)
     if word == "selective":
         return kept
-    if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
+    if is_materialised:
         beside = 2 if model.dropout else int(run.precision.is_half)  # scores in the layers' dtype beside the softmax
         kept += (_FP32 * (2 if _is_capped(model) else 1) + beside * element) * scores / ranks
+    if model.attention == "materialised" and model.positions != "alibi" and not _is_narrow(model):
+        kept += model.seq**2  # which scores are seen, one byte each
     return kept
+
+
+def _routing(run: Run, model: GPT | Llama, num_experts: int) -> float:
+    """Return the bytes that a router keeps for each token, in fp32 but for the numbers of experts, which are int64."""
+    moe = model.moe
+    assert moe is not None
+    probabilities = (3 if moe.gate == "shazeer" else 1) + (moe.z_loss > 0)  # with its noise, and logits
+    sums = (moe.top_k + 1) * (moe.normalises and moe.gate != "shazeer") + (moe.gate == "sigmoid")
+    jitter = (2 if moe.residual or moe.shared else 1) * (moe.gate == "switch" and moe.noise > 0)
+    inputs = model.hidden * (run.precision.is_half + jitter)
+    each = probabilities * num_experts + 3 * moe.top_k + sums + (moe.loss == "gshard") + 2 * moe.residual
+    return _FP32 * (each + inputs)
 
 
 def _is_capped(model: GPT | Llama) -> bool:
@@ -232,7 +268,7 @@ def _inside(model: GPT | Llama, *, is_deferred: bool = False) -> int:
 
 
 def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool, is_deferred: bool = False) -> tuple[float, float]:
-    """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens and for the router.
+    """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens.
 
     Of experts that are ``apart``, on actors of their own, only what comes out of them is kept; and of what is deferred
     to a W, nothing.
@@ -242,6 +278,4 @@ def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool, is_deferred
         return inside * model.mlp_width / h, 0.0
     width = model.expert_width * ((0 if apart else moe.top_k) + moe.shared) + (model.mlp_width if moe.residual else 0)
     rows = (1 if apart else 2) * moe.top_k + (2 if moe.residual else 0)  # what goes into experts and comes out of them
-    if is_deferred:
-        return inside * width / h, rows - (moe.top_k if apart else 0)
-    return inside * width / h, rows + (3 * num_experts + 8 * moe.top_k) / h  # logits, probabilities, numbers
+    return inside * width / h, rows - (moe.top_k if apart and is_deferred else 0)

@@ -24,13 +24,19 @@ SBH, ASSB = S * B * H, A * S * S * B
 def block(kind=GPT, recompute=("none",), styles=None, **changes):
     """A stage of one block, its input, and a gradient for its output; with ``styles`` the part that these leave."""
     sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
-    model = build_model(kind(**(sizes | changes)), 0)
+    return block_of(kind(**(sizes | changes)), B, recompute, styles)
+
+
+def block_of(spec, samples, recompute=("none",), styles=None):
+    """The same of a model of one block, for so many samples."""
+    model = build_model(spec, 0)
     parallelize = Parallelizer(model, [styles]).parallelize if styles else unsharded
     stage = Stage(
         model, [1], model.materialize([1], 0, parallelize), place=Host(), is_last=False, recompute=recompute, seed=0
     )
     stage.begin(train=True)
-    x, gradient = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    shape = samples, spec.seq, spec.hidden
+    x, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(2))
     return stage, x, gradient
 
 

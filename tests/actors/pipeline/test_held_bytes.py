@@ -30,7 +30,8 @@ STREAMS = {
     "1F1B-RR": {"schedule": "pipedream", "mesh": rp.Mesh(pp=3, rank_dp=(1, 2, 1)), "microbatches": 2},
     "without a flush": {"schedule": "zb-h2", "flush_every": 3},
 }
-FAR = 0.06  # of a formula that knows sizes and no tensors
+FAR = 0.005
+FARTHER = {"stages in full": 0.025, "selective": 0.06, "half precision": 0.02}  # made again in an I; norms on CPUs
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def alone(run, num_stages):
     return sizes(replace(run, mesh=mesh, microbatches=1, **plain))
 
 
-def agrees(run, shared=0.0):
+def agrees(run, shared=0.0, far=FAR):
     """Whether each actor held what the prover says, to the byte, and about what the planner says.
 
     ``shared`` is what part of it microbatches share, which the prover counts for each.
@@ -91,7 +92,7 @@ def agrees(run, shared=0.0):
         ranks = [rank for rank in range(world.size) if world.pp(rank) == pp]
         most = max(found[rank] for rank in ranks)
         passing = logits if pp == schedule.placement[-1] else 0
-        assert most * (1 - FAR) <= memory.activations <= most * (1 + FAR) + passing
+        assert most * (1 - far) <= memory.activations <= most * (1 + far) + passing
         if schedule.stream:
             assert max(max(held[rank].weights) for rank in ranks) == memory.weights + memory.versions
 
@@ -125,4 +126,4 @@ MORE = {
 @pytest.mark.parametrize("name", thinned(MORE, lambda name: name in ("stages in full", "tensor parallelism")))
 def test_a_W_leaves_behind_what_is_said(name):
     shared = {"a Llama": 0.01}.get(name, 0.0)  # the tables of its positions
-    agrees(replace(RUN, **{"schedule": "zb-h2", "backward": "split"} | MORE[name]), shared)
+    agrees(replace(RUN, **{"schedule": "zb-h2", "backward": "split"} | MORE[name]), shared, FARTHER.get(name, FAR))

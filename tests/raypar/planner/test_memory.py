@@ -167,7 +167,7 @@ def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 24 << 30)
     assert (
-        dict(plan_rows(run, schedule))["memory in all"] == "about 986 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
+        dict(plan_rows(run, schedule))["memory in all"] == "about 987 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
     )
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
     assert "free here, 250 MiB for each of 2: TOO MUCH" in dict(plan_rows(run, schedule))["memory in all"]
