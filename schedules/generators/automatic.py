@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import isfinite
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.critical_path import Timed, shortened, timed
@@ -219,6 +220,9 @@ def _demand(name: str, num_ranks: int, placement: tuple[int, ...], costs: Costs,
     if not 0 <= kept <= 1:
         faults.append(f"kept={kept}: it is a part of a microbatch's activations, set it from 0 to 1")
     unknown = [op.value for op in (Op.F, Op.I) if costs.of(Action(0, op, 0)) <= 0]
+    endless = [op.value for op in (Op.F, Op.I, Op.B, Op.W) if not isfinite(costs.of(Action(0, op, 0)))]
+    if endless:
+        faults.append(f"costs say that {' and '.join(endless)} of stage 0 last for no finite time: correct the costs")
     if unknown:
         which = " and ".join(unknown)
         faults.append(f"costs say that {which} of stage 0 take no time: measure a schedule with split backwards")

@@ -183,7 +183,8 @@ class Entry:
             schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
         except (Exception, SystemExit) as error:
             if isinstance(error, ScheduleError) and _is_of_raypar(self.generate):
-                raise ScheduleError(f"schedule {name!r} cannot be made: {error}") from None
+                made = f"schedule {name!r} cannot be made: "
+                raise ScheduleError(made + str(error).removeprefix(made)) from None
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
         wrong = _wrong_sizes(schedule, ranks, microbatches, stages_a_rank, further if self.is_stream else None)

@@ -144,9 +144,16 @@ def test_a_generator_of_the_user_is_told_the_costs(monkeypatch):
         ({"most": 0.5}, "set most to 1 or more"),
         ({"kept": 1.5}, "set it from 0 to 1"),
         ({"placement": (0, 2, 0)}, "name each of the ranks 0 to 1 once or more, and no other"),
+        ({"costs": replace(SMALL, f=float("nan"))}, "F of stage 0 last for no finite time: correct the costs"),
+        ({"costs": replace(SMALL, w=float("inf"))}, "W of stage 0 last for no finite time: correct the costs"),
         ({"costs": replace(SMALL, i=0, w=0)}, "I of stage 0 take no time: measure a schedule with split backwards"),
     ],
 )
 def test_what_the_search_can_not_use_is_refused_with_the_fix(change, fix):
     with pytest.raises(ScheduleError, match=fix):
         automatic(**{"num_ranks": 2, "num_microbatches": 4, "costs": SMALL, "most": 2} | change)
+
+
+def test_a_refused_search_is_told_once():
+    with pytest.raises(ScheduleError, match=r"^schedule 'zb-1p' cannot be made: costs say that F of stage 0 take no"):
+        build("zb-1p", 2, 4, costs=Costs(f=0.0))
