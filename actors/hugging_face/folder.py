@@ -107,6 +107,10 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
         if not _PLAIN.fullmatch(file):
             faults.append(f"{INDEX} names the file {file[:80]!r}, which leaves the folder: no such file is read")
             continue
+        if index and not (folder / file).exists():
+            count = sum(other == file for other in index.values())
+            faults.append(f"{file} is missing, in which {INDEX} has {count} tensors: copy it into {str(folder)!r}")
+            continue
         try:
             inside = _header(folder, file)
         except CheckpointError as error:

@@ -80,7 +80,7 @@ def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT
     if unknown := [*unknown_faults(kind_of.__name__, changes)]:
         return None, unknown
     if reader.faults:
-        return None, reader.faults
+        return None, list(dict.fromkeys(reader.faults))
     return kind_of(**fields | dict(changes)), []
 
 
@@ -112,6 +112,10 @@ class _Reader:
             return value
         self.faults.append(f"{names[0]} is {value!r}, and must be a whole number above 0")
         return 1
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return true or false."""
+        return bool(self.demand(name, self.get(name, default=default), (True, False)))
 
     def number(self, *names: str, default: float) -> float:
         """Return a number above 0."""
@@ -224,7 +228,7 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
         "qkv_bias": True,
         "norm_eps": read.number("layer_norm_epsilon", default=1e-5),
         "dropout": read.dropout("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        "tied": bool(read.get("tie_word_embeddings", default=True)),
+        "tied": read.flag("tie_word_embeddings", default=True),
     }
 
 
@@ -247,7 +251,7 @@ def _llama(read: _Reader, *, silu: bool = True) -> dict[str, Any]:
         "norm_eps": read.number("rms_norm_eps", default=1e-6),
         **read.rope(),
         "dropout": read.dropout("attention_dropout"),
-        "tied": bool(read.get("tie_word_embeddings", default=False)),
+        "tied": read.flag("tie_word_embeddings", default=False),
     }
 
 
@@ -257,7 +261,7 @@ def _gemma(read: _Reader) -> dict[str, Any]:
         read.demand(name, read.get(name, default="gelu"), ("gelu", *_TANH))
     read.same("use_bidirectional_attention", False)
     width = read.count("head_dim", default=256)
-    fields = _llama(read, silu=False) | {"tied": bool(read.get("tie_word_embeddings", default=True))}
+    fields = _llama(read, silu=False) | {"tied": read.flag("tie_word_embeddings", default=True)}
     fields["head_width"] = None if width * fields["heads"] == fields["hidden"] else width
     return fields | {"gate": "gelu_tanh", "scaled_embedding": True}
 
@@ -306,7 +310,7 @@ def _qwen3_moe(read: _Reader) -> dict[str, Any]:
     moe = MoE(
         experts=read.count("num_experts", "num_local_experts"),
         top_k=read.count("num_experts_per_tok", default=8),
-        normalise=bool(read.get("norm_topk_prob", default=False)),
+        normalise=read.flag("norm_topk_prob", default=False),
         width=read.count("moe_intermediate_size"),
         every=read.count("decoder_sparse_step", default=1),
         alpha=float(read.get("router_aux_loss_coef", default=0.001)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import converted, is_ignored
-from raypar.actors.hugging_face.folder import Kept, model_type_of, tensors_in
+from raypar.actors.hugging_face.folder import ITEM, Kept, model_type_of, tensors_in
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.config.skeleton import Skeleton
 
@@ -41,7 +41,7 @@ def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) ->
 
     weights = skeleton.whole
     conversions = converted(model_type, weights)
-    missing, wrong = list[str](), list[str]()
+    missing, wrong, unread = list[str](), list[str](), list[str]()
     unnamed = [name for name in weights if name not in conversions]
     used = set[str]()
     for name, conversion in conversions.items():
@@ -50,6 +50,8 @@ def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) ->
         there = kept.get(conversion.theirs)
         if there is None:
             missing.append(conversion.theirs)
+        elif there.dtype not in ITEM:
+            unread.append(f"{conversion.theirs} is {there.dtype}")
         elif not fits(conversion, there, shape):
             wanted = list(shape_in(conversion, shape))
             wrong.append(f"{conversion.theirs} is {there.dtype} {list(there.shape)} and the model has {wanted}")
@@ -58,6 +60,7 @@ def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) ->
     return {
         "tensors are missing": list(dict.fromkeys(missing)),
         "tensors are of another model": list(dict.fromkeys(wrong)),
+        f"tensors are of no dtype that is read, so save it in {', '.join(ITEM)}": list(dict.fromkeys(unread)),
         "it has tensors that the model has not": extra,
         f"a {model_type} has no tensors for weights of this model": unnamed,
     }

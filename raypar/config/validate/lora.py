@@ -23,3 +23,6 @@ def lora_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"{told}: use another mesh.tp, or {fix}"
     if run.tile not in (1, {}):
         yield f"model.lora: linear layers in tiles (tile {run.tile!r}) have no adapters: leave out tile, or {fix}"
+    if right("model.lora.rank", "model.hidden") and run.model.lora.rank > run.model.hidden:
+        told = f"model.lora.rank is {run.model.lora.rank}, and a layer's inputs or outputs are {run.model.hidden}"
+        yield f"{told}, so no layer has that rank: use {min(8, run.model.hidden)}, say, or {fix}"

@@ -141,8 +141,9 @@ def test_tensors_that_are_wrong_missing_or_too_many_are_listed_before_training(t
     at = f"model.hf {str(folder)!r}: "
     wanted = [
         f"{at}tensors are missing: model.norm.weight",
-        f"{at}tensors are of another model: model.embed_tokens.weight is I8 [256, 16] and the model has [256, 16], "
+        f"{at}tensors are of another model: "
         "model.layers.1.mlp.up_proj.weight is F32 [24, 15] and the model has [24, 16]",
+        f"{at}tensors are of no dtype that is read, so save it in F64, F32, F16, BF16: model.embed_tokens.weight is I8",
         f"{at}it has tensors that the model has not: model.layers.4.mlp.up_proj.weight",
     ]
     assert faults_of(check_run, rp.Run(model=rp.HF(folder))) == wanted
@@ -164,6 +165,15 @@ def test_files_that_end_early_and_names_that_leave_the_folder_are_told_at_once(t
     assert "'model-1.safetensors' ends early, 10 bytes are missing: copy it again" in faults
     assert "'model-2.safetensors' is no safetensors file, or ends in its header: copy it again" in faults
     assert len(faults.splitlines()) == 4
+    (folder / "model-2.safetensors").unlink()
+    missing = "model-2.safetensors is missing, in which model.safetensors.index.json has "
+    assert missing in "\n".join(faults_of(rp.HF, folder))
+
+
+def test_what_is_no_flag_is_told_once(tmp_path):
+    folder = made(tmp_path / "hf", CONFIG | {"tie_word_embeddings": "no"})
+    (fault,) = faults_of(rp.HF, folder)
+    assert fault.endswith("tie_word_embeddings is 'no', and raypar's models have True or False")
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,15 @@ def test_what_can_have_no_adapters_is_told():
     assert [("grid" in fault, "tile" in fault) for fault in told] == [(True, False), (False, True)]
 
 
+def test_a_rank_that_no_layer_has_is_told():
+    model = rp.Llama(layers=2, hidden=16, heads=4, vocab=256, seq=8)
+    assert not rp.faults(rp.Run(model=replace(model, lora=rp.Lora(rank=16))))
+    (fault,) = rp.faults(rp.Run(model=replace(model, lora=rp.Lora(rank=17))))
+    assert fault.startswith(
+        "model.lora.rank is 17, and a layer's inputs or outputs are 16, so no layer has that rank: use"
+    )
+
+
 @pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt", "attn", "mlp"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_planner_counts_what_actors_hold(name, tp):
