@@ -55,7 +55,8 @@ class Measured:
     Attributes:
         run: The run.
         forward: Seconds of a forward.
-        backward: Seconds of a backward.
+        backward: Seconds of a backward, of both halves if it is split.
+        later: Seconds of its W; 0 if it is whole.
         step: Seconds of the STEP.
         message: Median seconds of a SEND, and of a RECV whose message was there; 0 without messages.
         span: Seconds from the first action of a step to its last.
@@ -66,6 +67,7 @@ class Measured:
     run: Run
     forward: float
     backward: float
+    later: float
     step: float
     message: float
     span: float
@@ -123,6 +125,8 @@ def probed(
             process=_process(first) if device == "cpu" else known.process,
         )
         known = _with_kind(known, "gpt", found[1:])
+        say("backwards in halves")
+        known = _with_split(known, found[-2:], [_reset(job, replace(one.run, backward="split")) for one in found[-2:]])
         for kind, changed in _WITH.items():
             if late():
                 say(f"{kind}: left out, for lack of time")
@@ -179,10 +183,12 @@ def _taken(job: Job, run: Run) -> Measured:
     spans = [max(e.end for e in one.events) - min(e.start for e in one.events) for one in timelines[1:]]
     between = [report.step_ms / 1e3 - span for report, span in zip(reports[1:], spans, strict=True)]
     messages = [sorted(ops[op])[: max(1, len(ops[op]) // 2)] for op in (*SENDS, *RECVS) if op in ops]  # the others wait
+    later = _usual(ops[Op.W]) if Op.W in ops else 0.0
     return Measured(
         run,
         _usual(ops[Op.F]),
-        _usual(ops[Op.B]),
+        _usual(ops[Op.I]) + later if Op.I in ops else _usual(ops[Op.B]),
+        later,
         _usual(ops[Op.STEP]),
         statistics.median(seconds for each in messages for seconds in each) if messages else 0.0,
         _usual(spans),
@@ -221,6 +227,19 @@ def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Cal
         left = _uncounted(known, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)
         forward, backward = (max(0.0, seconds / model.layers) for seconds in left)
         besides.append(Beside(kind, _size(one.run, kind, model), forward, backward))
+    return replace(known, besides=(*known.besides, *besides))
+
+
+def _with_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what backwards in halves take beyond whole ones, and their W beyond its products."""
+    besides: list[Beside] = []
+    for whole, half in zip(wholes, halves, strict=True):
+        run, model = half.run, half.run.model
+        assert isinstance(model, Transformer)
+        counted = stage_seconds(run, world_of(run), range(model.layers), 0.0, known)
+        found = half.backward - whole.backward, half.later - counted[Op.W]
+        longer, apart = (max(0.0, seconds / model.layers) for seconds in found)
+        besides.append(Beside("split", _size(run, "split", model), longer, apart))
     return replace(known, besides=(*known.besides, *besides))
 
 

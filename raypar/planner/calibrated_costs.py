@@ -107,7 +107,7 @@ def stage_seconds(
     model = run.model
     assert isinstance(model, Transformer)
     size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
-    forward, backward, later = calibration.action_forward, calibration.action_backward, 0.0
+    forward, backward, later, longer = calibration.action_forward, calibration.action_backward, 0.0, 0.0
     moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
@@ -118,11 +118,12 @@ def stage_seconds(
         backward += one.backward + sent + sum(back for _, back in besides)
         again = word_of(run.recompute, range(model.layers), block)
         backward += own if again == "full" else one.core if again == "selective" else 0.0
-        later += one.later
+        split, apart = calibration.beside("split", size)
+        longer, later = longer + split, later + one.later + apart
     if blocks[-1] == model.layers - 1:
         head = head_products(run, model, calibration, tp)
         forward, backward, later = forward + head.forward, backward + head.backward, later + head.later
-    return {Op.F: forward, Op.B: backward, Op.I: backward - later, Op.W: later}
+    return {Op.F: forward, Op.B: backward, Op.I: max(0.0, backward + longer - later), Op.W: later}
 
 
 def _moved_kinds(world: World) -> Iterator[Kind]:

@@ -18,7 +18,7 @@ FORMAT = 2
 
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]
-Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "lent", "gathered"]
+Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "lent", "gathered", "split"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Beside:
     Attributes:
         kind: Of a family of models, besides its products; of an axis or of experts, what these add to that besides
             their products and messages; of gradients that are lent to buckets, and of gathered weights, what every
-            pass over a block adds.
+            pass over a block adds; of a backward that is split, under ``forward`` what its halves take longer than a
+            whole one, under ``backward`` what its W takes beyond the products of weights' gradients.
         size: Elements of the residual stream of a microbatch; of gradients and weights, parameters of the block.
         forward: Seconds of a forward.
         backward: Seconds of a backward.

@@ -14,6 +14,7 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
+from raypar.planner.calibrated_costs import stage_seconds
 from raypar.planner.calibration import (
     Beside,
     Crowd,
@@ -23,6 +24,7 @@ from raypar.planner.calibration_file import VARIABLE, default_path, read_calibra
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
 from raypar.reporting.needs import counts_of
 from raypar.reporting.summary import plan_rows
+from raypar.schedules.action import Op
 from tests.support.calibrations import RATE, known
 
 MODEL = GPT(layers=4, hidden=64, heads=2, seq=64)
@@ -164,6 +166,15 @@ def test_what_an_axis_adds_to_a_block_is_between_the_measured_sizes(monkeypatch)
     assert with_it - without == pytest.approx(4 * MODEL.layers * 2 * (1e-3 + 4e-3 / 3))
     sequence = replace(run, sequence_parallel=True)
     assert predicted(sequence, known(besides=besides), monkeypatch).step == pytest.approx(without)
+
+
+def test_halves_of_a_backward_take_what_was_measured_of_them():
+    run = Run(model=MODEL, device="cpu", micro_batch_size=2)
+    split = known(besides=(*known().besides, Beside("split", 1 << 13, 1e-3, 5e-3)))
+    plain, longer = (stage_seconds(run, world_of(run), range(MODEL.layers), 0.0, one) for one in (known(), split))
+    more = {op: longer[op] - plain[op] for op in plain}
+    each = MODEL.layers * 1e-3
+    assert more == pytest.approx({Op.F: 0.0, Op.B: 0.0, Op.I: each - 5 * each, Op.W: 5 * each})
 
 
 def test_gathers_of_weights_and_a_crowd_take_longer(monkeypatch):
