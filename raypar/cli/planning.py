@@ -31,6 +31,7 @@ from raypar.planner.parameters import num_parameters, short_count
 from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
+from raypar.planner.search.given_axes import axis_faults
 from raypar.planner.search.ranking import Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space
 from raypar.planner.timing.messages import LADDER
@@ -94,6 +95,9 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[st
     cluster = found.cluster
     batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
     space, price = _space(batch, run, words), _price(args, cluster)
+    assert isinstance(run.model, GPT | Llama)
+    if faults := [*axis_faults(run.model, cluster.size, space)]:
+        raise ConfigError(faults)
     fills = args.cluster is None and not args.nodes
     return "\n".join(_planned(_on(run, cluster), cluster, space, args.out, price, fills=fills))
 

@@ -57,8 +57,8 @@ def divisors(count: int) -> list[int]:
 
 def meshes(run: Run, model: GPT | Llama, gpus: int, each_node: int, space: Space) -> Iterator[Mesh]:
     """Yield the meshes of so many actors that divide the model and the batch evenly."""
-    for tp in space.tp or _tensor_ranks(model, gpus, each_node):
-        if tp not in _tensor_ranks(model, gpus, gpus):
+    for tp in space.tp or tensor_ranks(model, gpus, each_node):
+        if tp not in tensor_ranks(model, gpus, gpus):
             continue
         for cp in space.cp or context_ranks(model, gpus // tp):
             pieces = tp if cp == 1 else 2 * cp * tp  # a ring cuts each part in two
@@ -72,8 +72,14 @@ def meshes(run: Run, model: GPT | Llama, gpus: int, each_node: int, space: Space
                     yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=1 if ep > 1 and tp > 1 else None)
 
 
-def _tensor_ranks(model: GPT | Llama, gpus: int, each_node: int) -> list[int]:
-    """Return the numbers of tensor ranks of a node that divide heads, keys and the MLP."""
+def tensor_ranks(model: GPT | Llama, gpus: int, each_node: int) -> list[int]:
+    """Return the numbers of tensor ranks of a node that divide heads, keys and the MLP.
+
+    Args:
+        model: The model.
+        gpus: Number of devices, which they divide too.
+        each_node: Devices of a node.
+    """
     fits = [tp for tp in divisors(gpus) if tp <= each_node and model.heads % tp == 0 and model.mlp_width % tp == 0]
     return [tp for tp in fits if model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0]
 

@@ -59,6 +59,26 @@ def test_axes_that_are_given_are_kept():
     assert "pp 2: nothing else fits" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            "--mesh.tp 3 --mesh.pp 100 --mesh.ep 2",
+            ("--mesh.tp 3 does not divide 8 devices", "8 heads", "8 layers", "none: leave"),
+        ),
+        ("--mesh.tp 4 --mesh.pp 4", ("--mesh.tp 4 --mesh.pp 4 make 16 ranks",)),
+        ("--batch 1000000000000", ("a step of 1,000,000,000,000 sequences",)),
+        ("--model.moe.experts 6 --mesh.ep 4", ("--mesh.ep 4 does not divide 6 experts",)),
+    ],
+)
+def test_axes_that_no_layout_has_are_told_each_with_its_fix(words, parts):
+    with pytest.raises(ConfigError) as error:
+        planned(f"--gpus 8 {words}")
+    told = "\n".join(error.value.faults)
+    assert all(part in told for part in parts), told
+    assert "no layout" not in told
+
+
 def test_what_is_searched_and_a_grid_are_not_taken():
     with pytest.raises(ConfigError) as error:
         planned("--gpus 4 --mesh.dp 2 --chunks 2 --mesh.tp 2d-2x2")
