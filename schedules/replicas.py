@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -25,19 +26,20 @@ def replicas_of(num_rows: int, holders: Mapping[int, Sequence[int]]) -> tuple[in
 
 
 def turns_of(rows: Rows, holders: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Return by stage which of its replicas takes microbatch 0, as the first action of each tells. () if all are first.
+    """Return by stage which of its replicas takes microbatch 0, as most of its actions tell. () if all are first.
 
     Args:
         rows: The rows.
         holders: By stage, the rows that have it, in order.
     """
-    first: dict[int, int] = {}
+    told: dict[int, Counter[int]] = {stage: Counter() for stage in holders}
     for row, actions in enumerate(rows):
         for stage, op, microbatch, _ in actions:
-            if op in COMPUTE and stage is not None and stage not in first and microbatch is not None:
+            if op in COMPUTE and stage is not None and microbatch is not None:
                 held = holders[stage]
-                first[stage] = (held.index(row) - microbatch) % len(held)
-    return tuple(first.get(stage, 0) for stage in range(len(holders))) if any(first.values()) else ()
+                told[stage][(held.index(row) - microbatch) % len(held)] += 1
+    most = {stage: max(sorted(turns), key=turns.__getitem__) for stage, turns in told.items() if turns}
+    return tuple(most.get(stage, 0) for stage in range(len(holders))) if any(most.values()) else ()
 
 
 def replica_faults(

@@ -116,3 +116,10 @@ def test_rows_are_named_by_rank_and_replica():
     names = [line.split("F")[0].strip() for line in repr(schedule).splitlines()[:-1]]
     assert names == ["rank 0.0", "rank 0.1", "rank 1.0", "rank 1.1", "rank 1.2", "rank 2"]
     assert simulate(schedule).events[0].actor == "pp=0.0"
+
+
+def test_one_action_out_of_turn_is_the_one_that_is_told():
+    rows = [[str(action) for action in row] for row in build("dualpipe", 2, 4).rows]
+    rows[0][rows[0].index("0F0")] = "0F1"
+    with pytest.raises(ScheduleError, match="0F1 belongs on rank 1"):
+        Schedule.of("mine", rows)
