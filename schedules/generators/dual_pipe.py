@@ -85,7 +85,9 @@ def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, repl
     TWICE.demand("dualpipe", num_ranks, num_microbatches, num_chunks)
     if replicas and set(replicas) != {2}:
         told = "-".join(map(str, replicas))
-        raise ScheduleError(f"replicas are {told}, but every stage is held twice: give each of {num_ranks} ranks 2")
+        raise ScheduleError(
+            f"replicas are {told}, but every stage is held twice: give each of {num_ranks} ranks 2 (mesh.rank_dp)"
+        )
     folded = dualpipe_v(num_ranks, num_microbatches // 2)
 
     def row(rank: int, replica: int) -> list[Action]:

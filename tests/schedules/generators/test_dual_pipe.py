@@ -78,7 +78,7 @@ def test_what_the_other_replica_makes_is_awaited():
             8,
             None,
             (2, 1),
-            "cannot be made: replicas are 2-1, but every stage is held twice: give each of 2 ranks 2",
+            "cannot be made: replicas are 2-1, but every stage is held twice: give each of 2 ranks 2 (mesh.rank_dp)",
         ),
     ],
 )
