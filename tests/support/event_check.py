@@ -274,7 +274,9 @@ class _World:
         return stage in range(len(self.schedule.placement)) and rank in self.homes(stage)
 
     def homes(self, stage: int) -> list[int]:
-        """The rows of a stage, one for each of its replicas."""
+        """The rows of a stage, one for each of its replicas; of a stage that is not there, none."""
+        if stage not in range(len(self.schedule.placement)):
+            return []
         home, rows = self.schedule.placement[stage], range(len(self.at))
         if not self.schedule.replicas:
             return [home] if home in rows else []
