@@ -33,7 +33,7 @@ def tiny(**changes):
 MODES = {"zero": {}, "all_reduce": {"zero": 0}, "parameter_server": {"data_parallel": "parameter_server"}}
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=thinned(MODES, lambda mode: mode != "all_reduce"))
 def job(request, job_on, job_of):
     job_on(6)  # as many as the last mode needs: they are launched once
     return job_of(tiny(**MODES[request.param]))
