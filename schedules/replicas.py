@@ -73,7 +73,13 @@ def replica_faults(
 
 
 def _is_late(action: Action, stage: int, first: int, count: int) -> bool:
-    """Return whether an action of a stage belongs to another of so many replicas than the one that begins with a
-    microbatch."""
+    """Return whether an action of a stage is not the turn of a replica.
+
+    Args:
+        action: The action.
+        stage: The stage.
+        first: A microbatch of the replica, which also takes each ``count``-th one before and after it.
+        count: Number of replicas.
+    """
     stands, op, microbatch, _ = action
     return stands == stage and op in COMPUTE and microbatch is not None and (microbatch - first) % count != 0

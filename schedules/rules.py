@@ -21,23 +21,6 @@ from raypar.schedules.schedule import Schedule
 #: holds on to it, and in between they may be in host memory.
 HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: +1}
 
-
-def held_bytes(op: Op, kept: int, deferred: int, inputs: int = 0) -> int:
-    """Return what an action changes in the bytes that a rank holds on its device for backwards.
-
-    Args:
-        op: The op of the action.
-        kept: Bytes that an F of its stage keeps.
-        deferred: Bytes that an I keeps for its W.
-        inputs: Bytes of what an F keeps that never go to host memory: the stage's inputs.
-    """
-    if op is Op.I:
-        return deferred - kept
-    if op is Op.OFFLOAD or op is Op.RELOAD:
-        return HOLDS[op] * (kept - inputs)
-    return -deferred if op is Op.W else HOLDS.get(op, 0) * kept
-
-
 #: The ops that make the gradients of a stage's inputs.
 MAKES_INPUT_GRADIENTS = frozenset({Op.B, Op.I})
 
@@ -70,6 +53,22 @@ Occurrence = tuple[Action, int]
     _OFFLOAD,
     _RELOAD,
 ) = Op
+
+
+def held_bytes(op: Op, kept: int, deferred: int, inputs: int = 0) -> int:
+    """Return what an action changes in the bytes that a rank holds on its device for backwards.
+
+    Args:
+        op: The op of the action.
+        kept: Bytes that an F of its stage keeps.
+        deferred: Bytes that an I keeps for its W.
+        inputs: Bytes of what an F keeps that never go to host memory: the stage's inputs.
+    """
+    if op is Op.I:
+        return deferred - kept
+    if op is Op.OFFLOAD or op is Op.RELOAD:
+        return HOLDS[op] * (kept - inputs)
+    return -deferred if op is Op.W else HOLDS.get(op, 0) * kept
 
 
 def why_none_moves(schedule: Schedule) -> str:

@@ -178,14 +178,14 @@ class Schedule:
             steps overlap. 0 for a synchronous one, which is one step.
         replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row
             of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
-        turns: By stage, which of its replicas takes microbatch 0, if that is not always the first: with turn t,
-            microbatch k is that of replica (k + t) mod r. ``dualpipe`` makes such schedules.
         skips: The skip connections, as pairs of stages: the first one gives something to the second one, besides what
             each stage gives to the next. ``with_skips`` adds them.
         validated: Whether the updates of a stream are made before the gradients of all stages are known, and validated
             when they are: there is a VALIDATE for each STEP. ``without_flush`` makes such schedules.
         slices: In how many slices along its sequence each microbatch is cut. Of several, number n in the rows is slice
             n mod ``slices`` of microbatch n // ``slices``. ``with_slices`` makes such schedules.
+        turns: By stage, which of its replicas takes microbatch 0, if that is not always the first: with turn t,
+            microbatch k is that of replica (k + t) mod r. ``dualpipe`` makes such schedules.
     """
 
     name: str

@@ -36,7 +36,7 @@ class Recipient(NamedTuple):
     Attributes:
         host: The address of the buddy's node.
         port: The buddy's port there.
-        token: Says who sends; it is known to nobody else.
+        token: A secret that proves that the sender is this actor.
     """
 
     host: str

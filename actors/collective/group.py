@@ -243,7 +243,7 @@ class Group(ABC):
         """Start to receive a tensor from another rank.
 
         Args:
-            tensor: Where to store it, with the shape and dtype of what is sent.
+            tensor: Where to store it. It has the shape and dtype of the tensor that the sender sends.
             src: Rank of the sender.
             tag: Tag of the send.
             count_as: Op name for the ledger.

@@ -191,7 +191,7 @@ class _Line:
 
         Args:
             work: Performs it.
-            back: Called by who waits for it, once it is complete; may be None.
+            back: The waiting thread calls it once the op is complete; may be None.
 
         Returns:
             The function that waits for it.

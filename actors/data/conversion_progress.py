@@ -22,7 +22,7 @@ def conversion_progress(size: int) -> Iterator[Callable[[int], None]]:
         size: Bytes of all files.
 
     Yields:
-        A function that is told how many bytes more were read.
+        A function to call with the number of further bytes that were read.
     """
     if size < _WORTH:
         yield lambda more: None

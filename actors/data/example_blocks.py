@@ -37,7 +37,7 @@ def blocks_of_examples(files: Iterable[Path], read: Callable[[int], None]) -> It
 
     Args:
         files: The files.
-        read: Is told how many bytes more of the files were read.
+        read: Called with the number of further bytes of the files that were read.
 
     Raises:
         ExampleError: A file is broken, or pyarrow is missing.

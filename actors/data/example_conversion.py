@@ -18,9 +18,7 @@ from raypar.actors.data.tokenizer import Mask, Tokenizer
 from raypar.actors.specs.data import Learned
 
 MOST_TOLD = 5  # examples that are named for what is wrong with them
-
-
-Wrong: TypeAlias = dict[str, tuple[str, int]]
+Wrong: TypeAlias = dict[str, tuple[str, int]]  # by what is wrong, the first example that has it, and how many have
 
 
 class Tokens(NamedTuple):

@@ -50,7 +50,7 @@ def written(record: Any, template: Template | None, end: str, *, learns_all: boo
     """Write an example as text.
 
     Args:
-        record: The example, as it was read from a file.
+        record: The example, unchanged from its file.
         template: The chat template; None if there is none.
         end: What a text and a completion end with, a special token; "" for nothing.
         learns_all: Whether all tokens are targets.

@@ -24,7 +24,7 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a text, as it was when it was listed."""
+    """A file of a text, with its size and time when it was listed."""
 
     name: str  # relative to what the user named, so that it is the same on every machine
     path: Path

@@ -184,9 +184,7 @@ class Stage:
             self.host.begin()
         if self.model.slices is not None:
             self.model.slices.begin()
-        if (
-            train or self._train
-        ):  # from one evaluation to the next, which in a generation is each token, nothing changes
+        if train or self._train:  # an evaluation behind another one changes nothing; of a generation each token is one
             for module in self.modules:
                 module.train(train)
         self._train = train

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.errors import CheckpointError
 from raypar.actors.files import write_whole
+from raypar.actors.hugging_face.folder import read_json
 from raypar.actors.specs.run import Run
 
 _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
@@ -78,7 +80,6 @@ def _end_of(folder: Path) -> int | None:
 def _object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; nothing if there is none. What it holds is copied as it is anyway."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json(path)
+    except CheckpointError:
         return {}
-    return found if isinstance(found, dict) else {}

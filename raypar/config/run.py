@@ -150,8 +150,9 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         sizes = run.mesh.pp, run.microbatches, run.chunks
         counts = run.mesh.rank_dp if right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp else ()
         skips = skips_of(run, skeleton) if right("model", "split") else no_skips
-        whole = not right("token_slices") or (isinstance(run.schedule, str) and any(slice_faults(run, right)))
-        slices = 1 if whole else run.token_slices
+        # A schedule by name is not built in slices that are refused anyway: of many slices that takes minutes.
+        refused = isinstance(run.schedule, str) and any(slice_faults(run, right))
+        slices = run.token_slices if right("token_slices") and not refused else 1
         programs = programs_of(
             run.schedule, *sizes, steps=steps, reduce_grad=once, replicas=counts, skips=skips, slices=slices
         )

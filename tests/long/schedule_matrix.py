@@ -16,8 +16,9 @@ from functools import partial
 from itertools import product
 
 import raypar as rp
-from tests.actors.pipeline.test_catalog import TRAINING, one
+from tests.actors.pipeline.test_catalog import one
 from tests.raypar.job.test_executors_in_threads import CLOSE, agrees
+from tests.support.schedules import SYNCHRONOUS
 
 BACKWARDS = "whole", "auto", "split"
 GPT = rp.GPT(layers=8, hidden=16, heads=2, seq=8, vocab=256, tied=False, dropout=0.0)
@@ -46,7 +47,7 @@ def another(name: str, ranks: int, microbatches: int, backward: str, way: str) -
 
 def main() -> int:
     start, wrong = time.perf_counter(), 0
-    for name in TRAINING:
+    for name in SYNCHRONOUS:
         number = 0
         for ranks, microbatches in product(range(1, 5), range(1, 9)):
             tried = [(backward, partial(one, backward=backward)) for backward in BACKWARDS]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.catalog import build
+from raypar.schedules.catalog import CATALOG, build
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.skips import with_skips
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
+
+SYNCHRONOUS = [name for name, one in CATALOG.items() if not (one.forward_only or one.is_stream)]
+ONE_ROW_A_RANK = [name for name in SYNCHRONOUS if name != "dualpipe"]  # whose ranks have two replicas each
 
 
 def halved(name, ranks, microbatches, draw=None):

@@ -17,15 +17,20 @@ def thinned(grid: Iterable[object], kept: Callable[..., object]) -> Sequence[obj
         grid: The values, or tuples of them.
         kept: Whether a value stays in ``make test``; it is called with the parts of a tuple.
     """
-    parts = [value if isinstance(value, tuple) else (value,) for value in grid]
-    return [pytest.param(*part, marks=() if kept(*part) else pytest.mark.long) for part in parts]
+    return [_param(value, is_short=bool(kept(*_parts(value)))) for value in grid]
 
 
 def every_other(values: Iterable[object]) -> Sequence[object]:
     """Return values for ``pytest.mark.parametrize``, of which every second one bears the mark ``long``."""
-    every = [*values]
-    short = every[::2]
-    return thinned(every, lambda *value: (value if len(value) > 1 else value[0]) in short)
+    return [_param(value, is_short=number % 2 == 0) for number, value in enumerate(values)]
+
+
+def _param(value: object, *, is_short: bool) -> object:
+    return pytest.param(*_parts(value), marks=() if is_short else pytest.mark.long)
+
+
+def _parts(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ class Swap(Flow):
         channel: Channel of the op.
         give: Flat tensors, each with the ranks of its receivers.
         totals: Expected bytes, by the sender's rank.
-        dtype: dtype of what is taken.
+        dtype: dtype of the tensors that this rank receives.
         use: Called with the segments by rank, once all are there.
         peers: All ranks involved.
         lend: Whether peers may read windows in place.

@@ -9,15 +9,14 @@ from typing import Any
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
-from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, Kept, adapters_in, model_type_of, read_config
+from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, Kept, adapters_in, model_type_of, read_config
 from raypar.actors.specs.lora import LORA, Lora, is_adapter
 from raypar.actors.specs.model import Transformer
 from raypar.config.skeleton import Skeleton
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
-_NOTHING: Mapping[
-    str, tuple[Any, ...]
-] = {  # settings of PEFT, and the values with which raypar's adapters are the same
+# Settings of PEFT, and the values with which its adapters are raypar's.
+_SAME: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
@@ -64,7 +63,7 @@ def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[st
 
 def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
     """Yield what in an adapter's config raypar's adapters are not."""
-    for name, same in _NOTHING.items():
+    for name, same in _SAME.items():
         if (value := config.get(name)) not in same and (name in config or name == "peft_type"):
             yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
     rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
@@ -101,7 +100,7 @@ def _tensor_faults(
     wrong = [
         f"{name} is {kept[name].dtype} {list(kept[name].shape)} and the model has {list(shape)}"
         for name, shape in wanted.items()
-        if name in kept and (kept[name].shape != shape or kept[name].dtype not in ("F64", "F32", "F16", "BF16"))
+        if name in kept and (kept[name].shape != shape or kept[name].dtype not in ITEM)
     ]
     if config.get("r") != lora.rank:
         wrong = []  # the rank is told

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.schedules.catalog import CATALOG
 from raypar.schedules.rules import most_in_flight
 from tests.support.replicas import agrees
+from tests.support.schedules import SYNCHRONOUS
 from tests.support.team import Team, linears
 
-# Asynchronous schedules have other bits: test_stream.py.
-TRAINING = [name for name, entry in CATALOG.items() if not (entry.forward_only or entry.is_stream)]
 SIZES = {  # ranks and microbatches
     "whole": [(1, 2), (2, 8), (4, 3)],
     "auto": [(2, 1), (3, 2), (4, 5)],
@@ -32,7 +30,7 @@ def one(name, ranks, microbatches, **changes):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("backward", ["whole", "auto", "split"])
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", SYNCHRONOUS)  # asynchronous schedules have other bits: test_stream.py
 def test_a_schedule_has_the_bits_of_one_process(name, backward):
     for ranks, microbatches in SIZES[backward]:
         one(name, ranks, microbatches, backward=backward)

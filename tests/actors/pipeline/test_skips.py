@@ -12,12 +12,12 @@ from raypar.actors.specs.model import Layers
 from raypar.schedules.catalog import CATALOG
 from tests.support.plain import trained
 from tests.support.replicas import agrees
+from tests.support.schedules import ONE_ROW_A_RANK
 from tests.support.team import Team, mse
 from tests.support.thread_jobs import Hands, TeamJob
 
 WIDTH, ROWS = 6, 3
 BYTES = WIDTH * ROWS * 4  # of a value of one microbatch
-SYNCHRONOUS = [name for name, one in CATALOG.items() if not (one.forward_only or one.is_stream or name == "dualpipe")]
 STREAMS = [name for name, entry in CATALOG.items() if entry.is_stream]
 
 
@@ -51,9 +51,9 @@ def team_of(skips, *sizes, count=8, plan=(), **changes):
 UNET = ((0, 7), (1, 6), (2, 5))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 def test_skips_over_stages_have_the_bits_of_one_process(name):
-    backward = ("whole", "auto", "split")[SYNCHRONOUS.index(name) % 3]
+    backward = ("whole", "auto", "split")[ONE_ROW_A_RANK.index(name) % 3]
     agrees(team_of(UNET, 4, 5, name, steps=2, backward=backward), bound=0.0)
 
 

@@ -9,11 +9,10 @@ import raypar as rp
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi
 from raypar.actors.layers.token_slices import Slice, TokenSlices
-from raypar.schedules.catalog import CATALOG
 from tests.support.replicas import agrees
+from tests.support.schedules import ONE_ROW_A_RANK
 from tests.support.team import Team
 
-SYNCHRONOUS = [name for name, one in CATALOG.items() if not (one.forward_only or one.is_stream or name == "dualpipe")]
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "seq": 12, "vocab": 256}
 CLOSE = 1e-6
 
@@ -25,9 +24,9 @@ def team_of(model=None, pp=2, m=2, schedule="1f1b", slices=3, steps=2, **changes
     return Team.of(rp.Run(**fields | {"clip": None, "timeout": 10.0} | changes))
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 def test_every_schedule_in_slices_has_the_numbers_of_whole_sequences(name):
-    backward = ("whole", "auto", "split")[SYNCHRONOUS.index(name) % 3]
+    backward = ("whole", "auto", "split")[ONE_ROW_A_RANK.index(name) % 3]
     agrees(team_of(schedule=name, backward=backward), bound=CLOSE)
 
 

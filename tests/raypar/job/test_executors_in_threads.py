@@ -10,11 +10,11 @@ from raypar.parity.verify import CLOSE
 from raypar.schedules.catalog import CATALOG
 from tests.actors.pipeline.test_skips import UNET, batch, net
 from tests.support.plain import trained
+from tests.support.schedules import SYNCHRONOUS
 from tests.support.team import mse
 from tests.support.thread_jobs import TeamJob
 
 STREAMS = [name for name, entry in CATALOG.items() if entry.is_stream]
-SYNCHRONOUS = [name for name, entry in CATALOG.items() if not (entry.forward_only or entry.is_stream)]
 GPT = rp.GPT(layers=4, hidden=16, heads=2, seq=12, vocab=256)
 
 

@@ -8,12 +8,10 @@ import pytest
 
 from raypar.schedules import CheckError, Schedule, ScheduleError, build, check, lower, simulate
 from raypar.schedules.action import Action, Op
-from raypar.schedules.catalog import CATALOG
 from raypar.schedules.passes.token_slices import with_slices
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.simulation.simulate import Costs
-
-SYNCHRONOUS = [name for name, one in CATALOG.items() if not (one.forward_only or one.is_stream or name == "dualpipe")]
+from tests.support.schedules import ONE_ROW_A_RANK
 
 
 def sliced(name, ranks, microbatches, slices):
@@ -34,7 +32,7 @@ def in_order(schedule, slices):
     return True
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 @pytest.mark.parametrize(("ranks", "microbatches", "slices"), [(1, 2, 3), (2, 3, 2), (3, 2, 4), (4, 5, 2)])
 def test_every_synchronous_schedule_in_slices_is_in_order_and_sound(name, ranks, microbatches, slices):
     schedule = sliced(name, ranks, microbatches, slices)
