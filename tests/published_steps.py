@@ -1,17 +1,17 @@
-"""Published steps on A100s, against which the planner's model of time is held."""
+"""Published steps on A100s and H100s, against which the planner's model of time is held."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.model import GPT
+from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
-from raypar.planner.timing.messages import LADDER, Software
+from raypar.planner.timing.messages import LADDER, RAYPAR, Software
 from raypar.planner.timing.step import Paper
 
 #: Megatron-LM of 2021.
@@ -91,3 +91,38 @@ def paper_of(row: Row, *, selective: bool = False) -> Paper:
     """Return the run of a row on paper."""
     run = run_of(row, selective=selective)
     return Paper(run, model_of(row), cluster_of(row), LADDER, MEGATRON)
+
+
+class LlamaRow(NamedTuple):
+    """A row of Llama 405B: replicas, samples of each in a step, and the TFLOP/s of a GPU."""
+
+    dp: int
+    batch: int
+    measured: float
+
+
+# Llama Team 2024 (arXiv 2407.21783), table 4, with 8,192 tokens: 16 pipeline ranks of 8 tensor ranks each.
+LLAMA = (LlamaRow(64, 32, 430), LlamaRow(128, 16, 400))
+
+
+def paper_of_llama(row: LlamaRow) -> Paper:
+    """Return a row's run on paper.
+
+    The model has 128 layers, one for each of 16 x 8 stages; the real one has 126, so that the first and the last stage
+    have none beside the embedding and the head.
+    """
+    model = Llama(layers=128, hidden=16384, heads=128, kv_heads=8, seq=8192, vocab=128256, ffn=53248)
+    run = Run(
+        model=model,
+        mesh=Mesh(pp=16, dp=row.dp, tp=8),
+        schedule="interleaved",
+        chunks=8,
+        microbatches=row.batch,
+        micro_batch_size=1,
+        sequence_parallel=True,
+        zero=1,
+        precision=Precision(compute="bf16"),
+        bucket_mb=512,
+    )
+    cluster = Cluster(DEVICES["h100"], 16 * row.dp, 8, LINKS["nvlink4"], LINKS["ethernet-400"], 8)
+    return Paper(run, model, cluster, LADDER, RAYPAR)

@@ -49,7 +49,7 @@ from raypar.config.validate.token_slices import slice_faults
 from raypar.config.validate.uneven import uneven_faults
 from raypar.config.validate.zero import zero_faults
 from raypar.errors import ConfigError
-from raypar.planner.cost_model import costs_of_run
+from raypar.planner.cost_model import costs_of_run, costs_with_halving
 from raypar.schedules.passes.skips import no_skips
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -170,7 +170,7 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     """Return the programs with backwards split as the run says."""
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
         return programs
-    costs = costs_of_run(run, programs["train"].num_stages)
+    costs = costs_with_halving(run, programs["train"].num_stages)
     # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 

@@ -20,7 +20,7 @@ from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.planner.memory import Counts, element_bytes
-from raypar.planner.rates import Rates
+from raypar.planner.rates import Rates, halving_seconds, rates_of
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
@@ -94,6 +94,19 @@ def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages:
 def costs_of_run(run: Run, num_stages: int) -> Costs:
     """Return the estimated durations of the compute actions of a run's training step, in FLOPs per token."""
     return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute)
+
+
+def costs_with_halving(run: Run, num_stages: int) -> Costs:
+    """Return the costs of ``costs_of_run`` with what it takes to split backwards, which a search for halves weighs."""
+    costs, model = costs_of_run(run, num_stages), run.model
+    if not isinstance(model, Transformer):
+        return costs
+    tokens = run.micro_batch_size * model.seq / run.mesh.cp
+    block = halving_seconds(run, tokens * model.hidden) * rates_of(run).flops / tokens
+    of_stage = dict(costs.of_stage)
+    for stage, layers in enumerate(split_layers(run.split, transformer_costs(model), num_stages)):
+        of_stage[stage, Op.I] += block * len(layers)
+    return replace(costs, of_stage=of_stage)
 
 
 class _Work(NamedTuple):

@@ -82,16 +82,26 @@ def test_a_step_is_shorter_on_account_of_what_backwards_leave_for_later(recomput
 
 
 def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():
-    run = replace(recipe("gpt-tiny"), mesh=Mesh(pp=2))
+    run = replace(recipe("gpt-small"), mesh=Mesh(pp=2))
     schedule = check_run(run)["train"]
     halved = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     assert any(halved)
     assert dict(plan_rows(run, schedule))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
-    divided = replace(run, mesh=Mesh(pp=2, tp="2d:2x2"), schedule="zb-v")
+    divided = replace(recipe("gpt-tiny"), mesh=Mesh(pp=2, tp="2d:2x2"), schedule="zb-v")
     told = dict(plan_rows(divided, check_run(divided)["train"]))["backwards in halves"]
     assert told.startswith("8 8: but nothing is left for W, as layers on the grid 2d:2x2 make")
     alone = replace(run, mesh=Mesh(pp=1))
     assert "backwards in halves" not in dict(plan_rows(alone, check_run(alone)["train"]))
+
+
+def test_small_blocks_split_fewer_backwards_as_the_halves_take_longer():
+    run = Run(model=GPT(layers=4, hidden=128, heads=4, seq=128), mesh=Mesh(pp=2), microbatches=8, device="cpu")
+
+    def halved(run):
+        return sum(action.op is Op.W for row in check_run(run)["train"].rows for action in row)
+
+    wide = replace(run, model=replace(run.model, hidden=1024))
+    assert 0 < halved(run) < halved(wide) == 8
 
 
 SHARDED = {"model": GPT(layers=2, hidden=64, heads=4, seq=128, vocab=256), "mesh": Mesh(dp=4), "microbatches": 2}

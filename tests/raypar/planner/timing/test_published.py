@@ -10,8 +10,10 @@ from raypar.planner.timing.step import predicted
 from tests.published_steps import (
     FULL_SECONDS,
     KORTHIKANTI,
+    LLAMA,
     NARAYANAN,
     paper_of,
+    paper_of_llama,
 )
 
 TERA = 1e12
@@ -56,3 +58,21 @@ def test_the_constant_holds_for_another_table_with_selective_recomputation(row):
 def test_the_constant_holds_for_another_table_with_full_recomputation(row, seconds):
     bound = 0.13 if row.pp == 64 else 0.08
     assert predicted(paper_of(row)).seconds == pytest.approx(seconds, rel=bound)
+
+
+def test_llama_405b_on_h100s_is_predicted_within_two_percent():
+    errors = []
+    for row in LLAMA:
+        paper = paper_of_llama(row)
+        seconds, gpus = predicted(paper).seconds, paper.cluster.nodes * paper.cluster.each_node
+        errors.append(_flops_of_llama(paper.model) * row.dp * row.batch / gpus / seconds / TERA / row.measured - 1)
+    assert max(map(abs, errors)) < 0.02
+    assert abs(mean(errors)) < 0.01  # which is how the constant was set
+
+
+def _flops_of_llama(model):
+    """The FLOPs of a sample forwards and backwards, of attention the half that is not masked."""
+    keys = model.hidden // model.heads * model.kv_heads
+    matrices = 2 * model.hidden**2 + 2 * model.hidden * keys + 3 * model.hidden * model.ffn
+    layer = 2 * matrices + 2 * model.seq * model.hidden
+    return 3 * model.seq * (model.layers * layer + 2 * model.hidden * model.vocab)
