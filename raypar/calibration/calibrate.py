@@ -18,6 +18,7 @@ from raypar.actors.host_cores import num_cores
 from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
 from raypar.calibration.probes import probed
+from raypar.calibration.solved import solved
 from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
@@ -54,10 +55,10 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         late = begin + seconds * (1 - _LEAST_LEFT)
     actors = max(2, min(num_cores(), 4)) if device == "cpu" else 2
     crowd = 2 * actors if device == "cpu" and num_cores() <= _FEW_CORES else 0
-    found = replace(found, groups=tuple(groups))
-    found = probed(device, actors, crowd, found, say, lambda: time.monotonic() > late)
-    taken = time.monotonic() - begin
-    origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=round(taken, 1))
+    taken = probed(device, actors, crowd, say, lambda: time.monotonic() > late)
+    found = solved(replace(found, groups=tuple(groups)), taken, actors)
+    seconds = round(time.monotonic() - begin, 1)
+    origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=seconds)
     return replace(found, origin=origin)
 
 
@@ -112,34 +113,35 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
 
 def _groups(nodes: Sequence[Node], first: Node, device: DeviceKind, end: float, say: Say) -> list[GroupTime]:
     """Measure groups of two and four members on a node, and of one member on each of two nodes."""
-    on_gpus = int(first.total.get("GPU", 0))
-    most = on_gpus if device == "cuda" else 4
-    places = [[first] * size for size in (2, 4) if size <= most]
-    places += [[first, other] for other in nodes if other is not first and device == "cpu"][:1]
+    most = int(first.total.get("GPU", 0)) if device == "cuda" else 4
+    others = [node for node in nodes if node is not first and device == "cpu"][:1]
+    count = max((size for size in (2, 4) if size <= most), default=0)
     found: list[GroupTime] = []
-    for members in places:
-        across = len({node.id for node in members})
-        where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
-        if found and time.monotonic() > end:
-            say(f"groups of {where}: left out, for lack of time")
-            continue
-        say(f"groups of {where}")
-        found += _group(members, across, device)
+    with probes(Meter, [*[first] * count, *others]) as meters:
+        answers([meter.setup.remote(device, 1) for meter in meters], _CALL)
+        here, there = meters[:count], meters[count:]
+        places = [(here[:size], 1) for size in (2, 4) if size <= count]
+        places += [([here[0], other], 2) for other in there if here]
+        for members, across in places:
+            where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
+            if found and time.monotonic() > end:
+                say(f"groups of {where}: left out, for lack of time")
+                continue
+            say(f"groups of {where}")
+            found += _group(members, across)
     return found
 
 
-def _group(members: Sequence[Node], across: int, device: DeviceKind) -> list[GroupTime]:
-    """Measure all operations among actors on these nodes. Raises JobError."""
+def _group(meters: Sequence[Any], across: int) -> list[GroupTime]:
+    """Measure all operations among actors on so many nodes. Raises JobError."""
     name, found = f"calibration-{uuid.uuid4().hex[:8]}", list[GroupTime]()
-    with probes(Meter, members) as meters:
-        answers([meter.setup.remote(device, 1) for meter in meters], _CALL)
-        answers([meter.join.remote(name, len(meters), rank) for rank, meter in enumerate(meters)], _CALL)
-        for op in GROUP_OPS:
-            for count in GROUP_BYTES:
-                calls = [meter.group.remote(op, count, across) for meter in meters]
-                found.append(slowest(answers(calls, _CALL), op))
-        with suppress(JobError):
-            answers([meter.leave.remote(name) for meter in meters], _CALL)
+    answers([meter.join.remote(name, len(meters), rank) for rank, meter in enumerate(meters)], _CALL)
+    for op in GROUP_OPS:
+        for count in GROUP_BYTES:
+            calls = [meter.group.remote(op, count, across) for meter in meters]
+            found.append(slowest(answers(calls, _CALL), op))
+    with suppress(JobError):
+        answers([meter.leave.remote(name) for meter in meters], _CALL)
     return found
 
 

@@ -22,6 +22,11 @@ _OF_KIND: Mapping[Kind, str] = {
     "lent": "lending its gradients to buckets adds to a block",
     "gathered": "gathering its weights adds to a block",
 }
+_ONE_FIGURE: Mapping[Kind, str] = {
+    "reduced": "summing its gradients over replicas adds to a block",
+    "shared": "sharing out an update adds to it",
+    "split": "splitting a backward adds to a block",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,10 @@ def told(found: Calibration) -> str:
     ]
     largest = {one.kind: one for one in sorted(found.besides, key=lambda one: one.size)}
     for kind, one in largest.items():
+        if kind in _ONE_FIGURE:
+            seconds = one.forward if kind == "split" else one.backward
+            lines.append(f"{_ONE_FIGURE[kind]} {seconds * 1e3:.2f} ms")
+            continue
         both = f"{one.forward * 1e3:.2f} and {one.backward * 1e3:.2f} ms forwards and backwards"
         lines.append(f"{_OF_KIND.get(kind, f'a block of a {kind} takes')} {both} besides")
     lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")

@@ -11,7 +11,7 @@ it, and so was what messages and updates take among actors that share cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from raypar.actors.mesh.world import World
@@ -25,6 +25,7 @@ from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products
 from raypar.planner.rates import Rates
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
+from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
@@ -50,7 +51,8 @@ def calibrated_costs(
     crowd = calibration.crowd if cores is not None and world.size > cores else Crowd()
     costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
-    for stage, blocks in enumerate(split_layers(run.split, transformer_costs(model), schedule.num_stages)):
+    stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
+    for stage, blocks in enumerate(stages):
         parameters = counts.units[stage].gathered / len(blocks)
         tp = run.mesh.tp_of(schedule.placement[stage])
         found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp, operation=crowd.operation)
@@ -58,20 +60,48 @@ def calibrated_costs(
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
     boundary = element_bytes(run).weight * model.hidden * tokens
-    updated = max(held / (world.owners if run.zero != 0 else 1) for held in counts.held)
-    tensors = max(
-        sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
-    )
-    update = calibration.update
-    step = update.step + tensors * update.tensor + updated * update.parameter + crowd.step
     costs = replace(
         costs,
         of_stage=of_stage,
-        step=costs.step + step,
+        step=step_seconds(run, world, counts, schedule, calibration) + crowd.step,
         link=calibration.group("p2p", 2, boundary) + calibration.message + crowd.link,
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
+    costs = replace(costs, of_action=_last_backwards(costs, world, counts, schedule, stages, calibration))
     return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
+
+
+def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration) -> float:
+    """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
+    ``calibrated_costs``."""
+    model = run.model
+    assert isinstance(model, Transformer)
+    owners = world.owners if run.zero != 0 else 1
+    tensors = max(
+        sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
+    updated, update = max(counts.held) / owners, calibration.update
+    seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
+    rates = _rates(calibration, max(2, world.replicas))
+    seconds += seconds_of_run(run, world, counts, schedule, rates).step
+    if owners > 1 and not world.gathers:
+        seconds += calibration.beside("shared", max(counts.held))[1]
+    return seconds
+
+
+def _last_backwards(
+    costs: Costs, world: World, counts: Counts, schedule: Schedule, stages: Sequence[range], calibration: Calibration
+) -> dict[Action, float]:
+    """Return the durations of the last backward of each stage whose gradients are summed over replicas, once a step."""
+    found: dict[Action, float] = {}
+    if not world.reduces or world.lends:
+        return found
+    for stage, (blocks, units) in enumerate(zip(stages, counts.units, strict=True)):
+        longer = len(blocks) * calibration.beside("reduced", units.gathered / len(blocks))[1]
+        for row in schedule.rows:
+            last = [action for action in row if action.stage == stage and action.op in MAKES_GRADIENTS][-1:]
+            found |= {action: costs.of(action) + longer for action in last}
+    return found
 
 
 def _rates(calibration: Calibration, members: int) -> Rates:
@@ -122,7 +152,8 @@ def stage_seconds(
         longer, later = longer + split, later + one.later + apart
     if blocks[-1] == model.layers - 1:
         head = head_products(run, model, calibration, tp)
-        forward, backward, later = forward + head.forward, backward + head.backward, later + head.later
+        forward += head.forward + calibration.head_forward
+        backward, later = backward + head.backward + calibration.head_backward, later + head.later
     return {Op.F: forward, Op.B: backward, Op.I: max(0.0, backward + longer - later), Op.W: later}
 
 

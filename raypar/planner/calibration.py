@@ -18,7 +18,21 @@ FORMAT = 2
 
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]
-Kind = Literal[Family, "tensor", "sequence", "context", "experts", "expert parallel", "lent", "gathered", "split"]
+Kind = Literal[
+    Family,
+    "tensor",
+    "sequence",
+    "context",
+    "experts",
+    "expert parallel",
+    "reduced",
+    "shared",
+    "lent",
+    "gathered",
+    "split",
+]
+#: Kinds whose size is the parameters of a block.
+OF_PARAMETERS: frozenset[Kind] = frozenset(("reduced", "lent", "gathered"))
 
 
 @dataclass(frozen=True)
@@ -94,9 +108,12 @@ class Beside:
     Attributes:
         kind: Of a family of models, besides its products; of an axis or of experts, what these add to that besides
             their products and messages; of gradients that are lent to buckets, and of gathered weights, what every
-            pass over a block adds; of a backward that is split, under ``forward`` what its halves take longer than a
-            whole one, under ``backward`` what its W takes beyond the products of weights' gradients.
-        size: Elements of the residual stream of a microbatch; of gradients and weights, parameters of the block.
+            pass over a block adds; of gradients that replicas sum once a step ("reduced"), under ``backward`` what the
+            backwards of a step take longer together; of an update that replicas share out ("shared"), likewise what the
+            STEP takes longer; of a backward that is split, under ``forward`` what the forward and both halves take
+            longer than whole, under ``backward`` what its W takes beyond the products of weights' gradients.
+        size: Elements of the residual stream of a microbatch; of the kinds in OF_PARAMETERS, parameters of the block;
+            of "shared", those of the actor.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
     """
@@ -171,6 +188,8 @@ class Calibration:
         besides: What blocks take besides, by kind and size.
         action_forward: Seconds of a forward of a stage, whatever its blocks.
         action_backward: Seconds of its backward, likewise.
+        head_forward: Seconds of a forward of the last stage besides: of the head without its product, and the loss.
+        head_backward: Seconds of its backward, likewise.
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
@@ -197,6 +216,8 @@ class Calibration:
     message: NotNegative
     call: NotNegative
     process: Annotated[int, Ge(1)]
+    head_forward: NotNegative = 0.0
+    head_backward: NotNegative = 0.0
 
     def product(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
         """Return the seconds of a product and of its backward: a call, FLOPs, and elements that are read and written.

@@ -1,0 +1,211 @@
+"""What short runs say of blocks, actions and updates beyond the products and messages that are counted for them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, get_args
+
+from raypar.actors.specs.model import GPT, Llama, Transformer
+from raypar.actors.specs.run import Run
+from raypar.calibration.probes import FEW, MANY, Measured
+from raypar.config.run import check_run, world_of
+from raypar.planner.calibrated_costs import stage_seconds, step_seconds
+from raypar.planner.calibration import OF_PARAMETERS, Beside, Calibration, Crowd, Family, Kind, Update
+from raypar.planner.memory import Counts, worker_memory
+from raypar.planner.parameters import num_parameters
+from raypar.planner.prediction import from_calibration, from_flops
+from raypar.planner.products import head_products
+from raypar.reporting.needs import counts_of
+from raypar.schedules.action import Op
+
+_HALVINGS = 12  # in which a duration is found that predicts a step
+
+
+class Passes(NamedTuple):
+    """Seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+
+def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: int) -> Calibration:
+    """Return a calibration with what the short runs say.
+
+    Args:
+        known: A calibration with the measured products, attention and groups.
+        found: What the runs have taken, by name; see ``probe_runs``.
+        actors: As many as compute at once without sharing a core.
+    """
+    gpt = found["gpt"]
+    first = found["first"][0]
+    known = replace(
+        _with_actions(known, *gpt[:2], *found.get("stages", [None])),
+        update=_update(gpt),
+        busy=_busy(found["reduced"], gpt[2:], actors) if "reduced" in found else 1.0,
+        message=found["message"][0].message if "message" in found else 0.0,
+        call=max(0.0, statistics.median(one.between for one in gpt)),
+        process=_process(first) if known.device == "cpu" else known.process,
+    )
+    known = _with_kind(known, "gpt", gpt[1:])
+    if "reduced" in found:
+        known = _with_replicas(known, found["reduced"], gpt[2:])
+    if "split" in found:
+        known = _with_split(known, gpt[2:], found["split"])
+    for kind in ("tensor", "lent", "gathered", "context", "sequence", "experts", "expert parallel", "llama"):
+        if kind in found:
+            known = _with_kind(known, kind, found[kind])
+    return _with_crowd(known, *found["crowd"]) if "crowd" in found else known
+
+
+def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) -> float:
+    """Return how much longer runs take while all cores compute: as long as on one core, at worst."""
+    both = [sum(one.forward + one.backward for one in each) for each in (together, alone)]
+    return min(max(1.0, both[0] / both[1]), float(actors))
+
+
+def _with_actions(known: Calibration, few: Measured, many: Measured, halves: Measured | None) -> Calibration:
+    """Return a calibration with what an action takes whatever its blocks, and what the head and the loss take.
+
+    Args:
+        known: The calibration.
+        few: A run of one small block.
+        many: A run of several.
+        halves: A run of two stages of one small block each; None if it was not taken.
+    """
+    one, more = _uncounted(known, few), _uncounted(known, many)
+    product = head_products(few.run, _model_of(few.run), known)
+    found: dict[str, float] = {}
+    for way in ("forward", "backward"):
+        block = max(0.0, getattr(more, way) - getattr(one, way)) / (MANY - FEW)
+        both = max(0.0, getattr(one, way) - FEW * block)  # of an action, and of the head and the loss
+        head = 0.0
+        if halves is not None:  # the mean of the two stages has half a head
+            head = 2 * (getattr(few, way) - getattr(halves, way)) - getattr(product, way)
+            head = min(both, max(0.0, head))
+        found |= {f"action_{way}": both - head, f"head_{way}": head}
+    return replace(
+        known,
+        action_forward=found["action_forward"],
+        action_backward=found["action_backward"],
+        head_forward=found["head_forward"],
+        head_backward=found["head_backward"],
+    )
+
+
+def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what the blocks of runs took beyond what it says of them."""
+    besides: list[Beside] = []
+    # Of a family that is not measured yet it says what it knows of another one.
+    before = replace(known, besides=()) if kind in get_args(Family) else known
+    for one in found:
+        model = _model_of(one.run)
+        left = _uncounted(before, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)
+        forward, backward = (max(0.0, seconds / model.layers) for seconds in left)
+        besides.append(Beside(kind, _size(one.run, kind, model), forward, backward))
+    return replace(known, besides=(*known.besides, *besides))
+
+
+def _with_replicas(known: Calibration, together: Sequence[Measured], alone: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what a step takes because replicas sum its gradients and share out its update."""
+    besides: list[Beside] = []
+    for replicas, one in zip(together, alone, strict=True):
+        run, model = replicas.run, _model_of(replicas.run)
+        longer = max(0.0, replicas.ends - one.ends) / model.layers
+        besides += [
+            Beside("reduced", _size(run, "reduced", model), 0.0, longer),
+            Beside("shared", max(_counts(run).held), 0.0, max(0.0, replicas.step - _step(run, known))),
+        ]
+    return replace(known, besides=(*known.besides, *besides))
+
+
+def _step(run: Run, known: Calibration) -> float:
+    """Return what a calibration says of a run's STEP."""
+    return step_seconds(run, world_of(run), _counts(run), check_run(run)["train"], known)
+
+
+def _counts(run: Run) -> Counts:
+    return counts_of(run, check_run(run)["train"], None)
+
+
+def _with_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what backwards in halves take beyond whole ones, and their W beyond its products."""
+    besides: list[Beside] = []
+    for whole, half in zip(wholes, halves, strict=True):
+        run, model = half.run, _model_of(half.run)
+        counted = stage_seconds(run, world_of(run), range(model.layers), 0.0, known)
+        longer = half.forward + half.backward - whole.forward - whole.backward
+        found = longer, half.later - counted[Op.W]
+        both, apart = (max(0.0, seconds / model.layers) for seconds in found)
+        besides.append(Beside("split", _size(run, "split", model), both, apart))
+    return replace(known, besides=(*known.besides, *besides))
+
+
+def _model_of(run: Run) -> Transformer:
+    assert isinstance(run.model, Transformer)
+    return run.model
+
+
+def _size(run: Run, kind: Kind, model: Transformer) -> int:
+    """Return the size of a block of a kind: see ``Beside``."""
+    if kind in OF_PARAMETERS:
+        return counts_of(run, check_run(run)["train"], None).units[0].gathered // model.layers
+    return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
+
+
+def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes:
+    """Return what the forward and the backward of a run of one stage took beyond what a calibration knows of them.
+
+    Args:
+        known: The calibration.
+        one: What was measured.
+        slower: How much longer its actors computed because others did at once.
+    """
+    run, model = one.run, _model_of(one.run)
+    parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered / model.layers
+    counted = stage_seconds(run, world_of(run), range(model.layers), parameters, known, tp=run.mesh.tensor_ranks)
+    return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
+
+
+def _with_crowd(known: Calibration, operations: Measured, links: Measured) -> Calibration:
+    """Return a calibration with what updates and messages take among actors that share cores: so much that it predicts
+    two runs."""
+    longer_steps = (one.step - _step(one.run, known) for one in (operations, links))
+    known = replace(known, crowd=Crowd(max(0.0, statistics.fmean(longer_steps))))
+
+    def longer(field: str, measured: Measured) -> Crowd:
+        run, schedule, crowd = measured.run, check_run(measured.run)["train"], known.crowd
+        world, counts = world_of(run), counts_of(run, schedule, None)
+        least, most = 0.0, measured.span
+        for _ in range(_HALVINGS):
+            half = replace(crowd, **{field: (least + most) / 2})
+            span = from_calibration(run, world, counts, schedule, replace(known, crowd=half)).timeline.makespan
+            least, most = (least, (least + most) / 2) if span > measured.span else ((least + most) / 2, most)
+        return replace(crowd, **{field: least})
+
+    known = replace(known, crowd=longer("operation", operations))
+    return replace(known, crowd=longer("link", links))
+
+
+def _process(found: Measured) -> int:
+    """Return the bytes of an actor's process without what its run needs."""
+    run, schedule = found.run, check_run(found.run)["train"]
+    world, counts = world_of(run), counts_of(run, schedule, None)
+    memory = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)[0]
+    return max(1, round(found.peak) - (memory.peak - memory.process))
+
+
+def _update(found: Sequence[Measured]) -> Update:
+    """Solve for what the update takes by tensor and by parameter."""
+    steps = [one.step for one in found]
+    sizes = [num_parameters(one.run.model) for one in found if isinstance(one.run.model, GPT | Llama)]
+    tensors = [_tensors(one.run) for one in found]
+    parameter = max(0.0, (steps[-1] - steps[-2]) / (sizes[-1] - sizes[-2]))  # of as many tensors
+    tensor = max(0.0, (steps[1] - steps[0] - parameter * (sizes[1] - sizes[0])) / (tensors[1] - tensors[0]))
+    return Update(max(0.0, steps[0] - tensor * tensors[0] - parameter * sizes[0]), tensor, parameter)
+
+
+def _tensors(run: Run) -> int:
+    """Return the number of a run's tensors of weights."""
+    return sum(units.tensors for units in counts_of(run, check_run(run)["train"], None).units)
