@@ -9,7 +9,7 @@ from raypar.config.run import check_run
 from raypar.schedules.schedule import Schedule
 
 
-def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool) -> tuple[Run, Schedule]:
+def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool, room: float = 0.0) -> tuple[Run, Schedule]:
     """Return a run with the largest microbatch that fits, and the schedule of its step.
 
     Args:
@@ -17,6 +17,7 @@ def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool) -> tuple
         schedule: The lowered schedule of its training step.
         wanted: Whether the microbatch is to be chosen; otherwise both are returned as they are.
         probes: Whether a step is measured on actors, and not forecast only.
+        room: GiB that each actor may take; 0: an equal part of what is free here.
 
     Raises:
         ConfigError: No microbatch fits.
@@ -26,7 +27,7 @@ def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool) -> tuple
         return run, schedule
     from raypar.job.microbatch import fit_microbatch, measured_peak
 
-    found = fit_microbatch(run, probe=measured_peak if probes else None)
+    found = fit_microbatch(run, round(room * 2**30) or None, measured_peak if probes else None)
     for told in found.told:
         logging.getLogger("raypar").info("auto-microbatch: %s", told)
     return found.run, check_run(found.run)["train"]

@@ -73,6 +73,8 @@ class TrainArgs(RunArgs):
     """what raypar calibrate wrote, from which steps are predicted; none: where it writes it if nothing else is said"""
     auto_microbatch: tyro.conf.FlagCreatePairsOff[bool] = False
     """take the largest microbatch that fits: by the forecast, then by steps on actors; a step keeps its samples"""
+    room: float = 0.0
+    """GiB that each actor may take with --auto-microbatch, as on GPUs; 0: an equal part of what is free here"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
 
@@ -141,13 +143,13 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
     if args.dry_run:
         with sparing_cache(run) as run, calibration_named(args.calibration):
             schedule = _checked(run, args, begun, wrong, words)
-            run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False)
+            run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False, room=args.room)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
     convert_data(run)
     try:
         schedule = _checked(run, args, begun, wrong, words)
-        run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True)
+        run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True, room=args.room)
         for axis, origin in _origins(args, words).items():  # the log says later how many actors that makes
             logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
         from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
@@ -205,6 +207,10 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     faults += device_faults(run.device) if right("device") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
+    if not 0 <= args.room < math.inf:
+        faults.append(f"--room is {args.room}: it must be a number of GiB, 0 or more")
+    elif args.room and not args.auto_microbatch:
+        faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if right("mesh", "data_parallel", "servers", "zero", "spares"):
         faults += room_faults(world_of(run).size + run.spares)
     if schedule is not None:

@@ -118,5 +118,7 @@ def _room(run: Run) -> int:
     """Return the bytes for each actor that are free here. Raises ConfigError if they are not known."""
     free = free_memory() if computes_here(run.device) else None
     if free is None:
-        raise ConfigError(["the memory of the actors is not known here: give room, the bytes that each one may take"])
+        raise ConfigError(
+            ["the memory of the actors is not known here: give room, the bytes that each one may take (--room, in GiB)"]
+        )
     return free // world_of(run).size
