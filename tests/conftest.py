@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +32,9 @@ QUIET = {
     "RAY_worker_niceness": "0",
 }
 
+ON_ACTORS = pytest.StashKey()
+END_CLUSTER = pytest.StashKey()
+
 
 @pytest.hookimpl(tryfirst=True)  # pytest leaves out what is marked as long after it
 def pytest_collection_modifyitems(items):
@@ -38,6 +42,14 @@ def pytest_collection_modifyitems(items):
     mark_long(items)
     on_actors = {item.path for item in items if "cluster" in item.fixturenames}
     items.sort(key=lambda item: item.path not in on_actors)
+    if items:
+        items[0].config.stash[ON_ACTORS] = on_actors
+
+
+def pytest_runtest_setup(item):
+    """Ray ends before the first file without tests on actors: what it and idle actors do takes a tenth of a core."""
+    if item.path not in item.config.stash[ON_ACTORS]:
+        item.config.stash.get(END_CLUSTER, lambda: None)()
 
 
 @pytest.fixture
@@ -52,9 +64,10 @@ def catalog_as_before():
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def cluster(request):
     """A local Ray cluster with 16 CPU slots, so that what is held for other tests leaves room."""
     os.environ.update(QUIET)
+    request.config.stash[END_CLUSTER] = partial(request._fixturedef.finish, request)  # with what stands on it
     import ray
 
     ray.init(
