@@ -26,9 +26,12 @@ def modules_named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, 
         Pairs of a module's first name inside the layer ("" for the layer) and the module. A module that the layer has
         in several places is returned once, if any of its names matches.
     """
+    head = ".".join(pattern.split(".")[: name.count(".") + 1])
+    if not matches(name, head):
+        return []  # nor does what is in it
     every = layer.named_modules(prefix=name, remove_duplicate=False)
     matching = {id(module) for path, module in every if matches(path, pattern)}
-    return [(inner, module) for inner, module in layer.named_modules() if id(module) in matching]
+    return [(inner, module) for inner, module in layer.named_modules() if id(module) in matching] if matching else []
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -68,6 +71,8 @@ def replace_modules(root: nn.Module, replacements: Mapping[nn.Module, nn.Module]
         root: A module that contains the old modules, and is none of them.
         replacements: The new module for each old one.
     """
+    if not replacements:
+        return
     for old, new in replacements.items():
         _carry_over(old, new)
     for parent in list(root.modules()):
