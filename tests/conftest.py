@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from functools import partial
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in on_actors)
     if items:
         items[0].config.stash[ON_ACTORS] = on_actors
+
+
+def pytest_collection_finish():
+    """Garbage is not looked for among modules and tests, which stay: it takes about half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
