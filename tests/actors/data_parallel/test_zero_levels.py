@@ -43,6 +43,7 @@ def bits(**changes):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 3), (2, 2)])
 def test_once_a_step_all_levels_have_the_same_bits(pp, dp, schedule):

@@ -43,6 +43,7 @@ class Tiled(Team):
         return joined(super().gradients())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "none")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_tiles_compute_what_a_whole_layer_does(zero, recompute):
@@ -126,6 +127,7 @@ def saved(team, folder):
     return manifest.tensors
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 4)])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_checkpoint_goes_from_any_tiling_to_any_other(tmp_path, before, after, zero):

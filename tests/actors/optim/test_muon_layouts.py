@@ -37,6 +37,7 @@ def verdict_of(run):
         job.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("mesh", [rp.Mesh(pp=2), rp.Mesh(dp=2)])
 def test_pipelines_and_two_replicas_have_the_bits_of_one_process(optim, mesh):

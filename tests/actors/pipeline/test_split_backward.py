@@ -19,6 +19,7 @@ from tests.support.schedules import halved
 from tests.support.team import Team, linears, mse
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "none", "full")])
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved"])
 def test_halves_have_the_bits_of_one_process(name, recompute):
@@ -154,6 +155,7 @@ def test_a_stage_that_has_whole_backwards_and_halves():
     agrees(Team(linears(4), 2, 2, Schedule.of("mixed", rows)), bound=0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backward", ["auto", "whole", "split"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_what_is_measured_is_the_schedule(name, backward):

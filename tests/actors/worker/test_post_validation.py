@@ -96,6 +96,7 @@ def equal(ours, theirs):
         assert torch.equal(one, theirs[1][name]), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("layer", range(RANKS))
 def test_a_clip_of_any_stage_has_the_bits_of_the_flushed_optimizer(layer, optim):

@@ -48,6 +48,7 @@ def test_skips_have_the_numbers_of_one_process(name, order):
     agrees(run_of(name, order=order, backward=backward), bound=0.0 if is_bitwise else CLOSE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 @pytest.mark.parametrize(
     "changes",
@@ -73,6 +74,7 @@ def test_streams_have_the_bits_of_compiled_ones(name):
     assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
 @pytest.mark.parametrize("executor", ["compiled", "tasks"])
 def test_the_gradients_of_a_stream_are_those_of_its_last_step(name, executor):
@@ -91,6 +93,7 @@ def test_the_gradients_of_a_stream_are_those_of_its_last_step(name, executor):
         job.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 def test_slices_have_the_numbers_of_whole_sequences(name, order):

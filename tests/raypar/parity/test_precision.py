@@ -17,12 +17,14 @@ def verdict(model, sizes, compute="bf16", **fields):
     return verdict_of(run)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"backward": "split"}], ids=str)
 def test_a_pipeline_has_the_bits_of_one_process(model, fields):
     assert verdict(model, {"pp": 2}, **fields).bitwise
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_other_layouts_agree_within_bounds(model, sizes):
