@@ -104,7 +104,11 @@ def test_positions(job_on, positions):
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "m", "recompute"),
-    [(rp.Mesh(pp=2), "1f1b", 2, "none"), (rp.Mesh(pp=2), "gpipe", 2, "full"), (rp.Mesh(dp=2), "gpipe", 1, "none")],
+    [
+        (rp.Mesh(pp=2), "1f1b", 2, "none"),
+        (rp.Mesh(pp=2), "gpipe", 2, "full"),
+        pytest.param(rp.Mesh(dp=2), "gpipe", 1, "none", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize(
     ("linear", "attention"), thinned([("onednn", "blocks"), ("torch", "fused")], lambda linear, _: linear == "onednn")
