@@ -10,7 +10,7 @@ from pathlib import Path
 from raypar.cli.arguments import parsed
 from raypar.errors import ConfigError
 from raypar.planner.calibration import Calibration, Kind
-from raypar.planner.calibration_file import VARIABLE, default_path, write_calibration
+from raypar.planner.calibration_file import VARIABLE, default_path, place_faults, write_calibration
 
 _MOST = 3600.0
 _OF_KIND: Mapping[Kind, str] = {
@@ -64,6 +64,8 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> str:
     path = default_path() if args.out is None else args.out
     if path is None:
         raise ConfigError(["RAYPAR_CALIBRATION is empty, so that nothing is used: give --out FILE"])
+    if faults := [*place_faults(path)]:
+        raise ConfigError(faults)
     os.environ[VARIABLE] = ""  # the short runs are predicted without the calibration that is being made
     from raypar.calibration.calibrate import calibrate  # imports torch and Ray, which --help does not
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from raypar.actors.files import expanded, read_named, sync_folder, write_whole
+from raypar.actors.files import WholeFile, expanded, read_named, sync_folder, write_whole
 from raypar.errors import ConfigError
 from raypar.planner.calibration import FORMAT, Calibration
 
@@ -32,6 +32,17 @@ def default_path() -> Path | None:
     return expanded(named) if named else None
 
 
+def place_faults(path: Path) -> Iterator[str]:
+    """Yield why a calibration can't be written to a file, before it is measured. Its folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            yield f"the calibration can't be written to {str(path)!r}, a folder: give a file"
+        WholeFile(path).close()
+    except (OSError, ValueError) as error:
+        yield _unwritten(path, error)
+
+
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write a calibration: aside, synced, then renamed, so that a reader finds the old one or the new one.
 
@@ -44,8 +55,13 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         write_whole(path, [memoryview(text.encode())])
         sync_folder(path.parent)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError([f"the calibration {str(path)!r} can't be written ({reason}): give another path"]) from error
+        raise ConfigError([_unwritten(path, error)]) from error
+
+
+def _unwritten(path: Path, error: Exception) -> str:
+    """Say why a calibration can't be written."""
+    reason = getattr(error, "strerror", None) or error
+    return f"the calibration {str(path)!r} can't be written ({reason}): give another path"
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -101,11 +101,11 @@ def _faults(error: ValidationError) -> list[str]:
     found = dict[str, str]()  # a field with several types has a fault for each: the first says all
     for one in error.errors():
         name = str(one["loc"][0]) if one["loc"] else "the file"
-        found.setdefault(name, _fault(name, one["type"], one["input"], one.get("ctx", {}), one["msg"]))
+        found.setdefault(name, _fault(name, one["type"], one["input"], one.get("ctx", {})))
     return list(found.values())
 
 
-def _fault(name: str, kind: str, given: Any, bounds: Mapping[str, Any], said: str) -> str:
+def _fault(name: str, kind: str, given: Any, bounds: Mapping[str, Any]) -> str:
     """Say what is wrong with a field, and what helps."""
     if kind == "missing":
         return f"{name} is missing: give it, as {name} = {_EXAMPLES.get(name, 1)}"
@@ -122,7 +122,9 @@ def _fault(name: str, kind: str, given: Any, bounds: Mapping[str, Any], said: st
     if "ge" in bounds or "le" in bounds:
         least, most = bounds.get("ge"), bounds.get("le")
         return f"{name} is {_spelled(given)}: it must be {f'at least {least}' if most is None else f'at most {most}'}"
-    return f"{name} is {_spelled(given)}: {'give a whole number' if 'int' in kind else said}"
+    if "lt" in bounds:
+        return f"{name} is {_spelled(given)}: it must be less than {bounds['lt']}"
+    return f"{name} is {_spelled(given)}: {'give a whole number' if 'int' in kind else 'give a number'}"
 
 
 def _spelled(given: Any) -> str:

@@ -69,24 +69,38 @@ def cluster_from(table: Mapping[str, Any]) -> Found:
     """
     faults = list(_key_faults(table))
     device = _device(table.get("device"), faults)
-    links = dict(LINKS) | _own_links(table.get("links", {}), faults)
+    own = _own_links(table.get("links", {}), faults)
+    links = dict(LINKS) | own
     names = {name: table[name] for name in _NAMES if name in table}
     for name, one in names.items():
         if not isinstance(one, str) or one not in links:
             faults += [f"{name}: {fault}" for fault in link_faults(str(one))]
     if device is not None and device.inside not in links:
         faults += [f"device.inside: {fault}" for fault in link_faults(device.inside)]
-    if faults or device is None:
-        return Found(None, faults)
-    inside = links[names.get("inside", device.inside)]
-    between = links[names.get("between", _USUAL.get(device.inside, "ethernet-100"))]
-    each_node = table["each_node"]
-    usual = each_node if between.name.startswith("ib-") else 1
-    across = links[names["across"]] if "across" in names else None
-    adapters = table.get("adapters", usual)
-    cluster = Cluster(device, table["nodes"], each_node, inside, between, adapters, table.get("each_rack", 0), across)
-    wrong = [*cluster.faults()]
+    faults += [fault for link in own.values() for fault in link.faults()]
+    cluster = _filled(table, device or DEVICES["cpu"], names, links)
+    wrong = [*dict.fromkeys([*faults, *cluster.faults()])]
     return Found(None if wrong else cluster, wrong)
+
+
+def _filled(table: Mapping[str, Any], device: Device, names: Mapping[str, Any], links: Mapping[str, Link]) -> Cluster:
+    """Return the cluster of a table. What has a fault in it is replaced, so that the rest can be looked at as well."""
+    spare = LINKS["ethernet-100"]
+
+    def link(name: object) -> Link:
+        return links.get(name, spare) if isinstance(name, str) else spare
+
+    def count(key: str, usual: int) -> int:
+        given = table.get(key, usual)
+        return given if _is_number(given, whole=True) else 1
+
+    inside = link(names.get("inside", device.inside))
+    between = link(names.get("between", _USUAL.get(device.inside, "ethernet-100")))
+    each_node = count("each_node", 1)
+    usual = each_node if between.name.startswith("ib-") and each_node > 0 else 1
+    across = link(names["across"]) if "across" in names else None
+    counts = count("adapters", usual), count("each_rack", 0)
+    return Cluster(device, count("nodes", 1), each_node, inside, between, *counts, across)
 
 
 def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:

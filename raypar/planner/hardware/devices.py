@@ -55,9 +55,9 @@ class Device:
             if not isinstance(value, float | int):
                 continue
             if field.name in ("kernel", "units") and not 0 <= value < float("inf"):
-                yield f"device {self.name!r}: {field.name} is {value}: it must be 0 or more"
+                yield f"device {self.name!r}: {field.name} is {value}: it must be finite, and 0 or more"
             elif field.name not in ("kernel", "units") and not 0 < value < float("inf"):
-                yield f"device {self.name!r}: {field.name} is {value}: it must be more than 0"
+                yield f"device {self.name!r}: {field.name} is {value}: it must be finite, and more than 0"
         if self.reached > 1:
             yield f"device {self.name!r}: reached is {self.reached}: it is a part of the data sheet, 1 at the most"
 

@@ -28,9 +28,9 @@ class Link:
     def faults(self) -> Iterator[str]:
         """Yield which figures are no figures of a link."""
         if not 0 < self.bandwidth < float("inf"):
-            yield f"link {self.name!r}: bandwidth is {self.bandwidth}: it must be more than 0 bytes/s"
+            yield f"link {self.name!r}: bandwidth is {self.bandwidth}: it must be finite, and more than 0 bytes/s"
         if not 0 <= self.latency < float("inf"):
-            yield f"link {self.name!r}: latency is {self.latency}: it must be 0 s or more"
+            yield f"link {self.name!r}: latency is {self.latency}: it must be finite, and 0 s or more"
 
 
 _SHEETS = (

@@ -17,6 +17,16 @@ def test_without_a_place_nothing_is_measured(said):
     assert code == 2 and "give --out FILE" in errors
 
 
+def test_a_place_that_can_t_be_written_is_told_before_anything_is_measured(said, monkeypatch, tmp_path):
+    measured = []
+    monkeypatch.setattr("raypar.calibration.calibrate.calibrate", lambda seconds, say: measured.append(seconds))
+    (tmp_path / "file").touch()
+    for path, words in {"file/mine.json": "can't be written (", ".": "a folder: give a file"}.items():
+        code, _, errors = said("calibrate", "--out", str(tmp_path / path))
+        assert (code, measured) == (2, []) and words in errors
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_was_measured_is_written_where_predictions_look(said, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     monkeypatch.setattr("raypar.calibration.calibrate.calibrate", lambda seconds, say: known())

@@ -109,6 +109,8 @@ def test_all_faults_of_a_file_are_told(tmp_path):
     ("line", "told"),
     [
         ("replicas = 0", "replicas is 0: it must be at least 1"),
+        ("straggler_share = 2.0", "straggler_share is 2.0: it must be less than 1.0"),
+        ("save_seconds = true", "save_seconds is true: give a number"),
         ("replicas = 2000000000", "replicas is 2000000000: it must be at most"),
         ('actors_per_node = "8"', "actors_per_node is '8': give a whole number"),
         ("steps = true", "steps is true: give a whole number"),

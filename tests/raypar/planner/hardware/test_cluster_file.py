@@ -41,6 +41,14 @@ def test_all_holes_are_told_at_once():
     assert cluster_from(table).cluster is None
 
 
+def test_figures_that_are_none_are_told_with_the_holes():
+    links = {"slow": {"bandwidth": -5.0, "latency": 1e-5}, "unused": {"bandwidth": 1e9, "latency": float("inf")}}
+    figures = {"nodes": 0, "adapters": -2, "each_rack": 3, "device": "v100", "between": "slow", "links": links}
+    told = "\n".join(cluster_from(figures).faults)
+    for part in ("each_node is missing", "nodes is 0", "adapters is -2", "give across", "'v100'", "'slow'", "'unused'"):
+        assert told.count(part) == 1
+
+
 @pytest.mark.parametrize("device", [3, ["a100"]])
 def test_a_device_of_another_kind_is_a_fault(device):
     assert "give a name or a table" in cluster_from({"nodes": 1, "each_node": 1, "device": device}).faults[0]
