@@ -46,15 +46,21 @@ def memory_told(one: Candidate, room: float) -> str:
 
 
 def reasons(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence for each choice of the best candidate: what the best one with another choice takes."""
+    """Yield a sentence for each choice of the best candidate: what the best one with another choice takes.
+
+    One of the table is told as the table has it; others are compared in closed form.
+    """
     best = ranking.best[0]
     for name, value in best.choices.items():
-        others = [one for one in ranking.all if one.choices[name] != value]
+        others = [one for one in (*ranking.all, *ranking.near) if one.choices[name] != value]
         if not others:
             yield f"{name} {value}: nothing else fits, or divides the model, the batch and the devices"
             continue
         other = min(others, key=lambda one: one.step.seconds)
-        yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {against(other, best)}"
+        same = [one for one in ranking.best if one.family == other.family and one.choices[name] != value]
+        other = same[0] if same else other
+        told = against(other, best, simulated=bool(same))
+        yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {told}"
 
 
 def axes(one: Candidate) -> str:

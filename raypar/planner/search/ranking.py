@@ -85,6 +85,8 @@ class Ranking:
     Attributes:
         best: The best candidate of each mesh, the fastest first.
         all: All candidates that fit.
+        near: The best one with other levels of ZeRO and other recomputation, as far as that fits: a search needs no
+            more sparing than fits.
         least: The candidate that needs least memory, whether it fits or not; None if no layout divides the model and
             the batch.
         room: Bytes that an actor may take.
@@ -93,6 +95,7 @@ class Ranking:
 
     best: tuple[Candidate, ...]
     all: tuple[Candidate, ...]
+    near: tuple[Candidate, ...]
     least: Candidate | None
     room: float
     looked: int
@@ -126,7 +129,8 @@ def ranked(
     fits.sort(key=lambda one: one.seconds)
     known = [] if price is None else _priced(fits, price)
     best = tuple(known) or _best(fits, model, cluster, space, software)
-    return Ranking(best, tuple(fits), search.least, search.room, search.looked)
+    near = tuple(search.near(best[0])) if best else ()
+    return Ranking(best, tuple(fits), near, search.least, search.room, search.looked)
 
 
 def _priced(fits: Sequence[Candidate], price: Price) -> list[Candidate]:
@@ -191,6 +195,13 @@ class _Search:
                 fastest = found.seconds
             if spared is ways[0]:  # what spares more takes longer
                 return
+
+    def near(self, one: Candidate) -> Iterator[Candidate]:
+        """Yield a candidate with every other way of sparing memory that fits."""
+        for spared in sparing(one.run, self._model, self._space):
+            paper = Paper(spared, self._model, self._cluster, one.order, self._software)
+            if spared != one.run and (need := need_of(paper)).bytes <= self.room:
+                yield Candidate(spared, predicted(paper), need, one.order)
 
     def _fits(self, sparest: Run) -> bool:
         """Return whether a run fits; remember it if none needed less."""

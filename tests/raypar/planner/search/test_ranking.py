@@ -16,7 +16,7 @@ from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
 from raypar.planner.memory import worker_memory
 from raypar.planner.search.advice import advice
-from raypar.planner.search.explained import lost, missing, picture, reasons, table
+from raypar.planner.search.explained import axes, lost, missing, picture, reasons, table
 from raypar.planner.search.fit import need_of
 from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
@@ -71,6 +71,27 @@ def test_a_plan_tells_every_choice_and_every_runner_up(ranking):
     assert len([*lost(ranking)]) == min(6, len(ranking.best)) - 1
     assert len(table(ranking)) == min(6, len(ranking.best)) + 1
     assert picture(ranking.best[0])
+
+
+def test_a_layout_takes_as_much_longer_in_one_sentence_as_in_another(ranking):
+    """A choice is held against the best layout with another one as it is in the table, by simulation."""
+    told = [*reasons(ranking)]
+    (other,) = [line for line in told if line.startswith("tp ")]
+    tp = int(other.split("with tp ")[1].split(" ")[0])
+    place = next(at for at, one in enumerate(ranking.best) if one.run.mesh.tp == tp)
+    assert lost_of(ranking, place) in other
+
+
+def lost_of(ranking, place):
+    """Return what the sentence of a runner-up says after its number."""
+    return next(line for line in lost(ranking) if line.startswith(f"{place + 1}: ")).partition(": ")[2]
+
+
+def test_another_level_of_zero_is_looked_at_where_the_first_one_fits():
+    """What shares more takes longer, so that no search needs it; but a reader asks for it."""
+    plenty = ranked(RUN, RUN.model, cluster_of(8, "h200").cluster, Space(256))
+    (told,) = [line for line in reasons(plenty) if line.startswith("zero 1: ")]
+    assert f"({axes(plenty.best[0])})" in told and "computed again" not in told
 
 
 def test_less_memory_recomputes_and_shares_more():
