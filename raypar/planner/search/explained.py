@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from raypar.planner.search.ranking import Candidate, Ranking
+from raypar.planner.search.ranking import ALIKE, Candidate, Ranking
 
 _BAR = 40  # characters of a whole step
 _SHOWN = 6
@@ -59,7 +59,7 @@ def reasons(ranking: Ranking) -> Iterator[str]:
         other = min(others, key=lambda one: one.step.seconds)
         same = [one for one in ranking.best if one.family == other.family and one.choices[name] != value]
         other = same[0] if same else other
-        told = against(other, best, simulated=bool(same))
+        told = against(other, best, simulated=bool(same) or other.simulated is not None)
         yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {told}"
 
 
@@ -81,7 +81,9 @@ def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> st
     whole = other.seconds / best.seconds - 1 if simulated else other.step.seconds / best.step.seconds - 1
     more = {name: seconds - best.step.shares[name] for name, seconds in other.step.shares.items()}
     worst = max(more, key=more.__getitem__)
-    how = f"takes {whole:.1%} longer" if whole > 0 else f"takes {-whole:.1%} less in closed form"
+    if abs(whole) < ALIKE:
+        return f"takes as long, within {ALIKE:.1%}"
+    how = f"takes {whole:.1%} longer" if whole > 0 else f"takes {-whole:.1%} less" + " in closed form" * (not simulated)
     grown = f": {worst} +{duration(more[worst])}" if more[worst] > 0 else ""
     return how + grown
 
