@@ -95,8 +95,12 @@ def _batch_faults(run: Run, total: int) -> Iterator[str]:
     """Yield a fault if a step would have another number of microbatches."""
     dp = run.mesh.dp
     if dp > 0 and run.microbatches * dp != total:
-        fix = f"{total} is no multiple of {dp}: give another mesh.dp" if total % dp else f"set it to {total // dp}"
-        yield f"microbatches is {run.microbatches} on each of {dp} replicas, but a step of this run has {total}: {fix}"
+        if total % dp:
+            told = f"a step of this run has {total} microbatches"
+            yield f"{told}, and {total} is no multiple of {dp}: give another mesh.dp"
+        else:
+            told = f"microbatches is {run.microbatches} on each of {dp} replicas, but a step of this run has {total}"
+            yield f"{told}: set it to {total // dp}"
 
 
 def _same_faults(before: Run, run: Run) -> Iterator[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from raypar.actors.files import WholeFile, expanded, read_named, sync_folder, write_whole
 from raypar.errors import ConfigError
@@ -83,7 +85,7 @@ def read_calibration(path: Path) -> Calibration:
         return TypeAdapter(Calibration).validate_json(text)
     except ValidationError as error:
         raise ConfigError(
-            [f"the calibration {str(path)!r}: {_place(one['loc'])} {one['msg']}: {_AGAIN}" for one in error.errors()]
+            [f"the calibration {str(path)!r}: {_wrong(one)}: {_AGAIN}" for one in error.errors()]
         ) from error
 
 
@@ -120,6 +122,15 @@ def calibration_named(path: Path | None) -> Iterator[None]:
         if path is not None:
             os.environ.pop(VARIABLE)
             os.environ.update({} if before is None else {VARIABLE: before})
+
+
+def _wrong(found: ErrorDetails) -> str:
+    """Say what is wrong at a place of the text: what is there, and what it must be."""
+    place, said = _place(found["loc"]), found["msg"]
+    if found["type"] == "missing":
+        return f"{place} is missing"
+    must = said.removeprefix("Input should be ")
+    return f"{place} is {reprlib.repr(found['input'])}, and must be {must}" if must != said else f"{place}: {said}"
 
 
 def _place(path: tuple[int | str, ...]) -> str:

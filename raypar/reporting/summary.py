@@ -18,7 +18,9 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run
+from raypar.errors import ConfigError
+from raypar.planner.calibration_file import found_calibration
+from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run, misfits
 from raypar.planner.rates import block_seconds
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
@@ -91,12 +93,23 @@ def plan_rows(
         least = blocks * run.microbatches * block_seconds(run) / (1 - prediction.timeline.bubble)
         least = least if prediction.source == FROM_FLOPS else 0.0
         rows.append(("time", _time_told(run.steps - step, prediction, least)))
+        rows += [("calibration", told) for told in _unfit(run, prediction)]
     return [
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
         *(("advice", told) for told in _advice(run, schedule, prediction)),
     ]
+
+
+def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
+    """Yield why a calibration that is there was not used; of one that can't be read, the log tells."""
+    try:
+        calibration = found_calibration()
+    except ConfigError:
+        return
+    if calibration is not None and prediction.source != FROM_CALIBRATION:
+        yield "; ".join(misfits(run, calibration))
 
 
 def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[str]:

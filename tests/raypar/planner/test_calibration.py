@@ -54,7 +54,8 @@ def test_all_faults_of_a_file_are_told(tmp_path):
         read_calibration(path)
     told = "\n".join(error.value.faults)
     assert len(error.value.faults) == 3 and "raypar calibrate" in told
-    assert "products[3].forward" in told and "device" in told and "update.tensor" in told
+    assert "products[3].forward is -1.0, and must be greater than 0" in told
+    assert "device is 'tpu', and must be" in told and "update.tensor is missing" in told
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "null", '{"format": 7}', "{}", "\x00", "[" * 100_000])

@@ -25,7 +25,7 @@ from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import read
 from raypar.reporting.run_folder.write import Folder
-from raypar.reporting.summary import closing_rows
+from raypar.reporting.summary import closing_rows, plan_rows
 from tests.support.calibrations import known
 
 MIB = 2**20
@@ -103,6 +103,8 @@ def test_a_calibration_that_does_not_fit_says_why(calibrated, changed, why):
     run = replace(RUN, **changed)
     assert why in why_uncalibrated(run)
     assert forecast(run).source == FROM_FLOPS
+    assert why in dict(plan_rows(run, check_run(run)["train"]))["calibration"]
+    assert "calibration" not in dict(plan_rows(RUN, check_run(RUN)["train"]))
 
 
 def test_without_a_calibration_it_says_how_to_get_one(tmp_path, monkeypatch):
