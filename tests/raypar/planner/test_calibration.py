@@ -58,6 +58,18 @@ def test_all_faults_of_a_file_are_told(tmp_path):
     assert "device is 'tpu', and must be" in told and "update.tensor is missing" in told
 
 
+@pytest.mark.parametrize("figure", [float("inf"), 1e300, 10**30])
+def test_figures_that_no_machine_has_are_told_all_at_once(tmp_path, figure):
+    written = json.loads(json.dumps(asdict(known())))
+    written["busy"] = written["memory"] = written["besides"][0]["forward"] = written["update"]["step"] = figure
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as error:
+        read_calibration(path)
+    told = [fault.split(": ")[1].split(",")[0] for fault in error.value.faults]
+    assert told == [f"{place} is {figure!r}" for place in ("memory", "besides[0].forward", "update.step", "busy")]
+
+
 @pytest.mark.parametrize("text", ["", "[", "[]", "null", '{"format": 7}', "{}", "\x00", "[" * 100_000])
 def test_what_is_no_calibration_is_told_in_one_fault(tmp_path, text):
     path = tmp_path / "calibration.json"
