@@ -63,7 +63,7 @@ class LoadedRun:
         """
         refs = [handle.start.remote(plan) for handle, plan in zip(self.handles, plans, strict=True)]
         launch = self._patient(again)
-        holds = guard(lambda: launch.gather(refs, "the launch"))
+        holds = guard(lambda: launch.gather(refs, "building their parts" if again else "the launch"))
         if found is not None:
             guard(lambda: self.load(found))
         return holds

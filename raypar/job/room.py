@@ -40,7 +40,8 @@ def why_no_room(actors: Actors) -> str:
     """Say why no other actor comes."""
     if any(one.has_room for one in actors.vacancies):
         return "no other actor starts"
-    return f"no node has room for another actor ({free_told()})"
+    free = free_told()
+    return f"no node has room for another actor ({free})" if free else "no node is left for another actor"
 
 
 def no_room(actors: Actors, layouts: Layouts, who: str) -> NoRoomError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from raypar.config.run import check_run, world_of
 from raypar.config.schedule import load
 from raypar.config.skeleton import Skeleton
 from raypar.job.layouts import Layout, Layouts, with_replicas
+from raypar.job.room import why_no_room
 from tests.support.team import Team, linears
 
 MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
@@ -117,3 +119,12 @@ def test_so_few_replicas_that_there_are_not_are_refused():
 def test_a_world_with_fewer_replicas_needs_fewer_actors():
     served = replace(RUN, mesh=rp.Mesh(pp=2, dp=4), data_parallel="parameter_server")
     assert [world_of(with_replicas(served, dp)).size for dp in (2, 1)] == [6, 4]
+
+
+@pytest.mark.parametrize(
+    ("free", "told"),
+    [("", "no node is left for another actor"), ("n has 0 free CPUs", "no node has room for another actor (n has 0")],
+)
+def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, told):
+    monkeypatch.setattr("raypar.job.room.free_told", lambda: free)
+    assert why_no_room(SimpleNamespace(vacancies=[])).startswith(told)
