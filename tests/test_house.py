@@ -363,8 +363,8 @@ MAY_IMPORT = {
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": (
-        "actors actors/mesh actors/models actors/specs raypar raypar/planner/formulas schedules schedules/passes "
-        "schedules/simulation"
+        "actors actors/data_parallel actors/mesh actors/models actors/specs raypar raypar/planner/formulas schedules "
+        "schedules/passes schedules/simulation"
     ),
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",

@@ -186,24 +186,3 @@ def pack(
             done.append(Bucket(stage, key[0], filling.pop(key), strides))
         filling.setdefault(key, {})[name] = parameter
     return done + [Bucket(stage, owner, held, strides) for (owner, _), held in filling.items()]
-
-
-def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
-    """Assign each parameter to an owner so that the owners hold about equally many bytes.
-
-    Parameters are assigned whole, the largest first, each to the owner with the fewest bytes so far.
-
-    Args:
-        sizes: Size of each parameter in bytes, by logical name.
-        owners: Number of owners.
-
-    Returns:
-        The index of each parameter's owner, by logical name.
-    """
-    loads = [0] * owners
-    owner_of = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owner = loads.index(min(loads))
-        loads[owner] += sizes[name]
-        owner_of[name] = owner
-    return owner_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,3 +36,24 @@ class Owners:
     def is_own(self, name: str) -> bool:
         """Return whether this actor updates a parameter; nobody updates a frozen one."""
         return self.of.get(name) in self.own
+
+
+def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
+    """Assign each parameter to an owner so that the owners hold about equally many bytes.
+
+    Parameters are assigned whole, the largest first, each to the owner with the fewest bytes so far.
+
+    Args:
+        sizes: Size of each parameter in bytes, by logical name.
+        owners: Number of owners.
+
+    Returns:
+        The index of each parameter's owner, by logical name.
+    """
+    loads = [(0, owner) for owner in range(owners)]
+    owner_of = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, owner = loads[0]  # of those with as few bytes the first one
+        heapq.heapreplace(loads, (load + sizes[name], owner))
+        owner_of[name] = owner
+    return owner_of

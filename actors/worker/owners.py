@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.buckets import share_out
-from raypar.actors.data_parallel.owners import Owners
+from raypar.actors.data_parallel.owners import Owners, share_out
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends, Tie, ties_of

@@ -17,8 +17,9 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-Parameters are owned whole, so an owner may have more or less than the N-th part. Which units are gathered at a time
-follows from UNSHARD and RESHARD. The kinds' most come at different times, so their sum is more than an actor holds.
+Parameters are owned whole, so the owner that has most, of which this tells, has more than the N-th part: as much as
+``largest_share`` says, if the layers are a GPT's or a Llama's without tiles. Which units are gathered at a time follows
+from UNSHARD and RESHARD. The kinds' most come at different times, so their sum is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
@@ -36,6 +37,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.planner.activations import ELEMENT_BYTES, most_kept
 from raypar.planner.host import device_kind
 from raypar.planner.parameters import Units
+from raypar.planner.shares import Share
 from raypar.planner.snapshots import snapshot_counts
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
@@ -90,6 +92,7 @@ class Counts:
         experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
         apart: Those of an expert actor; None if experts have no actors of their own.
         frozen: By pipeline rank, weights beside ``held`` that nothing updates; empty if there are none.
+        shares: By pipeline rank, what the replica that owns most has of ``held``; empty if that is not known.
     """
 
     held: Sequence[int]
@@ -98,6 +101,7 @@ class Counts:
     experts: Sequence[int] = ()
     apart: Counts | None = None
     frozen: Sequence[int] = ()
+    shares: Sequence[Share] = ()
 
 
 @dataclass(frozen=True)
@@ -184,12 +188,12 @@ def worker_memory(
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
-        own, lends = _owned(world, count, experts), lent[rank].is_lent
+        lends = lent[rank].is_lent
+        own, own_state = _owned(run, world, counts, rank, state)
         summed = own if world.sharded and lends else count
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
-        updated = each.state * state + each.master * count
-        optimizer = 0 if world.servers else _owned(world, updated, updated * experts // max(count, 1))
+        optimizer = 0 if world.servers else each.state * own_state + each.master * own
         gathered = whole[rows[rank]].weights if world.unshards else 0
         buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
@@ -218,13 +222,30 @@ def worker_memory(
     return found
 
 
-def _owned(world: World, count: int, experts: int) -> int:
-    """Return how many of a worker's parameters it updates, if each is shared out among those that hold it.
+def _owned(run: Run, world: World, counts: Counts, rank: int, state: int) -> tuple[int, int]:
+    """Return what the worker that updates most of a pipeline rank updates: parameters, and elements of their state.
+
+    Args:
+        run: The run.
+        world: Its ranks.
+        counts: Its parameters.
+        rank: The pipeline rank.
+        state: The elements of state of all its parameters.
+    """
+    if counts.shares:
+        share = counts.shares[rank]
+        return share.count, states_of(run, Counts([share.count], (), [share.matrices]))[0]
+    count, experts = counts.held[rank], counts.experts[rank] if counts.experts else 0
+    return _nth_part(world, count, experts), _nth_part(world, state, state * experts // max(count, 1))
+
+
+def _nth_part(world: World, count: int, experts: int) -> int:
+    """Return the part of an owner if all have as much.
 
     Args:
         world: The ranks of the run.
-        count: The number of the worker's parameters.
-        experts: How many of them are of experts that actors divide.
+        count: What all have together.
+        experts: How much of it is of experts that actors divide.
     """
     return -(-(count - experts) // world.owners) + (-(-experts // world.experts.owners) if world.experts else 0)
 

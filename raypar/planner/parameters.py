@@ -68,7 +68,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, mesh: 
     Returns:
         The counts by pipeline rank. If both ends of a tied weight are on one rank, it counts once, else twice.
     """
-    ranks = _ranks(mesh)
+    ranks = matrix_ranks(mesh)
     first, last = schedule.placement[0], schedule.placement[-1]
     held = [0] * schedule.num_pipeline_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
@@ -179,7 +179,7 @@ def unit_parameters(
         tile: Into how many tiles linear layers are cut, by pattern of their names.
         experts_stay: Whether experts stay whole on their actor, so that nobody gathers them.
     """
-    ranks = _ranks(mesh)
+    ranks = matrix_ranks(mesh)
     of_expert = mesh.expert_ranks if mesh.divides_experts else ranks
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
@@ -276,7 +276,7 @@ def short_count(count: int) -> str:
     return str(count)
 
 
-def _ranks(mesh: Mesh) -> int:
+def matrix_ranks(mesh: Mesh) -> int:
     """Return over how many tensor ranks a matrix is divided."""
     grid = mesh.grid
     return mesh.tensor_ranks if grid is None else grid.side ** (3 if grid.kind == "3d" else 2)
@@ -300,10 +300,12 @@ def block_parameters(model: GPT | Llama, block: int, mesh: Mesh) -> int:
         block: The block's index.
         mesh: The mesh of the actors.
     """
-    h, width, ranks = model.hidden, model.head_size, _ranks(mesh)
+    h, width, ranks = model.hidden, model.head_size, matrix_ranks(mesh)
     each = width * (h + model.qkv_bias)  # of the queries, keys or values of a head
     keys, is_shared = each * model.num_kv_heads, model.num_kv_heads % ranks > 0
     of_mlp, whole = _beside_experts(model, block) if model.num_experts(block) else _mlp(model, model.mlp_width)
+    if model.num_experts(block) and mesh.folds_experts:  # what is beside experts each rank has whole, for its tokens
+        of_mlp, whole = 0, of_mlp + whole
     divided = model.heads * (each + width * h) + of_mlp
     shared, normed = whole + (model.norms * h if isinstance(model, Llama) else 5 * h), 2 * width * _has_norms(model)
     if mesh.grid is not None:
@@ -326,7 +328,7 @@ def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
 def own_expert_parameters(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of the experts of a block that one actor holds."""
     divided, whole = _mlp(model, model.expert_width)
-    ranks = mesh.expert_ranks if mesh.divides_experts else _ranks(mesh)
+    ranks = mesh.expert_ranks if mesh.divides_experts else matrix_ranks(mesh)
     each = divided // ranks + (whole if mesh.grid is None else whole // ranks)
     return mesh.held_experts(model.num_experts(block)) * each
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import AXES, Mesh
@@ -29,6 +30,8 @@ from raypar.planner.parameters import (
     unit_parameters,
 )
 from raypar.planner.prediction import from_flops
+from raypar.planner.shares import Share, largest_share
+from raypar.planner.tensors import Weight, held_tensors
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
@@ -189,7 +192,20 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
         units = _units(run, schedule.num_stages, skeleton)
     ranks = range(schedule.num_pipeline_ranks)
     experts = [sum(units[stage].experts for stage in schedule.stages_on(rank)) for rank in ranks]
-    return Counts(held, units, muon_parameters(run, schedule, skeleton), experts)
+    return Counts(held, units, muon_parameters(run, schedule, skeleton), experts, shares=_shares(run, schedule))
+
+
+def _shares(run: Run, schedule: Schedule) -> list[Share]:
+    """Return what the replica that owns most has by pipeline rank; [] where that is about the N-th part, or unknown."""
+    model, world = run.model, world_of(run)
+    if isinstance(model, Layers) or run.tile != 1 or run.mesh.is_uneven or not world.sharded:
+        return []
+    held, of_muon = held_tensors(model, run.split, schedule, run.mesh), partial(_is_of_muon, run)
+    return [largest_share(weights, world, of_muon) for weights in held]
+
+
+def _is_of_muon(run: Run, weight: Weight) -> bool:
+    return isinstance(run.optim, Muon) and is_matrix(run.optim, weight.name, weight.dims)
 
 
 def _adapter_counts(run: Run, model: GPT | Llama, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
@@ -301,19 +317,14 @@ def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> 
     """
     if not isinstance(run.optim, Muon):
         return []
+    if not isinstance(run.model, Layers) and run.model.lora is None:
+        tensors = held_tensors(run.model, run.split, schedule, run.mesh)
+        return [sum(one.held for one in held if _is_of_muon(run, one)) for held in tensors]
     skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim
     weights = skeleton.weights
     sizes = {name: weight.numel() for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
-    if isinstance(run.model, Layers):  # of them no parameter counts as divided
-        ranks = of_expert = 1
-    else:
-        ranks = run.mesh.tensor_ranks
-        of_expert = run.mesh.expert_ranks if run.mesh.divides_experts else ranks
-    experts = skeleton.model.experts
-    return [
-        sum(sizes.get(name, 0) // (of_expert if name in experts else ranks) for name in names)
-        for names in _held(run, schedule, skeleton)
-    ]
+    ranks = 1 if isinstance(run.model, Layers) else run.mesh.tensor_ranks  # of Layers no parameter counts as divided
+    return [sum(sizes.get(name, 0) // ranks for name in names) for names in _held(run, schedule, skeleton)]
 
 
 def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:

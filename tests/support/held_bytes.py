@@ -52,8 +52,8 @@ class Held:
     def _noted(self, perform):
         def performed(action):
             perform(action)
-            self.activations[str(action)] = _bytes(self._for_backwards())
-            self.weights.append(_bytes(self._all_weights()))
+            self.activations[str(action)] = num_bytes(self._for_backwards())
+            self.weights.append(num_bytes(self._all_weights()))
 
         return performed
 
@@ -73,6 +73,6 @@ class Held:
                 yield from chain(*member._stream._versions[number]._banks.values())
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors; memory that they share counts once."""
     return sum({one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}.values())

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raypar.actors.data_parallel.buckets import pack, share_out
+from raypar.actors.data_parallel.buckets import pack
+from raypar.actors.data_parallel.owners import share_out
 
 
 def parameters(*sizes, dtype=torch.float32):

@@ -22,6 +22,7 @@ from raypar.planner.parameters import (
     stage_parameters,
     unit_parameters,
 )
+from raypar.planner.tensors import held_tensors
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from tests.support.logical import in_threads
@@ -52,6 +53,8 @@ def test_every_rank_holds_what_the_formula_says(model, name, ranks, chunks):
     sizes = sizes_of(built, "even", schedule)
     found = [sum(sizes[rank].values()) // 4 for rank in range(ranks)]  # bytes of float32
     assert held_parameters(model, "even", schedule, Mesh()) == found
+    named = held_tensors(model, "even", schedule, Mesh())
+    assert [{one.name: 4 * one.whole for one in of_rank} for of_rank in named] == [sizes[rank] for rank in range(ranks)]
     units = unit_parameters(model, "even", schedule.num_stages, Mesh(), 1, {})
     tensors = [sum(units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(ranks)]
     assert tensors == [len(sizes[rank]) for rank in range(ranks)]
@@ -73,6 +76,8 @@ def held_by(model, groups, tp):
 def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
     found = in_threads(local_groups("tp", tp), lambda group: held_by(model, {"tp": group}, tp))
     assert held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp)) == [max(found)]
+    (named,) = held_tensors(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp))
+    assert sum(one.held for one in named) == max(found)
 
 
 @pytest.mark.parametrize("tp", ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
