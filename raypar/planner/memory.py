@@ -36,11 +36,11 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.activations import ELEMENT_BYTES, most_kept
 from raypar.planner.host import device_kind
+from raypar.planner.lent import Lent
 from raypar.planner.parameters import Units
 from raypar.planner.shares import Share
 from raypar.planner.snapshots import snapshot_counts
-from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
+from raypar.schedules.rules import USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.versions import most_versions
@@ -53,7 +53,6 @@ WORKING_OF: Mapping[DeviceKind, float] = {"cpu": 0.4, "cuda": 0.05}
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
 _FILLED = 24 << 20
-_UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,8 @@ def worker_memory(
     activations = [None] * len(schedule.rows) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
-    lent = [_Lent(run, world, counts, schedule.rows[row]) for row in rows]
+    bucket = int(run.bucket_mb * 2**20)
+    lent = [Lent(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
@@ -337,72 +337,3 @@ def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
         if action.op in USES_WEIGHTS and action not in alone
     }
     return [units.gathered if stage in held else units.two for stage, units in enumerate(counts.units)]
-
-
-class _Lent:
-    """The gradients of a pipeline rank that are in buckets for a while.
-
-    Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
-        row: The row of the pipeline rank.
-
-    Attributes:
-        is_lent: Whether there are such buckets.
-        waits: Whether gradients wait in them for the last of several backwards.
-    """
-
-    def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
-        self._row = row
-        self._owners = world.owners + (world.experts.owners if world.experts else 0)
-        self._sizes = [element_bytes(run).gradient * units.whole for units in counts.units]
-        self._tensors = [[element_bytes(run).gradient * one for one in units.largest] for units in counts.units]
-        self._bucket = int(run.bucket_mb * 2**20)
-        ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
-        self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
-        self.is_lent = world.reduces and (world.lends or len(set(ends)) < len(ends))
-
-    def most(self) -> int:
-        """Return the most bytes of gradients in buckets at a time.
-
-        In a round of several backwards the gradients of the whole stage wait for the last one. In a round of one,
-        buckets are reduced while they are made: each owner has one that is filled, and some are under way.
-        """
-        rounds = self._rounds()
-        now = most = 0
-        at, opened = dict.fromkeys(rounds, 0), set[int]()
-        for stage, op, _, _ in self._row:
-            if stage is None or stage not in rounds:
-                continue
-            several = at[stage] < len(rounds[stage]) and rounds[stage][at[stage]] > 1
-            if op in MAKES_GRADIENTS:
-                if several and stage not in opened:
-                    opened.add(stage)
-                    now += self._sizes[stage]
-                most = max(most, now if several else now + self._passing(stage, len(rounds[stage])))
-            elif op is Op.REDUCE_GRAD:
-                at[stage] += 1
-                if stage in opened:
-                    opened.remove(stage)
-                    now -= self._sizes[stage]
-        return most
-
-    def _passing(self, stage: int, rounds: int) -> int:
-        """Return the most bytes in buckets during a backward that ends a round; a round before may be under way."""
-        size = self._sizes[stage]
-        bucket = min(self._bucket, -(-size // self._owners))
-        count = self._owners + _UNDER_WAY
-        alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]
-        passing = sum(alone) + (count - len(alone)) * bucket
-        return passing if rounds > 1 and not alone else min(size, passing)
-
-    def _rounds(self) -> dict[int, list[int]]:
-        """Return by stage how many backwards each of its rounds of reductions has."""
-        found, left = dict[int, list[int]](), dict[int, int]()
-        for stage, op, _, _ in self._row:
-            if stage is not None and op in MAKES_GRADIENTS:
-                left[stage] = left.get(stage, 0) + 1
-            elif stage is not None and op is Op.REDUCE_GRAD:
-                found.setdefault(stage, []).append(left.pop(stage, 0))
-        return found

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from raypar.actors.data_parallel.owners import share_out
 from raypar.actors.mesh.world import World
 from raypar.planner.tensors import Weight
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """An owner's parameters on an actor.
 
     Attributes:
@@ -34,17 +35,15 @@ def largest_share(weights: Collection[Weight], world: World, is_matrix: Callable
         is_matrix: Whether Muon updates a tensor.
     """
     experts = world.experts.owners if world.experts else 1
-    parts = (
-        _largest((one for one in weights if one.is_expert == is_expert), owners, is_matrix)
-        for is_expert, owners in ((False, world.owners), (True, experts))
-    )
-    return Share(*map(sum, zip(*parts, strict=True)))
+    dense = _largest((one for one in weights if not one.is_expert), world.owners, is_matrix)
+    of_experts = _largest((one for one in weights if one.is_expert), experts, is_matrix)
+    return Share(dense.count + of_experts.count, dense.matrices + of_experts.matrices)
 
 
 def _largest(weights: Iterable[Weight], owners: int, is_matrix: Callable[[Weight], bool]) -> Share:
     by_name = {one.name: one for one in weights}
     shares = [Share(0, 0)] * owners
     for name, owner in share_out({name: one.whole for name, one in by_name.items()}, owners).items():
-        one, (count, matrices) = by_name[name], shares[owner]
-        shares[owner] = Share(count + one.held, matrices + one.held * is_matrix(one))
+        one, share = by_name[name], shares[owner]
+        shares[owner] = Share(share.count + one.held, share.matrices + one.held * is_matrix(one))
     return max(shares, key=lambda share: 2 * share.count - share.matrices)
