@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from raypar.planner.operators.operator import Chain, Operator
 
@@ -15,6 +15,8 @@ def split_faults(chain: Chain, ranks: int) -> Iterator[str]:
         ranks: Number of tensor-parallel ranks.
     """
     for one in chain:
+        yield from _placement_faults(one, "from", one.given, one.taken, ranks)
+        yield from _placement_faults(one, "to", one.goes, one.made, ranks)
         if not one.strategy.startswith("split") or not one.taken:
             continue
         dim = int(one.strategy.removeprefix("split"))
@@ -25,6 +27,20 @@ def split_faults(chain: Chain, ranks: int) -> Iterator[str]:
             yield f"model.plan: {one.name} is {one.strategy!r}, {what}: use {fix}"
         elif one.taken[dim] % ranks:
             yield _unequal(one, f"{one.taken[dim]} along dim {dim} of the input", one.taken[dim], ranks)
+
+
+def _placement_faults(one: Operator, word: str, placement: str, shape: Sequence[int], ranks: int) -> Iterator[str]:
+    """Yield a fault if a tensor is annotated to be split along a dim that it lacks, or that has no equal parts."""
+    if not placement.startswith("S"):
+        return
+    dim, sizes = int(placement.removeprefix("S")), "x".join(map(str, shape))
+    if not -1 <= dim < len(shape):
+        fix = ", ".join(f"S{other}" for other in range(len(shape)))
+        told = f"model.plan: {one.name} is given as '{word} {placement}', but of {sizes} there is no dim {dim}"
+        yield f"{told}: use R, S-1 or {fix}"
+    elif shape[dim] % ranks:
+        what = "input" if word == "from" else "output"
+        yield _unequal(one, f"{shape[dim]} along dim {dim} of the {what}", shape[dim], ranks)
 
 
 def way_fault(chain: Chain, name: str, ranks: int) -> str:

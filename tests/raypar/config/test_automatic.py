@@ -176,6 +176,11 @@ def test_the_table_says_what_was_found():
         ),
         (run_of(["linear"], {"layers.0": "colum"}), "which is no kind: use 'column'"),
         (run_of(["linear"], {"layers.0": "column to S-1"}), "no division leads to what it says of layers.0: leave out"),
+        (
+            run_of(["linear", "linear"], {"layers.0": "column to S5", "layers.1": "row from S4"}),
+            "layers.1 is given as 'from S4', but of 4x6x8 there is no dim 4: use R, S-1 or S0, S1, S2",
+        ),
+        (run_of(["linear"], {"layers.0": "column to S0"}, tp=8), "does not divide the 4 along dim 0 of the output of"),
         (replace(rp.Run(), mesh=rp.Mesh(tp=2)), "model is no Layers: raypar plan --gpus searches the layout"),
         (
             replace(run_of(["linear"]), data=rp.Batches(lambda *_: (torch.ones(2, 3), 0))),
