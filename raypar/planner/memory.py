@@ -34,7 +34,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.planner.activations import ELEMENT_BYTES, most_kept
+from raypar.planner.activations import ELEMENT_BYTES, most_kept, uneven_load
 from raypar.planner.host import device_kind
 from raypar.planner.lent import Lent
 from raypar.planner.parameters import Units
@@ -181,6 +181,7 @@ def worker_memory(
         schedule.rows_of(pp)[0] for pp in range(schedule.num_pipeline_ranks)
     ]  # of replicas the first one holds most
     activations = [None] * len(schedule.rows) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
+    uneven = _uneven(run, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
     bucket = int(run.bucket_mb * 2**20)
@@ -211,7 +212,7 @@ def worker_memory(
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
                 process=PROCESS_OF[device] if process is None else process,
-                working=round(WORKING_OF[device] * (activations[rows[rank]] or 0)),
+                working=_working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),
@@ -220,6 +221,28 @@ def worker_memory(
             )
         )
     return found
+
+
+def _uneven(run: Run, timeline: Timeline) -> list[int]:
+    """Return by row of a schedule the bytes of activations that an uneven load of experts adds."""
+    if isinstance(run.model, Layers) or (load := uneven_load(run, run.model)) == 1.0:
+        return [0] * len(timeline.schedule.rows)
+    return [round((load - 1) * even) for even in most_kept(run, run.model, timeline, apart=True)]
+
+
+def _working(device: DeviceKind, activations: int, uneven: int) -> int:
+    """Return the bytes that come and go within an action.
+
+    Where the load of experts is uneven, sizes differ from one microbatch to the next. The C library keeps freed blocks,
+    but they do not fit: on a CPU the process has the memory of activations once more.
+
+    Args:
+        device: The kind of device.
+        activations: Bytes of activations at an even load.
+        uneven: Bytes that an uneven load adds to them.
+    """
+    working = round(WORKING_OF[device] * (activations + uneven))
+    return working + uneven + (activations + uneven + working if uneven and device == "cpu" else 0)
 
 
 def _owned(run: Run, world: World, counts: Counts, rank: int, state: int) -> tuple[int, int]:
