@@ -18,14 +18,25 @@ def duration(seconds: float) -> str:
 
 
 def table(ranking: Ranking) -> list[str]:
-    """Return a line for each of the best meshes, under a line of heads."""
-    rows = [_HEAD, *(_cells(place, one) for place, one in enumerate(ranking.best[:_SHOWN], 1))]
+    """Return a line for each of the best meshes, under a line of heads.
+
+    A step in closed form among simulated or measured ones is told as about so long.
+    """
+    shown = ranking.best[:_SHOWN]
+    exact = [one.simulated is not None or one.calibrated for one in shown]
+    about = ["" if here or not any(exact) else "~" for here in exact]
+    rows = [_HEAD, *(_cells(place, one, how) for place, (one, how) in enumerate(zip(shown, about, strict=True), 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _cells(place: int, one: Candidate) -> tuple[str, ...]:
-    return (str(place), *map(str, one.choices.values()), duration(one.seconds), f"{one.need.bytes / _GB:.1f} GB")
+def _cells(place: int, one: Candidate, about: str) -> tuple[str, ...]:
+    return (
+        str(place),
+        *map(str, one.choices.values()),
+        about + duration(one.seconds),
+        f"{one.need.bytes / _GB:.1f} GB",
+    )
 
 
 def picture(one: Candidate) -> list[str]:

@@ -73,6 +73,12 @@ def test_a_plan_tells_every_choice_and_every_runner_up(ranking):
     assert picture(ranking.best[0])
 
 
+def test_a_step_in_closed_form_is_told_as_about_so_long(ranking):
+    simulated = [one.simulated is not None for one in ranking.best[:6]]
+    assert any(simulated) and not all(simulated)
+    assert ["~" not in line for line in table(ranking)[1:]] == simulated
+
+
 def test_a_layout_takes_as_much_longer_in_one_sentence_as_in_another(ranking):
     """A choice is held against the best layout with another one as it is in the table, by simulation."""
     told = [*reasons(ranking)]
