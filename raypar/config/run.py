@@ -170,7 +170,8 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     """Return the programs with backwards split as the run says."""
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
         return programs
-    costs = costs_with_halving(run, programs["train"].num_stages)
+    weighed = costs_of_run if run.backward == "split" else costs_with_halving  # where all are split, nothing is weighed
+    costs = weighed(run, programs["train"].num_stages)
     # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 

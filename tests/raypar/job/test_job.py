@@ -265,7 +265,7 @@ def test_looking_inside(job):
 
 
 def test_the_stepper_moves_draws_and_finishes(job):
-    job.reset(tiny(microbatches=3))
+    job.reset(tiny(microbatches=3, backward="split"))
     stepper = job.stepper()
     assert stepper.next() == (Action.parse("0F0"),)
     assert job.schedule.rows[1][2] == Action.parse("1I0"), "it is split"
@@ -468,7 +468,7 @@ def test_what_the_driver_can_know_does_not_cost_the_job(kept_actors):
 
 
 def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_way(job, tmp_path):
-    run = tiny(schedule="gpipe", microbatches=4)
+    run = tiny(schedule="gpipe", microbatches=4, backward="split")
     job.reset(run)
     compiled = [job.step().loss for _ in range(2)]
     weights = dict(job.weights())
