@@ -75,23 +75,30 @@ def _with_actions(known: Calibration, few: Measured, many: Measured, halves: Mea
         halves: A run of two stages of one small block each; None if it was not taken.
     """
     one, more = _uncounted(known, few), _uncounted(known, many)
-    product = head_products(few.run, _model_of(few.run), known)
-    found: dict[str, float] = {}
-    for way in ("forward", "backward"):
-        block = max(0.0, getattr(more, way) - getattr(one, way)) / (MANY - FEW)
-        both = max(0.0, getattr(one, way) - FEW * block)  # of an action, and of the head and the loss
-        head = 0.0
-        if halves is not None:  # the mean of the two stages has half a head
-            head = 2 * (getattr(few, way) - getattr(halves, way)) - getattr(product, way)
-            head = min(both, max(0.0, head))
-        found |= {f"action_{way}": both - head, f"head_{way}": head}
+    head = Passes(0.0, 0.0)
+    if halves is not None:  # the mean of the two stages has half a head
+        product = head_products(few.run, _model_of(few.run), known)
+        head = Passes(
+            2 * (few.forward - halves.forward) - product.forward,
+            2 * (few.backward - halves.backward) - product.backward,
+        )
+    action_forward, head_forward = _action_and_head(one.forward, more.forward, head.forward)
+    action_backward, head_backward = _action_and_head(one.backward, more.backward, head.backward)
     return replace(
         known,
-        action_forward=found["action_forward"],
-        action_backward=found["action_backward"],
-        head_forward=found["head_forward"],
-        head_backward=found["head_backward"],
+        action_forward=action_forward,
+        action_backward=action_backward,
+        head_forward=head_forward,
+        head_backward=head_backward,
     )
+
+
+def _action_and_head(few: float, many: float, head: float) -> tuple[float, float]:
+    """Return the seconds of an action and of the head, by those of FEW and of MANY blocks and what the head took."""
+    block = max(0.0, many - few) / (MANY - FEW)
+    both = max(0.0, few - FEW * block)
+    head = min(both, max(0.0, head))
+    return both - head, head
 
 
 def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
@@ -150,7 +157,7 @@ def _model_of(run: Run) -> Transformer:
 def _size(run: Run, kind: Kind, model: Transformer) -> int:
     """Return the size of a block of a kind: see ``Beside``."""
     if kind in OF_PARAMETERS:
-        return counts_of(run, check_run(run)["train"], None).units[0].gathered // model.layers
+        return _counts(run).units[0].gathered // model.layers
     return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
 
 
@@ -163,7 +170,7 @@ def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes
         slower: How much longer its actors computed because others did at once.
     """
     run, model = one.run, _model_of(one.run)
-    parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered / model.layers
+    parameters = _counts(run).units[0].gathered / model.layers
     counted = stage_seconds(run, world_of(run), range(model.layers), parameters, known, tp=run.mesh.tensor_ranks)
     return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
 
@@ -208,4 +215,4 @@ def _update(found: Sequence[Measured]) -> Update:
 
 def _tensors(run: Run) -> int:
     """Return the number of a run's tensors of weights."""
-    return sum(units.tensors for units in counts_of(run, check_run(run)["train"], None).units)
+    return sum(units.tensors for units in _counts(run).units)

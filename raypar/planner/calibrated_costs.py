@@ -20,7 +20,7 @@ from raypar.actors.specs.model import Llama, Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.planner.calibration import Calibration, Crowd, Kind
-from raypar.planner.cost_model import seconds_of_run
+from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
 from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products
 from raypar.planner.rates import Rates
@@ -74,8 +74,6 @@ def calibrated_costs(
 def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration) -> float:
     """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
     ``calibrated_costs``."""
-    model = run.model
-    assert isinstance(model, Transformer)
     owners = world.owners if run.zero != 0 else 1
     tensors = max(
         sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
@@ -83,7 +81,7 @@ def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, cal
     updated, update = max(counts.held) / owners, calibration.update
     seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
     rates = _rates(calibration, max(2, world.replicas))
-    seconds += seconds_of_run(run, world, counts, schedule, rates).step
+    seconds += seconds_behind_update(run, world, counts, schedule, rates)
     if owners > 1 and not world.gathers:
         seconds += calibration.beside("shared", max(counts.held))[1]
     return seconds

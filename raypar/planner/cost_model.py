@@ -49,15 +49,18 @@ def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, r
     return replace(
         costs,
         of_stage=computing | _exchanges(run, world, counts, rates, homes),
-        step=max(_behind_update(run, world, counts, rates, schedule.stages_of(rank)) for rank in _ranks(schedule)),
+        step=seconds_behind_update(run, world, counts, schedule, rates),
         link=rates.message(boundary),
         reduce_beside=True,
         units=min(units.count for units in counts.units),
     )
 
 
-def _ranks(schedule: Schedule) -> range:
-    return range(schedule.num_ranks)
+def seconds_behind_update(run: Run, world: World, counts: Counts, schedule: Schedule, rates: Rates) -> float:
+    """Return the seconds of the messages behind an update, on the pipeline rank where they take longest; the arguments
+    are those of ``seconds_of_run``."""
+    stages = map(schedule.stages_of, range(schedule.num_ranks))
+    return max(_behind_update(run, world, counts, rates, each) for each in stages)
 
 
 def _exchanges(
