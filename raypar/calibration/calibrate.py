@@ -23,12 +23,12 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
-from raypar.planner.calibration import FORMAT, Calibration, Crowd, GroupTime, Origin, Update
+from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
 from raypar.planner.memory import PROCESS_OF
 
 _CALL = 60.0  # seconds in which an actor answers a call
 _LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first
-_FEW_CORES = 4  # on more it is not measured what actors take that share them
+_MOST_ACTORS = 4  # of a node, and on CPUs no more than its cores
 _CPUINFO = Path("/proc/cpuinfo")
 Say = Callable[[str], object]
 
@@ -45,17 +45,18 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         JobError: An actor failed or did not answer in time.
     """
     begin, date = time.monotonic(), datetime.now(UTC)
+    cores = max(2, min(num_cores(), _MOST_ACTORS))
     with connected() as nodes:
         device: DeviceKind = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
         first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))
-        with probes(Meter, [first]) as (meter,):
-            found = _kernels(meter, device, begin + seconds / 3, say)
-        groups = _groups(nodes, first, device, begin + seconds / 2, say)
+        here, there = _places(nodes, first, device, cores)
+        with probes(Meter, [*here, *there], gpus=int(device == "cuda")) as meters:
+            found = _kernels(meters[0], device, begin + seconds / 3, say)
+            groups = _groups(meters[: len(here)], meters[len(here) :], device, begin + seconds / 2, say)
         count = len(nodes)
         late = begin + seconds * (1 - _LEAST_LEFT)
-    actors = max(2, min(num_cores(), 4)) if device == "cpu" else 2
-    crowd = 2 * actors if device == "cpu" and num_cores() <= _FEW_CORES else 0
-    taken = probed(device, actors, crowd, say, lambda: time.monotonic() > late)
+    actors = cores if device == "cpu" else 2
+    taken = probed(device, actors, say, lambda: time.monotonic() > late)
     found = solved(replace(found, groups=tuple(groups)), taken, actors)
     seconds = round(time.monotonic() - begin, 1)
     origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=seconds)
@@ -104,31 +105,32 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         update=Update(step=0.0, tensor=0.0, parameter=0.0),
         groups=(),
         busy=1.0,
-        crowd=Crowd(),
         message=0.0,
         call=0.0,
         process=PROCESS_OF[device],
     )
 
 
-def _groups(nodes: Sequence[Node], first: Node, device: DeviceKind, end: float, say: Say) -> list[GroupTime]:
-    """Measure groups of two and four members on a node, and of one member on each of two nodes."""
-    most = int(first.total.get("GPU", 0)) if device == "cuda" else 4
+def _places(nodes: Sequence[Node], first: Node, device: DeviceKind, cores: int) -> tuple[list[Node], list[Node]]:
+    """Return the nodes of the actors that measure: the first one, once for each member of its groups, and another."""
+    most = int(first.total.get("GPU", 0)) if device == "cuda" else cores
     others = [node for node in nodes if node is not first and device == "cpu"][:1]
-    count = max((size for size in (2, 4) if size <= most), default=0)
+    return [first] * max(size for size in (1, 2, 4) if size <= most), others
+
+
+def _groups(here: Sequence[Any], there: Sequence[Any], device: DeviceKind, end: float, say: Say) -> list[GroupTime]:
+    """Measure groups of two and four members on a node, and of one member on each of two nodes."""
     found: list[GroupTime] = []
-    with probes(Meter, [*[first] * count, *others]) as meters:
-        answers([meter.setup.remote(device, 1) for meter in meters], _CALL)
-        here, there = meters[:count], meters[count:]
-        places = [(here[:size], 1) for size in (2, 4) if size <= count]
-        places += [([here[0], other], 2) for other in there if here]
-        for members, across in places:
-            where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
-            if found and time.monotonic() > end:
-                say(f"groups of {where}: left out, for lack of time")
-                continue
-            say(f"groups of {where}")
-            found += _group(members, across)
+    answers([meter.setup.remote(device, 1) for meter in [*here[1:], *there]], _CALL)
+    places = [(here[:size], 1) for size in (2, 4) if size <= len(here)]
+    places += [([here[0], other], 2) for other in there]
+    for members, across in places:
+        where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
+        if found and time.monotonic() > end:
+            say(f"groups of {where}: left out, for lack of time")
+            continue
+        say(f"groups of {where}")
+        found += _group(members, across)
     return found
 
 

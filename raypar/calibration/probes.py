@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
@@ -19,24 +20,33 @@ from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
 from raypar.schedules.timeline import Timeline
 
-_STEPS = 7  # of each run; the first one also warms up
-_ROUNDS = 5  # at the most: how often each run is taken, against the noise of others
+
+class _Size(NamedTuple):
+    """The size of a short run's model and microbatches."""
+
+    hidden: int
+    tokens: int
+    samples: int
+    layers: int
+
+
+_LEAST_STEPS, _MOST_STEPS = 4, 13  # of each run; the first one also warms up
+_ENOUGH = 0.3  # seconds of steps
+_ROUNDS = 10  # at the most: how often each run is taken, against the noise of others
 FEW, MANY = 1, 5  # blocks of the two smallest models, whose difference is that of blocks alone
-_SMALL, _MIDDLE, _LARGE = (32, 32, 1), (96, 128, 2), (256, 256, 2)  # hidden, tokens, samples
-_HEADS = 4
-_FOUR = GPT(layers=4, hidden=_MIDDLE[0], heads=_HEADS, seq=_MIDDLE[1])
+_SMALL = _Size(hidden=32, tokens=32, samples=1, layers=FEW)
+_LARGER = (_Size(64, 128, 2, layers=2), _Size(192, 128, 2, layers=2), _Size(256, 256, 2, layers=1))
+_HEAD_SIZE = 32
 _FAMILIES: Mapping[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _EXPERTS = MoE(experts=4, top_k=2)
 _CALLED: Mapping[str, str] = {
     "gpt": "blocks of a gpt",
     "reduced": "replicas",
     "split": "backwards in halves",
-    "message": "messages between stages",
-    "stages": "a stage without a head",
+    "pipeline": "stages and messages between them",
     "lent": "blocks with gradients in buckets",
     "gathered": "blocks with weights that are gathered",
     "llama": "blocks of a llama",
-    "crowd": "actors that share cores",
 }
 
 
@@ -50,9 +60,10 @@ class Measured:
         backward: Seconds of a backward, of both halves if it is split.
         ends: Seconds that the first and the last backward of a step take longer together than those between.
         later: Seconds of its W; 0 if it is whole.
-        step: Seconds of the STEP.
+        last_forward: Seconds that a forward of the last stage takes longer than one of the first.
+        last_backward: Seconds that its backward does.
+        step: Seconds of a STEP that waits for no other actor: the lower quartile.
         message: Median seconds of a SEND, and of a RECV whose message was there; 0 without messages.
-        span: Seconds from the first action of a step to its last.
         between: Seconds of a step that are in no action.
         peak: Bytes of the largest process.
     """
@@ -62,33 +73,32 @@ class Measured:
     backward: float
     ends: float
     later: float
+    last_forward: float
+    last_backward: float
     step: float
     message: float
-    span: float
     between: float
     peak: float
 
 
 def probed(
-    device: DeviceKind, actors: int, crowd: int, say: Callable[[str], object], late: Callable[[], bool]
+    device: DeviceKind, actors: int, say: Callable[[str], object], late: Callable[[], bool]
 ) -> dict[str, Sequence[Measured]]:
     """Take the short runs, the most important ones first, and all again while there is time.
 
     Args:
         device: Device of the actors.
         actors: As many as compute at once without sharing a core, at least 2.
-        crowd: Number of actors that do share cores; 0 if none would.
         say: Told what is measured.
         late: Whether it is time to leave out what has not been measured yet.
 
     Returns:
         By name the medians of the rounds. "gpt" and "first" are there in any case.
     """
-    runs = probe_runs(device, actors, crowd)
-    most = max(actors, crowd)
-    say(f"launching {most} actors for short runs")
+    runs = probe_runs(device, actors)
+    say(f"launching {actors} actors for short runs")
     rounds: dict[str, list[list[Measured]]] = {}
-    with launch(replace(runs["gpt"][2], mesh=Mesh(dp=most))) as job:
+    with launch(replace(runs["gpt"][2], mesh=Mesh(dp=actors))) as job:
         first = _taken(job, job.run)  # on new actors: what a process has taken once stays
         for number in range(_ROUNDS):
             for name, each in runs.items():
@@ -107,15 +117,14 @@ def probed(
     return {"first": [first], **found}
 
 
-def probe_runs(device: DeviceKind, actors: int, crowd: int) -> dict[str, list[Run]]:
+def probe_runs(device: DeviceKind, actors: int) -> dict[str, list[Run]]:
     """Return the short runs by what they are for; the arguments are those of ``probed``.
 
-    "gpt" and "llama" have one small block, several, and two sizes of larger blocks; the kinds of ``Beside`` have both
-    larger sizes. "stages" are two of one small block. Of actors that share cores, one run has operations inside of
-    layers, the other one messages between stages.
+    "gpt" and "llama" have one small block, several, and larger blocks of three sizes; the kinds of ``Beside`` have the
+    larger sizes, a "pipeline" stages of the small block, too.
     """
     gpt = [*_family("gpt", device)]
-    middle, large = gpt[2:]
+    larger = gpt[2:]
     with_: Mapping[Kind, Mapping[str, Any]] = {
         "reduced": {"mesh": Mesh(dp=actors)},
         "split": {"backward": "split"},
@@ -129,31 +138,26 @@ def probe_runs(device: DeviceKind, actors: int, crowd: int) -> dict[str, list[Ru
         "experts": {"moe": _EXPERTS},
         "expert parallel": {"moe": _EXPERTS, "mesh": Mesh(dp=2, ep=2)},
     }
-    sharing = [replace(middle, mesh=Mesh(dp=2, tp=2)), replace(middle, mesh=Mesh(pp=4), model=_FOUR)]
+    stages = [_run("gpt", size._replace(layers=2 * size.layers), device) for size in (_SMALL, *_LARGER)]
     return {
         "gpt": gpt,
-        **{kind: [replace(run, **changed) for run in (middle, large)] for kind, changed in with_.items()},
-        "message": [replace(large, mesh=Mesh(pp=2))],
-        "stages": [replace(_run("gpt", _SMALL, device, 2 * FEW), mesh=Mesh(pp=2), backward="whole")],
+        **{kind: [replace(run, **changed) for run in larger] for kind, changed in with_.items()},
+        "pipeline": [replace(run, mesh=Mesh(pp=2), backward="whole") for run in stages],
         "llama": [*_family("llama", device)][1:],
-        **({"crowd": sharing} if crowd else {}),
-        **{kind: [_changed(run, changed) for run in (middle, large)] for kind, changed in experts.items()},
+        **{kind: [_changed(run, changed) for run in larger] for kind, changed in experts.items()},
     }
 
 
-def _run(family: Family, size: tuple[int, int, int], device: DeviceKind, layers: int = 2) -> Run:
+def _run(family: Family, size: _Size, device: DeviceKind) -> Run:
     """Return a run of a small model of a family."""
-    hidden, tokens, samples = size
-    model = _FAMILIES[family](layers=layers, hidden=hidden, heads=_HEADS, seq=tokens)
-    return Run(model=model, microbatches=4, micro_batch_size=samples, schedule="1f1b", steps=1000, device=device)
+    model = _FAMILIES[family](layers=size.layers, hidden=size.hidden, heads=size.hidden // _HEAD_SIZE, seq=size.tokens)
+    return Run(model=model, microbatches=4, micro_batch_size=size.samples, schedule="1f1b", steps=1000, device=device)
 
 
 def _family(family: Family, device: DeviceKind) -> Iterator[Run]:
-    """Yield a run of one small block, one of several, and two of larger blocks."""
-    yield _run(family, _SMALL, device, FEW)
-    yield _run(family, _SMALL, device, MANY)
-    yield _run(family, _MIDDLE, device)
-    yield _run(family, _LARGE, device)
+    """Yield a run of one small block, one of several, and those of larger blocks."""
+    for size in (_SMALL, _SMALL._replace(layers=MANY), *_LARGER):
+        yield _run(family, size, device)
 
 
 def _changed(run: Run, changed: Mapping[str, Any]) -> Run:
@@ -172,14 +176,18 @@ def _taken(job: Job, run: Run) -> Measured:
     """Take steps of the job's run, and return what they took."""
     timelines: list[Timeline] = []
     reports: list[Report] = []
-    for _ in range(_STEPS):
+    while len(reports) < _MOST_STEPS and (
+        len(reports) < _LEAST_STEPS or sum(report.step_ms for report in reports) < 1e3 * _ENOUGH
+    ):
         reports.append(job.step())
         timelines.append(job.timeline())
-    ops: dict[Op, list[float]] = {}
+    of_stage: dict[Op, dict[int | None, list[float]]] = {}
     for timeline in timelines[1:]:
         for event in timeline.events:
             if event.bucket is None:
-                ops.setdefault(event.action.op, []).append(event.end - event.start)
+                lengths = of_stage.setdefault(event.action.op, {})
+                lengths.setdefault(event.action.stage, []).append(event.end - event.start)
+    ops = {op: [*chain(*lengths.values())] for op, lengths in of_stage.items()}
     spans = [max(e.end for e in one.events) - min(e.start for e in one.events) for one in timelines[1:]]
     between = [report.step_ms / 1e3 - span for report, span in zip(reports[1:], spans, strict=True)]
     messages = [sorted(ops[op])[: max(1, len(ops[op]) // 2)] for op in (*SENDS, *RECVS) if op in ops]  # the others wait
@@ -190,9 +198,10 @@ def _taken(job: Job, run: Run) -> Measured:
         _usual(ops[Op.I]) + later if Op.I in ops else _usual(ops[Op.B]),
         statistics.median(map(_ends, timelines[1:])),
         later,
-        _usual(ops[Op.STEP]),
+        _longer(of_stage[Op.F]),
+        _longer(of_stage.get(Op.B, {})),
+        _quartile(ops[Op.STEP]),
         statistics.median(seconds for each in messages for seconds in each) if messages else 0.0,
-        _usual(spans),
         _usual(between),
         max(reports[-1].peak_memory or [0]),
     )
@@ -212,10 +221,21 @@ def _ends(timeline: Timeline) -> float:
     return statistics.fmean(found)
 
 
+def _longer(of_stage: Mapping[int | None, Sequence[float]]) -> float:
+    """Return the seconds that an op of the last stage takes longer than of the first one."""
+    each = [_usual(seconds) for _, seconds in sorted(of_stage.items(), key=lambda one: one[0] or 0)]
+    return each[-1] - each[0] if each else 0.0
+
+
 def _usual(seconds: Sequence[float]) -> float:
-    """Return the mean without the shortest and the longest quarter."""
-    cut = len(seconds) // 4
+    """Return the mean without the shortest and the longest tenth."""
+    cut = len(seconds) // 10
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
+
+
+def _quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def median_of(rounds: Sequence[Measured]) -> Measured:

@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from raypar.actors.specs.model import GPT, Llama, Transformer
+from raypar.actors.host_cores import num_cores
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.calibration.probes import FEW, MANY, Measured
 from raypar.config.run import check_run, world_of
-from raypar.planner.calibrated_costs import stage_seconds, step_seconds
-from raypar.planner.calibration import OF_PARAMETERS, Beside, Calibration, Crowd, Family, Kind, Update
+from raypar.planner.calibrated_costs import calibrated_costs, stage_seconds, step_seconds
+from raypar.planner.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, Update
+from raypar.planner.least_squares import relative_fit
 from raypar.planner.memory import Counts, worker_memory
-from raypar.planner.parameters import num_parameters
-from raypar.planner.prediction import from_calibration, from_flops
+from raypar.planner.prediction import from_flops
 from raypar.planner.products import head_products
 from raypar.reporting.needs import counts_of
 from raypar.schedules.action import Op
-
-_HALVINGS = 12  # in which a duration is found that predicts a step
 
 
 class Passes(NamedTuple):
@@ -41,10 +40,10 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
     gpt = found["gpt"]
     first = found["first"][0]
     known = replace(
-        _with_actions(known, *gpt[:2], *found.get("stages", [None])),
+        _with_actions(known, gpt[0], gpt[1], found["pipeline"][0] if "pipeline" in found else None),
         update=_update(gpt),
         busy=_busy(found["reduced"], gpt[2:], actors) if "reduced" in found else 1.0,
-        message=found["message"][0].message if "message" in found else 0.0,
+        message=found["pipeline"][-2].message if "pipeline" in found else 0.0,
         call=max(0.0, statistics.median(one.between for one in gpt)),
         process=_process(first) if known.device == "cpu" else known.process,
     )
@@ -56,7 +55,9 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
     for kind in ("tensor", "lent", "gathered", "context", "sequence", "experts", "expert parallel", "llama"):
         if kind in found:
             known = _with_kind(known, kind, found[kind])
-    return _with_crowd(known, *found["crowd"]) if "crowd" in found else known
+    if "pipeline" in found:
+        known = _with_pipelines(known, found["pipeline"])
+    return known
 
 
 def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) -> float:
@@ -65,23 +66,20 @@ def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) 
     return min(max(1.0, both[0] / both[1]), float(actors))
 
 
-def _with_actions(known: Calibration, few: Measured, many: Measured, halves: Measured | None) -> Calibration:
+def _with_actions(known: Calibration, few: Measured, many: Measured, stages: Measured | None) -> Calibration:
     """Return a calibration with what an action takes whatever its blocks, and what the head and the loss take.
 
     Args:
         known: The calibration.
         few: A run of one small block.
         many: A run of several.
-        halves: A run of two stages of one small block each; None if it was not taken.
+        stages: A run of two stages of one small block each; None if it was not taken.
     """
     one, more = _uncounted(known, few), _uncounted(known, many)
     head = Passes(0.0, 0.0)
-    if halves is not None:  # the mean of the two stages has half a head
+    if stages is not None:
         product = head_products(few.run, _model_of(few.run), known)
-        head = Passes(
-            2 * (few.forward - halves.forward) - product.forward,
-            2 * (few.backward - halves.backward) - product.backward,
-        )
+        head = Passes(stages.last_forward - product.forward, stages.last_backward - product.backward)
     action_forward, head_forward = _action_and_head(one.forward, more.forward, head.forward)
     action_backward, head_backward = _action_and_head(one.backward, more.backward, head.backward)
     return replace(
@@ -175,24 +173,28 @@ def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes
     return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
 
 
-def _with_crowd(known: Calibration, operations: Measured, links: Measured) -> Calibration:
-    """Return a calibration with what updates and messages take among actors that share cores: so much that it predicts
-    two runs."""
-    longer_steps = (one.step - _step(one.run, known) for one in (operations, links))
-    known = replace(known, crowd=Crowd(max(0.0, statistics.fmean(longer_steps))))
+def _with_pipelines(known: Calibration, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what blocks in stages took beyond what it says of them."""
+    besides: list[Beside] = []
+    for one in found:
+        run, model = one.run, _model_of(one.run)
+        alone, beside_others = _stage(run, known, None), _stage(run, known, num_cores())
+        blocks = model.layers / run.mesh.pp
+        longer = (
+            max(0.0, (taken / together - 1) * lonely / blocks)
+            for taken, together, lonely in zip((one.forward, one.backward), beside_others, alone, strict=True)
+        )
+        besides.append(Beside("pipeline", _size(run, "pipeline", model), *longer))
+    return replace(known, besides=(*known.besides, *besides))
 
-    def longer(field: str, measured: Measured) -> Crowd:
-        run, schedule, crowd = measured.run, check_run(measured.run)["train"], known.crowd
-        world, counts = world_of(run), counts_of(run, schedule, None)
-        least, most = 0.0, measured.span
-        for _ in range(_HALVINGS):
-            half = replace(crowd, **{field: (least + most) / 2})
-            span = from_calibration(run, world, counts, schedule, replace(known, crowd=half)).timeline.makespan
-            least, most = (least, (least + most) / 2) if span > measured.span else ((least + most) / 2, most)
-        return replace(crowd, **{field: least})
 
-    known = replace(known, crowd=longer("operation", operations))
-    return replace(known, crowd=longer("link", links))
+def _stage(run: Run, known: Calibration, cores: int | None) -> Passes:
+    """Return what a calibration says of a pipeline's stages, on average, on actors that share cores or do not."""
+    schedule = check_run(run)["train"]
+    costs = calibrated_costs(run, world_of(run), _counts(run), schedule, known, cores)
+    actions = [action for row in schedule.rows for action in row]
+    forward, backward = (statistics.fmean(costs.of(one) for one in actions if one.op is op) for op in (Op.F, Op.B))
+    return Passes(forward, backward)
 
 
 def _process(found: Measured) -> int:
@@ -204,13 +206,10 @@ def _process(found: Measured) -> int:
 
 
 def _update(found: Sequence[Measured]) -> Update:
-    """Solve for what the update takes by tensor and by parameter."""
-    steps = [one.step for one in found]
-    sizes = [num_parameters(one.run.model) for one in found if isinstance(one.run.model, GPT | Llama)]
-    tensors = [_tensors(one.run) for one in found]
-    parameter = max(0.0, (steps[-1] - steps[-2]) / (sizes[-1] - sizes[-2]))  # of as many tensors
-    tensor = max(0.0, (steps[1] - steps[0] - parameter * (sizes[1] - sizes[0])) / (tensors[1] - tensors[0]))
-    return Update(max(0.0, steps[0] - tensor * tensors[0] - parameter * sizes[0]), tensor, parameter)
+    """Fit what the update takes by tensor and by parameter."""
+    terms = [(1.0, float(_tensors(one.run)), float(max(_counts(one.run).held))) for one in found]
+    step, tensor, parameter = relative_fit(terms, [one.step for one in found])
+    return Update(max(0.0, step), max(0.0, tensor), max(0.0, parameter))
 
 
 def _tensors(run: Run) -> int:

@@ -1,4 +1,4 @@
-"""Actors that take nothing of their nodes, for measurements between them."""
+"""Actors that take no CPU of their nodes, for measurements between them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from raypar.errors import JobError
 
 
 @contextmanager
-def probes(cls: type, nodes: Sequence[Node]) -> Iterator[list[Any]]:
+def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any]]:
     """Start one actor on each of the nodes, which may be named more than once, and end them with the context.
 
     Args:
         cls: The class of the actors, without arguments.
         nodes: The node of each.
+        gpus: Number of GPUs that each takes, and which it alone sees.
 
     Yields:
         Their handles.
     """
     decorate: Any = ray.remote
-    remote = decorate(num_cpus=0, max_restarts=0, max_task_retries=0)(cls)
+    remote = decorate(num_cpus=0, num_gpus=gpus or None, max_restarts=0, max_task_retries=0)(cls)
     pins = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
     handles = [remote.options(scheduling_strategy=pin).remote() for pin in pins]
     try:

@@ -6,7 +6,7 @@ once take longer: on CPUs they share the memory, and beyond the number of cores 
 
 Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
 an operation of the measured group of nearest size. What an axis takes beyond that was measured on short runs that have
-it, and so was what messages and updates take among actors that share cores.
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Llama, Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.calibration import Calibration, Crowd, Kind
+from raypar.planner.calibration import Calibration, Kind
 from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
 from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products
@@ -48,14 +48,13 @@ def calibrated_costs(
     """
     model = run.model
     assert isinstance(model, Transformer)
-    crowd = calibration.crowd if cores is not None and world.size > cores else Crowd()
     costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
     for stage, blocks in enumerate(stages):
         parameters = counts.units[stage].gathered / len(blocks)
         tp = run.mesh.tp_of(schedule.placement[stage])
-        found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp, operation=crowd.operation)
+        found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp)
         of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
@@ -63,8 +62,8 @@ def calibrated_costs(
     costs = replace(
         costs,
         of_stage=of_stage,
-        step=step_seconds(run, world, counts, schedule, calibration) + crowd.step,
-        link=calibration.group("p2p", 2, boundary) + calibration.message + crowd.link,
+        step=step_seconds(run, world, counts, schedule, calibration),
+        link=calibration.group("p2p", 2, boundary) + calibration.message,
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
     costs = replace(costs, of_action=_last_backwards(costs, world, counts, schedule, stages, calibration))
@@ -119,7 +118,6 @@ def stage_seconds(
     calibration: Calibration,
     *,
     tp: int = 1,
-    operation: float = 0.0,
 ) -> dict[Op, float]:
     """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
 
@@ -130,7 +128,6 @@ def stage_seconds(
         parameters: Parameters of a block that are gathered or whose gradients are lent to buckets, where that is done.
         calibration: What was measured.
         tp: Number of tensor ranks that divide the stage.
-        operation: Seconds that an operation of a group takes longer, where actors share cores.
     """
     model = run.model
     assert isinstance(model, Transformer)
@@ -139,7 +136,7 @@ def stage_seconds(
     moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
-        sent = _messages(run, model, block, tp, calibration, operation)
+        sent = _messages(run, model, block, tp, calibration)
         besides = [*(calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)), *moved]
         own = one.forward + sent + sum(there for there, _ in besides)
         forward += own
@@ -166,6 +163,8 @@ def _moved_kinds(world: World) -> Iterator[Kind]:
 def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
     """Yield what takes time in a block besides its products and messages."""
     yield "llama" if isinstance(model, Llama) else "gpt"
+    if run.mesh.pp > 1:
+        yield "pipeline"
     if tp > 1:
         yield "sequence" if run.sequence_parallel else "tensor"
     if run.mesh.cp > 1:
@@ -176,16 +175,16 @@ def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
             yield "expert parallel"
 
 
-def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration, operation: float) -> float:
+def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration) -> float:
     """Return the seconds of the messages inside of a block in one direction."""
     tokens, each = run.micro_batch_size * model.seq / run.mesh.cp, element_bytes(run).weight
     stream = tokens * model.hidden * each
-    seconds = 2 * (calibration.group("all_reduce", tp, stream) + operation) if tp > 1 else 0.0
+    seconds = 2 * calibration.group("all_reduce", tp, stream) if tp > 1 else 0.0
     if run.mesh.cp > 1:
         keys = 2 * tokens * model.num_kv_heads * model.head_size * each / tp
-        seconds += (run.mesh.cp - 1) * (calibration.group("p2p", 2, keys) + operation)
+        seconds += (run.mesh.cp - 1) * calibration.group("p2p", 2, keys)
     if model.moe is not None and model.num_experts(block) and run.mesh.ep > 1:
-        seconds += 2 * (calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k) + operation)
+        seconds += 2 * calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k)
     return seconds
 
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, get_args
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
-from raypar.actors.bounds import Count, NotNegative, Positive
+from raypar.actors.bounds import Count
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.least_squares import relative_fit
 
-FORMAT = 2
+FORMAT = 3
 
+SomeSeconds = Annotated[float, Ge(0), Le(3600)]  # may be 0
+Seconds = Annotated[float, Gt(0), Le(3600)]
+Size = Annotated[int, Ge(1), Le(10**15)]  # bytes, or elements of a tensor
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]
 Kind = Literal[
@@ -30,6 +33,7 @@ Kind = Literal[
     "lent",
     "gathered",
     "split",
+    "pipeline",
 ]
 #: Kinds whose size is the parameters of a block.
 OF_PARAMETERS: frozenset[Kind] = frozenset(("reduced", "lent", "gathered"))
@@ -54,7 +58,7 @@ class Origin:
     cores: Count
     nodes: Count
     date: str
-    seconds: NotNegative
+    seconds: Annotated[float, Ge(0), Le(1e6)]
     versions: dict[str, str | None]
 
 
@@ -73,8 +77,8 @@ class Product:
     rows: Count
     inner: Count
     columns: Count
-    forward: Positive
-    backward: Positive
+    forward: Seconds
+    backward: Seconds
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ class AttentionTime:
     tokens: Count
     heads: Count
     width: Count
-    forward: Positive
-    backward: Positive
+    forward: Seconds
+    backward: Seconds
 
     @property
     def flops(self) -> float:
@@ -111,7 +115,8 @@ class Beside:
             pass over a block adds; of gradients that replicas sum once a step ("reduced"), under ``backward`` what the
             backwards of a step take longer together; of an update that replicas share out ("shared"), likewise what the
             STEP takes longer; of a backward that is split, under ``forward`` what the forward and both halves take
-            longer than whole, under ``backward`` what its W takes beyond the products of weights' gradients.
+            longer than whole, under ``backward`` what its W takes beyond the products of weights' gradients; of a stage
+            of several ("pipeline"), what it takes longer because microbatches wait and messages come and go.
         size: Elements of the residual stream of a microbatch; of the kinds in OF_PARAMETERS, parameters of the block;
             of "shared", those of the actor.
         forward: Seconds of a forward.
@@ -119,9 +124,9 @@ class Beside:
     """
 
     kind: Kind
-    size: Count
-    forward: NotNegative
-    backward: NotNegative
+    size: Size
+    forward: SomeSeconds
+    backward: SomeSeconds
 
 
 @dataclass(frozen=True)
@@ -134,24 +139,9 @@ class Update:
         parameter: Seconds for each parameter.
     """
 
-    step: NotNegative
-    tensor: NotNegative
-    parameter: NotNegative
-
-
-@dataclass(frozen=True)
-class Crowd:
-    """What takes longer where actors share cores, besides their computing.
-
-    Attributes:
-        step: Seconds of a STEP.
-        link: Seconds of a message from one actor to another.
-        operation: Seconds of an operation of a group inside of a layer.
-    """
-
-    step: NotNegative = 0.0
-    link: NotNegative = 0.0
-    operation: NotNegative = 0.0
+    step: SomeSeconds
+    tensor: SomeSeconds
+    parameter: SomeSeconds
 
 
 @dataclass(frozen=True)
@@ -169,8 +159,8 @@ class GroupTime:
     op: GroupOp
     members: Count
     nodes: Count
-    bytes: Count
-    seconds: Positive
+    bytes: Size
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -193,7 +183,6 @@ class Calibration:
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
-        crowd: What takes longer where actors share cores.
         message: Seconds that an actor spends on a SEND or a RECV of a message that is there.
         call: Seconds between two steps that the driver takes.
         process: Bytes of an actor's process without a run.
@@ -205,19 +194,18 @@ class Calibration:
     threads: Count
     products: Annotated[tuple[Product, ...], MinLen(1)]
     attention: Annotated[tuple[AttentionTime, ...], MinLen(1)]
-    memory: Positive
+    memory: Annotated[float, Gt(0), Le(1e15)]
     besides: tuple[Beside, ...]
-    action_forward: NotNegative
-    action_backward: NotNegative
+    action_forward: SomeSeconds
+    action_backward: SomeSeconds
     update: Update
     groups: tuple[GroupTime, ...]
-    busy: Annotated[float, Ge(1)]
-    crowd: Crowd
-    message: NotNegative
-    call: NotNegative
-    process: Annotated[int, Ge(1)]
-    head_forward: NotNegative = 0.0
-    head_backward: NotNegative = 0.0
+    busy: Annotated[float, Ge(1), Le(3600)]
+    message: SomeSeconds
+    call: SomeSeconds
+    process: Size
+    head_forward: SomeSeconds = 0.0
+    head_backward: SomeSeconds = 0.0
 
     def product(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
         """Return the seconds of a product and of its backward: a call, FLOPs, and elements that are read and written.

@@ -20,25 +20,6 @@ from raypar.planner.calibration import FORMAT, Calibration
 VARIABLE = "RAYPAR_CALIBRATION"
 DEFAULT = Path("~/.raypar/calibration.json")
 _MOST = 16 << 20  # bytes
-_MOST_SIZE = 1e15  # bytes, bytes/s, sizes of products, and counts
-_MOST_SECONDS = 3600.0  # as long as a calibration may take; factors are less
-_SIZES = frozenset(
-    [
-        "memory",
-        "process",
-        "size",
-        "bytes",
-        "rows",
-        "inner",
-        "columns",
-        "tokens",
-        "heads",
-        "width",
-        "members",
-        "nodes",
-        "cores",
-    ]
-)
 _AGAIN = "measure again with raypar calibrate"
 
 
@@ -100,14 +81,11 @@ def read_calibration(path: Path) -> Calibration:
     if isinstance(written, dict) and written.get("format") != FORMAT:
         told = f"the calibration {str(path)!r} has format {written.get('format')!r}, and this raypar reads {FORMAT}"
         raise ConfigError([f"{told}: {_AGAIN}"])
-    wrong, calibration = [*_too_large(written)], None
     try:
-        calibration = TypeAdapter(Calibration).validate_json(text)
+        return TypeAdapter(Calibration).validate_json(text)
     except ValidationError as error:
-        wrong += [_wrong(one) for one in error.errors()]
-    if wrong or calibration is None:
-        raise ConfigError([f"the calibration {str(path)!r}: {one}: {_AGAIN}" for one in wrong])
-    return calibration
+        wrong = [_wrong(one) for one in error.errors()]
+        raise ConfigError([f"the calibration {str(path)!r}: {one}: {_AGAIN}" for one in wrong]) from error
 
 
 def found_calibration() -> Calibration | None:
@@ -143,17 +121,6 @@ def calibration_named(path: Path | None) -> Iterator[None]:
         if path is not None:
             os.environ.pop(VARIABLE)
             os.environ.update({} if before is None else {VARIABLE: before})
-
-
-def _too_large(written: object, place: tuple[int | str, ...] = ()) -> Iterator[str]:
-    """Yield which numbers of a file are larger than those of any machine, with which no step can be predicted."""
-    if isinstance(written, dict | list):
-        for key, one in written.items() if isinstance(written, dict) else enumerate(written):
-            yield from _too_large(one, (*place, key))
-    elif isinstance(written, int | float):
-        most = _MOST_SIZE if place and place[-1] in _SIZES else _MOST_SECONDS
-        if written > most:
-            yield f"{_place(place)} is {written!r}, and must be at most {most:g}"
 
 
 def _wrong(found: ErrorDetails) -> str:

@@ -1,6 +1,6 @@
 """How far predictions from the calibration are from what runs take: step time and peak memory of 20 layouts.
 
-    python -m tests.long.prediction_error [--rounds 5] [--steps 8] [--only 5]
+    python -m tests.long.prediction_error [--rounds 5] [--steps 8] [--seconds 60] [--only 5]
 
 Each round calibrates this machine anew, and takes steps of all layouts on the same actors. Then each layout takes some
 steps on actors of its own, since memory once taken stays. None of the layouts is one of the calibration's short runs.
@@ -33,7 +33,6 @@ from raypar.planner.prediction import from_calibration, from_flops
 from raypar.reporting.needs import counts_of
 
 _MOST, _MOST_MEDIAN, _MOST_MEMORY, _ALIKE = 0.10, 0.05, 0.05, 0.03
-_SECONDS = 60.0  # of a calibration
 GPT_S = GPT(layers=4, hidden=128, heads=4, seq=128)
 GPT_M = GPT(layers=4, hidden=192, heads=6, seq=192)
 LLAMA = Llama(layers=4, hidden=128, heads=4, kv_heads=2, seq=128)
@@ -150,12 +149,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long each calibration may take")
     parser.add_argument("--only", type=int, default=None, help="the first so many layouts")
     given = parser.parse_args(words)
     chosen = dict(list(layouts().items())[: given.only])
     found: dict[str, list[Error]] = {name: [] for name in chosen}
     for number in range(1, given.rounds + 1):
-        calibration = calibrate(_SECONDS, lambda told: print(f"# {told}", flush=True))
+        calibration = calibrate(given.seconds, lambda told: print(f"# {told}", flush=True))
         with launch(chosen["pp2 dp2"]) as job:  # as many actors as any layout has
             for name, run in chosen.items():
                 found[name].append(timed(job, name, run, given.steps, calibration))

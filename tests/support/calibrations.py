@@ -10,7 +10,6 @@ from raypar.planner.calibration import (
     AttentionTime,
     Beside,
     Calibration,
-    Crowd,
     GroupTime,
     Origin,
     Product,
@@ -44,7 +43,6 @@ def known(**changed):
             GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
         ),
         busy=1.0,
-        crowd=Crowd(),
         message=0.0,
         call=5e-4,
         process=300 << 20,

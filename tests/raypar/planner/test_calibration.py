@@ -17,7 +17,6 @@ from raypar.errors import ConfigError
 from raypar.planner.calibrated_costs import stage_seconds
 from raypar.planner.calibration import (
     Beside,
-    Crowd,
     Product,
 )
 from raypar.planner.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
@@ -190,26 +189,12 @@ def test_halves_of_a_backward_take_what_was_measured_of_them():
     assert more == pytest.approx({Op.F: 0.0, Op.B: 0.0, Op.I: each - 5 * each, Op.W: 5 * each})
 
 
-def test_gathers_of_weights_and_a_crowd_take_longer(monkeypatch):
+def test_gathers_of_weights_take_longer(monkeypatch):
     run = Run(model=MODEL, mesh=Mesh(dp=2), zero=3, device="cpu", backward="whole")
     parameters = counts_of(run, check_run(run)["train"], None).units[0].gathered // MODEL.layers
     gathers = known(besides=(*known().besides, Beside("gathered", parameters, 1e-3, 2e-3)))
     more = predicted(run, gathers, monkeypatch).step - predicted(run, known(), monkeypatch).step
     assert more == pytest.approx(run.microbatches * MODEL.layers * 3e-3, rel=0.01)
-
-
-def test_steps_messages_and_operations_of_a_crowd_take_longer(monkeypatch):
-    def more(cores, mesh, **crowd):
-        run = Run(model=MODEL, mesh=mesh, microbatches=4, device="cpu", backward="whole")
-        with_it, without = (
-            predicted(run, known(crowd=one), monkeypatch, cores).step for one in (Crowd(**crowd), Crowd())
-        )
-        return with_it - without
-
-    assert more(1, Mesh(dp=2), step=1.0) == pytest.approx(1.0)
-    assert more(1, Mesh(tp=2), operation=1e-2) == pytest.approx(2 * 4 * MODEL.layers * 2 * 2 * 1e-2, rel=0.05)
-    assert more(1, Mesh(pp=2), link=1.0) > 2.0
-    assert more(2, Mesh(pp=2), step=1.0, link=1.0, operation=1.0) == 0.0
 
 
 def test_the_process_of_a_plan_is_the_measured_one(monkeypatch, tmp_path):
