@@ -28,7 +28,7 @@ from raypar.planner.memory import PROCESS_OF
 
 _CALL = 60.0  # seconds in which an actor answers a call
 _LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first
-_MOST_ACTORS = 4  # of a node, and on CPUs no more than its cores
+_MOST_ACTORS = 4  # on CPUs, and no more than cores
 _CPUINFO = Path("/proc/cpuinfo")
 Say = Callable[[str], object]
 
@@ -45,17 +45,17 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         JobError: An actor failed or did not answer in time.
     """
     begin, date = time.monotonic(), datetime.now(UTC)
-    cores = max(2, min(num_cores(), _MOST_ACTORS))
     with connected() as nodes:
         device: DeviceKind = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
         first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))
-        here, there = _places(nodes, first, device, cores)
+        actors = max(2, min(num_cores(), _MOST_ACTORS)) if device == "cpu" else 2
+        members = actors if device == "cpu" else int(first.total["GPU"])
+        here, there = _places(nodes, first, device, members)
         with probes(Meter, [*here, *there], gpus=int(device == "cuda")) as meters:
             found = _kernels(meters[0], device, begin + seconds / 3, say)
             groups = _groups(meters[: len(here)], meters[len(here) :], device, begin + seconds / 2, say)
         count = len(nodes)
         late = begin + seconds * (1 - _LEAST_LEFT)
-    actors = cores if device == "cpu" else 2
     taken = probed(device, actors, say, lambda: time.monotonic() > late)
     found = solved(replace(found, groups=tuple(groups)), taken, actors)
     seconds = round(time.monotonic() - begin, 1)
@@ -102,6 +102,8 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         besides=(),
         action_forward=0.0,
         action_backward=0.0,
+        head_forward=0.0,
+        head_backward=0.0,
         update=Update(step=0.0, tensor=0.0, parameter=0.0),
         groups=(),
         busy=1.0,
@@ -111,11 +113,11 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
     )
 
 
-def _places(nodes: Sequence[Node], first: Node, device: DeviceKind, cores: int) -> tuple[list[Node], list[Node]]:
-    """Return the nodes of the actors that measure: the first one, once for each member of its groups, and another."""
-    most = int(first.total.get("GPU", 0)) if device == "cuda" else cores
+def _places(nodes: Sequence[Node], first: Node, device: DeviceKind, most: int) -> tuple[list[Node], list[Node]]:
+    """Return the nodes of the actors that measure: the first one, once for each of at most so many members of its
+    largest group, and another."""
     others = [node for node in nodes if node is not first and device == "cpu"][:1]
-    return [first] * max(size for size in (1, 2, 4) if size <= most), others
+    return [first] * max((size for size in (2, 4) if size <= most), default=1), others
 
 
 def _groups(here: Sequence[Any], there: Sequence[Any], device: DeviceKind, end: float, say: Say) -> list[GroupTime]:

@@ -198,14 +198,14 @@ class Calibration:
     besides: tuple[Beside, ...]
     action_forward: SomeSeconds
     action_backward: SomeSeconds
+    head_forward: SomeSeconds
+    head_backward: SomeSeconds
     update: Update
     groups: tuple[GroupTime, ...]
     busy: Annotated[float, Ge(1), Le(3600)]
     message: SomeSeconds
     call: SomeSeconds
     process: Size
-    head_forward: SomeSeconds = 0.0
-    head_backward: SomeSeconds = 0.0
 
     def product(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
         """Return the seconds of a product and of its backward: a call, FLOPs, and elements that are read and written.
