@@ -102,8 +102,6 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         besides=(),
         action_forward=0.0,
         action_backward=0.0,
-        head_forward=0.0,
-        head_backward=0.0,
         update=Update(step=0.0, tensor=0.0, parameter=0.0),
         groups=(),
         busy=1.0,

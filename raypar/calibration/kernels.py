@@ -10,7 +10,7 @@ from raypar.planner.calibration import AttentionTime, GroupOp, GroupTime, Produc
 
 ROWS = (32, 128, 512)
 WEIGHTS = ((64, 64), (64, 256), (256, 64), (256, 256), (256, 1024), (1024, 256))  # inner, columns
-LENGTHS = (64, 256, 512)
+LENGTHS = (64, 128, 256, 512)
 GROUP_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 GROUP_OPS: tuple[GroupOp, ...] = ("all_reduce", "all_gather", "p2p")
 _HEADS, _WIDTH = 8, 32  # heads times samples, and the width of one

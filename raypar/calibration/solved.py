@@ -17,7 +17,7 @@ from raypar.planner.calibration import OF_PARAMETERS, Beside, Calibration, Famil
 from raypar.planner.least_squares import relative_fit
 from raypar.planner.memory import Counts, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.products import head_products
+from raypar.planner.products import head_products, num_logits
 from raypar.reporting.needs import counts_of
 from raypar.schedules.action import Op
 
@@ -40,7 +40,7 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
     gpt = found["gpt"]
     first = found["first"][0]
     known = replace(
-        _with_actions(known, gpt[0], gpt[1], found["pipeline"][0] if "pipeline" in found else None),
+        _with_actions(_with_heads(known, found.get("pipeline", ())), gpt[0], gpt[1]),
         update=_update(gpt),
         busy=_busy(found["reduced"], gpt[2:], actors) if "reduced" in found else 1.0,
         message=found["pipeline"][-2].message if "pipeline" in found else 0.0,
@@ -66,44 +66,33 @@ def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) 
     return min(max(1.0, both[0] / both[1]), float(actors))
 
 
-def _with_actions(known: Calibration, few: Measured, many: Measured, stages: Measured | None) -> Calibration:
-    """Return a calibration with what an action takes whatever its blocks, and what the head and the loss take.
+def _with_heads(known: Calibration, found: Sequence[Measured]) -> Calibration:
+    """Return a calibration with what the head and the loss take besides the head's product, from pipelines: by how much
+    longer actions of the last stage last than those of the first."""
+    besides: list[Beside] = []
+    for one in found:
+        model = _model_of(one.run)
+        product = head_products(one.run, model, known)
+        longer = one.last_forward - product.forward, one.last_backward - product.backward
+        besides.append(Beside("head", round(num_logits(one.run, model)), *(max(0.0, seconds) for seconds in longer)))
+    return replace(known, besides=(*known.besides, *besides))
 
-    Args:
-        known: The calibration.
-        few: A run of one small block.
-        many: A run of several.
-        stages: A run of two stages of one small block each; None if it was not taken.
-    """
+
+def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibration:
+    """Return a calibration with what an action takes whatever its blocks, by runs of FEW and of MANY small blocks."""
     one, more = _uncounted(known, few), _uncounted(known, many)
-    head = Passes(0.0, 0.0)
-    if stages is not None:
-        product = head_products(few.run, _model_of(few.run), known)
-        head = Passes(stages.last_forward - product.forward, stages.last_backward - product.backward)
-    action_forward, head_forward = _action_and_head(one.forward, more.forward, head.forward)
-    action_backward, head_backward = _action_and_head(one.backward, more.backward, head.backward)
-    return replace(
-        known,
-        action_forward=action_forward,
-        action_backward=action_backward,
-        head_forward=head_forward,
-        head_backward=head_backward,
+    forward, backward = (
+        max(0.0, less - FEW * max(0.0, longer - less) / (MANY - FEW)) for less, longer in zip(one, more, strict=True)
     )
-
-
-def _action_and_head(few: float, many: float, head: float) -> tuple[float, float]:
-    """Return the seconds of an action and of the head, by those of FEW and of MANY blocks and what the head took."""
-    block = max(0.0, many - few) / (MANY - FEW)
-    both = max(0.0, few - FEW * block)
-    head = min(both, max(0.0, head))
-    return both - head, head
+    return replace(known, action_forward=forward, action_backward=backward)
 
 
 def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
     """Return a calibration with what the blocks of runs took beyond what it says of them."""
     besides: list[Beside] = []
     # Of a family that is not measured yet it says what it knows of another one.
-    before = replace(known, besides=()) if kind in get_args(Family) else known
+    others = tuple(one for one in known.besides if one.kind not in get_args(Family))
+    before = replace(known, besides=others) if kind in get_args(Family) else known
     for one in found:
         model = _model_of(one.run)
         left = _uncounted(before, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)

@@ -22,7 +22,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.calibration import Calibration, Kind
 from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
 from raypar.planner.memory import Counts, element_bytes
-from raypar.planner.products import block_products, head_products
+from raypar.planner.products import block_products, head_products, num_logits
 from raypar.planner.rates import Rates
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
@@ -147,8 +147,9 @@ def stage_seconds(
         longer, later = longer + split, later + one.later + apart
     if blocks[-1] == model.layers - 1:
         head = head_products(run, model, calibration, tp)
-        forward += head.forward + calibration.head_forward
-        backward, later = backward + head.backward + calibration.head_backward, later + head.later
+        there, back = calibration.beside("head", num_logits(run, model, tp))
+        forward += head.forward + there
+        backward, later = backward + head.backward + back, later + head.later
     return {Op.F: forward, Op.B: backward, Op.I: max(0.0, backward + longer - later), Op.W: later}
 
 

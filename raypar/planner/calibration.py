@@ -14,7 +14,7 @@ from raypar.actors.bounds import Count
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.least_squares import relative_fit
 
-FORMAT = 3
+FORMAT = 4
 
 SomeSeconds = Annotated[float, Ge(0), Le(3600)]  # may be 0
 Seconds = Annotated[float, Gt(0), Le(3600)]
@@ -34,6 +34,7 @@ Kind = Literal[
     "gathered",
     "split",
     "pipeline",
+    "head",
 ]
 #: Kinds whose size is the parameters of a block.
 OF_PARAMETERS: frozenset[Kind] = frozenset(("reduced", "lent", "gathered"))
@@ -116,9 +117,10 @@ class Beside:
             backwards of a step take longer together; of an update that replicas share out ("shared"), likewise what the
             STEP takes longer; of a backward that is split, under ``forward`` what the forward and both halves take
             longer than whole, under ``backward`` what its W takes beyond the products of weights' gradients; of a stage
-            of several ("pipeline"), what it takes longer because microbatches wait and messages come and go.
+            of several ("pipeline"), what it takes longer because microbatches wait and messages come and go; of the
+            last stage ("head"), what the head without its product and the loss take, once.
         size: Elements of the residual stream of a microbatch; of the kinds in OF_PARAMETERS, parameters of the block;
-            of "shared", those of the actor.
+            of "shared", those of the actor; of "head", logits.
         forward: Seconds of a forward.
         backward: Seconds of a backward.
     """
@@ -178,8 +180,6 @@ class Calibration:
         besides: What blocks take besides, by kind and size.
         action_forward: Seconds of a forward of a stage, whatever its blocks.
         action_backward: Seconds of its backward, likewise.
-        head_forward: Seconds of a forward of the last stage besides: of the head without its product, and the loss.
-        head_backward: Seconds of its backward, likewise.
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
@@ -198,8 +198,6 @@ class Calibration:
     besides: tuple[Beside, ...]
     action_forward: SomeSeconds
     action_backward: SomeSeconds
-    head_forward: SomeSeconds
-    head_backward: SomeSeconds
     update: Update
     groups: tuple[GroupTime, ...]
     busy: Annotated[float, Ge(1), Le(3600)]
@@ -233,10 +231,18 @@ class Calibration:
         return min(one.forward / size for one, size in each), min(one.backward / size for one, size in each)
 
     def core(self, tokens: float, heads: float, width: float) -> tuple[float, float]:
-        """Return the seconds of an attention core forwards and backwards, by the speed of the nearest length."""
-        nearest = min(self.attention, key=lambda one: abs(math.log(tokens / one.tokens)))
-        part = 4.0 * tokens**2 * heads * width / nearest.flops
-        return nearest.forward * part, nearest.backward * part
+        """Return the seconds of an attention core forwards and backwards, by its speed between the measured lengths.
+
+        Beyond these it is that of the nearest one.
+        """
+        lengths = [1 / one.tokens for one in self.attention]  # by whose sum with a constant a FLOP's seconds go
+        at = min(max(1 / tokens, min(lengths)), max(lengths))
+        flops = 4.0 * tokens**2 * heads * width
+        forward, backward = (
+            _between(sorted((1 / one.tokens, getattr(one, way) / one.flops) for one in self.attention), at)
+            for way in ("forward", "backward")
+        )
+        return flops * forward, flops * backward
 
     def beside(self, kind: Kind, size: float) -> tuple[float, float]:
         """Return the seconds of a block forwards and backwards besides what is counted, between the measured sizes.

@@ -61,6 +61,11 @@ def head_products(run: Run, model: Transformer, calibration: Calibration, tp: in
     return Seconds(forward, backward, 0.0, backward / 2)
 
 
+def num_logits(run: Run, model: Transformer, tp: int = 1) -> float:
+    """Return how many logits of a microbatch an actor has; the arguments are those of ``block_products``."""
+    return _tokens(run, model) * model.vocab / tp
+
+
 def _tokens(run: Run, model: Transformer) -> float:
     return run.micro_batch_size * model.seq / run.mesh.cp
 

@@ -1,13 +1,15 @@
 """How far predictions from the calibration are from what runs take: step time and peak memory of 20 layouts.
 
-    python -m tests.long.prediction_error [--rounds 5] [--steps 8] [--seconds 60] [--only 5]
+    python -m tests.long.prediction_error [--rounds 20] [--turns 2] [--steps 4] [--seconds 60] [--only 5]
 
-Each round calibrates this machine anew, and takes steps of all layouts on the same actors. Then each layout takes some
-steps on actors of its own, since memory once taken stays. None of the layouts is one of the calibration's short runs.
-Prints a line for each layout and round, then the medians of the rounds: what was predicted beside what was measured,
-and which pairs of layouts whose steps are more than 3 % apart are predicted in the wrong order. Exit code 1 if a step
-is off by more than 10 %, the median by more than 5 %, a peak by more than 5 %, or a pair is in the wrong order. For a
-machine that does nothing else: other programs on its cores are in no prediction.
+Each round calibrates this machine anew, and takes steps of all layouts in turns, each on as many actors as it has: on a
+machine whose speed comes and goes, many short turns say more than a long one. Then each layout takes some steps on
+actors of its own, since memory once taken stays. None of the layouts is one of the calibration's short runs. Prints a
+line for each layout and round, then the means of all: what was predicted beside what was measured, and which pairs of
+layouts whose steps are more than 3 % apart are predicted in the wrong order. They are means since what is predicted is
+a sum: the sum of parts' medians is not the median of their sum. Exit code 1 if a step is off by more than 10 %, the
+median by more than 5 %, a peak by more than 5 %, or a pair is in the wrong order. For a machine that does nothing else:
+other programs on its cores are in no prediction.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -75,12 +78,17 @@ def layouts() -> dict[str, Run]:
 
 @dataclass(frozen=True)
 class Error:
-    """What a layout was predicted to take, by FLOPs too, and what it took: seconds."""
+    """What a layout was predicted to take, by FLOPs too, and what it took in several turns: seconds."""
 
     name: str
     flops: float
     predicted: float
-    measured: float
+    turns: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        """What it took in a turn, on average."""
+        return statistics.fmean(self.turns)
 
     @property
     def relative(self) -> float:
@@ -95,28 +103,43 @@ class Error:
         )
 
 
-def timed(job: Job, name: str, run: Run, steps: int, calibration: Calibration) -> Error:
-    """Take steps of a layout on a job's actors. The first two are not counted."""
+def in_turns(chosen: Mapping[str, Run], turns: int, steps: int) -> dict[str, list[float]]:
+    """Return the median seconds of a step of each layout in each turn. The first step of a turn is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in chosen}
+    with ExitStack() as stack:
+        jobs: dict[int, Job] = {}  # one for each number of actors
+        for run in chosen.values():
+            if run.mesh.size not in jobs:
+                jobs[run.mesh.size] = stack.enter_context(launch(run))
+        for turn in range(turns + 1):  # the first one warms up
+            for name, run in chosen.items():
+                job = jobs[run.mesh.size]
+                job.reset(run)
+                each = [job.step().step_ms / 1e3 for _ in range(steps + 1 if turn else 2)][1:]
+                if turn:
+                    taken[name].append(statistics.median(each))
+    return taken
+
+
+def error_of(name: str, run: Run, taken: Sequence[float], calibration: Calibration) -> Error:
+    """Return what a layout is predicted to take beside what it took."""
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
-    job.reset(run)
-    taken = [job.step().step_ms for _ in range(steps + 2)][2:]
     return Error(
         name,
         from_flops(run, world, counts, schedule).step,
         from_calibration(run, world, counts, schedule, calibration).step,
-        statistics.median(taken) / 1e3,
+        tuple(taken),
     )
 
 
 def of_rounds(errors: Sequence[Error]) -> Error:
-    """Return the medians of the rounds of a layout."""
-    median = statistics.median
+    """Return what a layout was predicted to take on average, and what it took in all turns."""
     return Error(
         errors[0].name,
         errors[0].flops,
-        median(one.predicted for one in errors),
-        median(one.measured for one in errors),
+        statistics.fmean(one.predicted for one in errors),
+        tuple(seconds for one in errors for seconds in one.turns),
     )
 
 
@@ -148,7 +171,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6, help="of each round")
+    parser.add_argument("--steps", type=int, default=4, help="of each turn")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long each calibration may take")
     parser.add_argument("--only", type=int, default=None, help="the first so many layouts")
     given = parser.parse_args(words)
@@ -156,13 +180,13 @@ def main(words: Sequence[str] | None = None) -> int:
     found: dict[str, list[Error]] = {name: [] for name in chosen}
     for number in range(1, given.rounds + 1):
         calibration = calibrate(given.seconds, lambda told: print(f"# {told}", flush=True))
-        with launch(chosen["pp2 dp2"]) as job:  # as many actors as any layout has
-            for name, run in chosen.items():
-                found[name].append(timed(job, name, run, given.steps, calibration))
-                print(f"round {number}: {found[name][-1]}", flush=True)
+        taken = in_turns(chosen, given.turns, given.steps)
+        for name, run in chosen.items():
+            found[name].append(error_of(name, run, taken[name], calibration))
+            print(f"round {number}: {found[name][-1]}", flush=True)
     memory = [peak_error(name, run, calibration) for name, run in chosen.items()]
     errors = [of_rounds(each) for each in found.values()]
-    print(f"medians of {given.rounds} rounds:")
+    print(f"means of {given.rounds} rounds of {given.turns} turns:")
     for error in errors:
         print(error)
     times = [abs(error.relative) for error in errors]

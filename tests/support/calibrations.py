@@ -38,8 +38,6 @@ def known(**changed):
         besides=(Beside("gpt", 1 << 10, 1e-3, 2e-3), Beside("gpt", 1 << 13, 2e-3, 4e-3)),
         action_forward=1e-4,
         action_backward=2e-4,
-        head_forward=0.0,
-        head_backward=0.0,
         update=Update(1e-3, 1e-5, 1e-9),
         groups=tuple(
             GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)

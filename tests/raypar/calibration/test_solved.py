@@ -29,13 +29,12 @@ BESIDES = {
     "gathered": (1e-3, 1.1e-3),
     "split": (6e-4, 1e-4),
     "pipeline": (3e-4, 4e-4),
+    "head": (4e-4, 3e-4),
 }
 TRUE = known(
     besides=tuple(Beside(kind, size, *both) for kind, both in BESIDES.items() for size in (1, 1 << 30)),
     action_forward=2e-4,
     action_backward=1e-4,
-    head_forward=4e-4,
-    head_backward=3e-4,
     update=Update(1e-3, 1e-5, 1e-9),
     busy=1.25,
     message=1e-4,
@@ -80,7 +79,7 @@ def runs_as(calibration):
 def test_what_short_runs_say_is_what_they_take(monkeypatch):
     monkeypatch.setattr("raypar.calibration.solved.num_cores", lambda: 1 << 20)  # so that no stage waits for a core
     found = solved(BLANK, runs_as(TRUE), 2)
-    for name in ("action_forward", "action_backward", "head_forward", "head_backward", "busy", "message", "call"):
+    for name in ("action_forward", "action_backward", "busy", "message", "call"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert found.update.parameter == pytest.approx(TRUE.update.parameter, rel=1e-3)
     for kind, both in BESIDES.items():
@@ -91,8 +90,8 @@ def test_what_was_left_out_is_nothing():
     few = {name: taken for name, taken in runs_as(TRUE).items() if name in ("first", "gpt")}
     found = solved(BLANK, few, 2)
     assert {one.kind for one in found.besides} == {"gpt"}
-    assert found.busy == 1.0 and found.message == 0.0 and found.head_forward == 0.0
-    assert found.action_forward == pytest.approx(TRUE.action_forward + TRUE.head_forward)
+    assert found.busy == 1.0 and found.message == 0.0
+    assert found.action_forward == pytest.approx(TRUE.action_forward + BESIDES["head"][0])
     assert found.beside("llama", 60_000) == found.beside("gpt", 60_000)
 
 

@@ -16,6 +16,7 @@ from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
 from raypar.planner.calibrated_costs import stage_seconds
 from raypar.planner.calibration import (
+    AttentionTime,
     Beside,
     Product,
 )
@@ -100,6 +101,30 @@ def test_a_product_is_never_faster_than_the_fastest_measured_one():
     slow = known(products=(Product(32, 64, 64, 1e-3, 2e-3), Product(32, 64, 256, 1e-3, 2e-3)))
     assert slow.product(32, 64, 4096)[0] >= 16e-3
     assert known(products=(Product(32, 64, 64, 1e-3, 2e-3),)).product(32, 64, 64) == pytest.approx((1e-3, 2e-3))
+
+
+def test_an_attention_core_is_as_fast_as_between_the_measured_lengths():
+    def seconds(tokens):
+        return 1e-6 * tokens + 1e-8 * tokens**2
+
+    measured = known(attention=tuple(AttentionTime(one, 8, 32, seconds(one), 2 * seconds(one)) for one in (512, 64)))
+    for tokens in (64, 128, 300, 512):
+        assert measured.core(tokens, 8, 32) == pytest.approx((seconds(tokens), 2 * seconds(tokens))), tokens
+        assert measured.core(tokens, 16, 32) == pytest.approx((2 * seconds(tokens), 4 * seconds(tokens)))
+    assert measured.core(32, 8, 32)[0] == pytest.approx(seconds(64) / 4)  # as fast as the nearest one
+    assert measured.core(1024, 8, 32)[0] == pytest.approx(seconds(512) * 4)
+
+
+def test_the_head_and_the_loss_are_in_the_last_stage_once():
+    run = Run(model=MODEL, mesh=Mesh(pp=2), device="cpu", backward="whole", micro_batch_size=2)
+    heads = known(besides=(*known().besides, Beside("head", 2 * 64 * 256, 1e-3, 2e-3)))
+    first, last = (
+        [stage_seconds(run, world_of(run), blocks, 0.0, one) for one in (known(), heads)]
+        for blocks in (range(2), range(2, 4))
+    )
+    assert first[0] == first[1]
+    assert last[1][Op.F] - last[0][Op.F] == pytest.approx(1e-3)
+    assert last[1][Op.B] - last[0][Op.B] == pytest.approx(2e-3)
 
 
 def test_a_message_lies_between_those_that_were_measured():
