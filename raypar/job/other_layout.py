@@ -24,6 +24,7 @@ _SAME = (  # fields that must not differ
     *("seed", "model", "data", "optim", "clip", "steps", "micro_batch_size", "loss_scale", "nonfinite"),
     *("folder", "track", "max_failures", "snapshot_every"),
 )
+_MOST_TOLD = 40  # characters of a value
 _FIX = "job.reset(run, resume=job.save(folder)) changes it"
 
 
@@ -110,7 +111,16 @@ def _same_faults(before: Run, run: Run) -> Iterator[str]:
         if isinstance(one, Batches) and isinstance(other, Batches) and isinstance(run.mesh, Mesh):
             one, other = (renumbered(data, of.mesh.dp, before.mesh.dp) for data, of in ((one, before), (other, run)))
         if one != other:
-            yield f"{field} is another one, and a relayout changes no number of the run: leave it as it is; {_FIX}"
+            told = _differs(field, one, other)
+            yield f"{told}, and a relayout changes no number of the run: leave it as it is; {_FIX}"
+
+
+def _differs(field: str, before: object, now: object) -> str:
+    """Say that a field is another one, with both values if they are short."""
+    values = repr(now), repr(before)
+    if max(map(len, values)) > _MOST_TOLD:
+        return f"{field} is another one"
+    return f"{field} is {values[0]} and was {values[1]}"
 
 
 def _layout_faults(run: Run, programs: Programs, present: Programs, device: DeviceKind) -> Iterator[str]:

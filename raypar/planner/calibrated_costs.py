@@ -30,6 +30,7 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
 
+_ON_CORES = COMPUTE | SENDS  # what an actor needs a core for; all actors STEP at once
 _ROUNDS = 4  # of finding out how many actors compute at once, from a simulation in which they take longer
 
 
@@ -190,7 +191,7 @@ def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Ca
 
 
 def _sharing(costs: Costs, schedule: Schedule, actors: float, cores: int, calibration: Calibration) -> Costs:
-    """Return the costs of actors that share cores, each action by how many compute while it runs.
+    """Return the costs of actors that share cores, each action by how many need a core while it runs.
 
     Args:
         costs: The costs of an actor that computes alone.
@@ -199,7 +200,9 @@ def _sharing(costs: Costs, schedule: Schedule, actors: float, cores: int, calibr
         cores: Number of cores.
         calibration: How much longer an actor takes while all cores are busy.
     """
-    alone = {action: costs.of(action) for row in schedule.rows for action in row if action.op in COMPUTE}
+    alone = {action: costs.of(action) for row in schedule.rows for action in row if action.op in _ON_CORES}
+    waiting = max(1.0, schedule.num_ranks * actors / cores)
+    costs = replace(costs, step=costs.step * waiting, link=costs.link * waiting)
     shared = dict(alone)
     for _ in range(_ROUNDS):
         timeline = simulate(schedule, replace(costs, of_action=shared))
@@ -209,9 +212,9 @@ def _sharing(costs: Costs, schedule: Schedule, actors: float, cores: int, calibr
 
 
 def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> dict[Action, float]:
-    """Return how much longer each action of compute takes, by how many others run beside it."""
-    computing = [event for event in timeline.events if event.action.op in COMPUTE]
-    changes = sorted([(one.start, 1) for one in computing] + [(one.end, -1) for one in computing])
+    """Return how much longer each action takes that needs a core, by how many others run beside it."""
+    events = [event for event in timeline.events if event.action.op in _ON_CORES]
+    changes = sorted([(one.start, 1) for one in events] + [(one.end, -1) for one in events])
     times, sums, slow, last, running = list[float](), list[float](), 0.0, 0.0, 0
     for at, change in changes:  # the integral of the slowdown over time
         slow += (at - last) * _slowdown(running * actors, cores, busy)
@@ -219,7 +222,7 @@ def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> di
         times.append(at)
         sums.append(slow)
     places = dict(zip(times, sums, strict=True))
-    return {one.action: _mean(one, places) for one in computing}
+    return {one.action: _mean(one, places) for one in events}
 
 
 def _mean(event: Event, places: dict[float, float]) -> float:

@@ -163,7 +163,7 @@ def wrong_pairs(errors: Sequence[Error]) -> tuple[list[str], int]:
         if other.measured > (1 + _ALIKE) * one.measured:
             number += 1
             if other.predicted < one.predicted:
-                wrong.append(f"{one.name} < {other.name}")
+                wrong.append(f"{one.name} < {other.name} (predicted {1 - other.predicted / one.predicted:.1%} apart)")
     return wrong, number
 
 

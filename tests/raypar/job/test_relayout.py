@@ -61,7 +61,7 @@ def test_all_faults_are_told_at_once():
     text = "\n".join(faults)
     assert "microbatches is 3 on each of 1 replicas, but a step of this run has 4: set it to 4" in text
     assert "optim is another one, and a relayout changes no number of the run: leave it as it is" in text
-    assert "seed is another one" in text and "mesh.tp" in text
+    assert "seed is 5 and was 0" in text and "mesh.tp" in text
     assert "4 is no multiple of 3: give another mesh.dp" in told(RUN, mesh=rp.Mesh(dp=3))[0]
     assert told(RUN, mesh="tp=2")[0].startswith("relayout: mesh is ")
     assert "asynchronous" in told(replace(RUN, clip=None), schedule="pipedream")[0]

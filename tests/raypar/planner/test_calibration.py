@@ -154,6 +154,9 @@ def test_actors_share_the_cores_there_are(monkeypatch):
     assert together == pytest.approx(one, rel=0.1)  # the same work on one core
     crowded = predicted(run, known(busy=1.5), monkeypatch, 4).step
     assert 1.2 * apart < crowded < 1.5 * apart
+    update = replace(known().update, step=1.0)
+    longer = [predicted(run, known(update=update), monkeypatch, cores).step for cores in (4, 1)]
+    assert longer[0] - apart == pytest.approx(1 - 1e-3) and longer[1] - together == pytest.approx(4 * (1 - 1e-3))
 
 
 def test_what_is_run_again_and_what_is_divided_counts(monkeypatch):
