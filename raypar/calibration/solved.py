@@ -39,8 +39,9 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
     """
     gpt = found["gpt"]
     first = found["first"][0]
+    known = _with_heads(known, found.get("pipeline", ()))
     known = replace(
-        _with_actions(_with_heads(known, found.get("pipeline", ())), gpt[0], gpt[1]),
+        _with_actions(known, gpt[0], gpt[1]),
         update=_update(gpt),
         busy=_busy(found["reduced"], gpt[2:], actors) if "reduced" in found else 1.0,
         message=found["pipeline"][-2].message if "pipeline" in found else 0.0,
@@ -90,9 +91,9 @@ def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibrat
 def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
     """Return a calibration with what the blocks of runs took beyond what it says of them."""
     besides: list[Beside] = []
-    # Of a family that is not measured yet it says what it knows of another one.
-    others = tuple(one for one in known.besides if one.kind not in get_args(Family))
-    before = replace(known, besides=others) if kind in get_args(Family) else known
+    before = known
+    if kind in get_args(Family):  # of one that is not measured yet it would say what it knows of another one
+        before = replace(known, besides=tuple(one for one in known.besides if one.kind not in get_args(Family)))
     for one in found:
         model = _model_of(one.run)
         left = _uncounted(before, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)

@@ -235,13 +235,10 @@ class Calibration:
 
         Beyond these it is that of the nearest one.
         """
-        lengths = [1 / one.tokens for one in self.attention]  # by whose sum with a constant a FLOP's seconds go
-        at = min(max(1 / tokens, min(lengths)), max(lengths))
+        measured = sorted((1 / one.tokens, one.forward / one.flops, one.backward / one.flops) for one in self.attention)
+        at = min(max(1 / tokens, measured[0][0]), measured[-1][0])  # a FLOP's seconds go in a line with 1 / tokens
+        forward, backward = (_between(((one[0], one[way]) for one in measured), at) for way in (1, 2))
         flops = 4.0 * tokens**2 * heads * width
-        forward, backward = (
-            _between(sorted((1 / one.tokens, getattr(one, way) / one.flops) for one in self.attention), at)
-            for way in ("forward", "backward")
-        )
         return flops * forward, flops * backward
 
     def beside(self, kind: Kind, size: float) -> tuple[float, float]:
