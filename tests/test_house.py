@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,27 @@ def faults_of(check, *tops):
 # --- imports ---------------------------------------------------------------------------------------------------------
 
 
-def imported(path, tree):
+def imported(path, nodes):
     """(module, line) of every import. ``from a import b`` gives ``a.b``; a relative one is counted from the file."""
     parts = list(Path(path).parent.parts)
     package = parts if parts[:1] == ["raypar"] else ["raypar", *parts]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((f"{stem}.{alias.name}", node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith(("import_module", "__import__")):
             yield from ((name.value, node.lineno) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def dotted(node):
+    """The name of an expression such as ``torch.nn.init``; "" if there is a call or an index in it."""
+    if isinstance(node, ast.Name):
+        return node.id
+    base = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return base and f"{base}.{node.attr}"
 
 
 def inside(module, *packages):
@@ -82,7 +91,7 @@ def inside(module, *packages):
 def import_faults(path, source):
     """Imports that go the wrong way: raypar -> actors -> schedules, and ray only where the cluster is talked to."""
     room = path.split("/")[0]
-    for module, line in imported(path, ast.parse(source)):
+    for module, line in imported(path, ast.walk(ast.parse(source))):
         root = module.split(".")[0]
         says = None
         if root in ("actors", "schedules"):
@@ -169,10 +178,10 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def names_of(package, tree):
+def names_of(package, nodes):
     """{name in this file: its dotted name in the package}, of everything that the file imports from it."""
     names = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if inside(alias.name, package):
@@ -182,30 +191,25 @@ def names_of(package, tree):
     return names
 
 
-def dotted(node):
-    """The name of an expression such as ``torch.nn.init``; "" if there is a call or an index in it."""
-    whole = ast.unparse(node)
-    return whole if all(part.isidentifier() for part in whole.split(".")) else ""
-
-
 def private_faults(path, source):
     """Lines with private names of torch or Ray outside of the one file (of Ray: one a room) where they may stand."""
     torch, ray = (TORCH_PRIVATE, PRIVATE_ATTRIBUTES.split()), (RAY_PRIVATE[path.split("/")[0]], [])
+    nodes = list(ast.walk(ast.parse(source)))
     for package, (home, attributes) in {"torch": torch, "ray": ray}.items():
         if path != home:
-            for line, name in sorted(private_names(package, attributes, path, ast.parse(source)).items()):
+            for line, name in sorted(private_names(package, attributes, path, nodes).items()):
                 yield f"{path}:{line}: {name}: take it from {home}, behind a function that says why it is needed"
 
 
-def private_names(package, attributes, path, tree):
+def private_names(package, attributes, path, nodes):
     """{line: private name of a package}: imports, what is behind imports, settings, attributes of its own objects."""
-    names, found = names_of(package, tree), {}
-    for node in ast.walk(tree):
+    names, found = names_of(package, nodes), {}
+    for node in nodes:
         if isinstance(node, ast.Call) and dotted(node.func).partition(".")[0] in names:
             found |= {given.lineno: given.arg for given in node.keywords if is_private(given.arg or "")}
         if isinstance(node, ast.Attribute):
             owner, attribute = node.value, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr"):
             owner, attribute = node.args[0], ast.unparse(node.args[1]).strip("'")
         else:
             continue
@@ -213,7 +217,7 @@ def private_names(package, attributes, path, tree):
         behind = f"{names[root]}.{rest}.{attribute}" if root in names else ""
         if any(map(is_private, behind.split("."))) or (attribute in attributes and root not in ("self", "cls")):
             found[node.lineno] = f"{ast.unparse(owner)}.{attribute}"
-    for module, line in imported(path, tree):
+    for module, line in imported(path, nodes):
         if inside(module, package) and any(map(is_private, module.split("."))):
             found[line] = module
     return found
@@ -412,10 +416,6 @@ TOLD_NOTHING = (
 )
 
 
-def sources_of(*tops):
-    return {path.as_posix(): (ROOT / path).read_text() for path in python_files(*tops)}
-
-
 def without_type_checking(tree):
     """The tree without what stands below ``if TYPE_CHECKING``: that is never run."""
 
@@ -438,7 +438,7 @@ def imports_between(sources):
     for path, source in sources.items():
         tree = without_type_checking(ast.parse(source))
         found[path] = set()
-        for module, _ in imported(path, tree):
+        for module, _ in imported(path, ast.walk(tree)):
             while module and module not in files:
                 module = module.rpartition(".")[0]
             if module not in ("", "raypar") and files[module] != path:
@@ -450,19 +450,24 @@ def folder_of(path):
     return Path(path).parent.as_posix()
 
 
-def arrow_faults(sources, may_import):
+@cache
+def imports_of_rooms():
+    return imports_between({path.as_posix(): (ROOT / path).read_text() for path in python_files(*ROOMS)})
+
+
+def arrow_faults(imports, may_import):
     """Imports from folder to folder that the table does not have."""
-    for path, others in imports_between(sources).items():
+    for path, others in imports.items():
         allowed = {folder_of(path), *may_import.get(folder_of(path), "").split()}
         for other in sorted(others):
             if folder_of(other) not in allowed:
                 yield f"{path} imports {other}: MAY_IMPORT has no {folder_of(path)} -> {folder_of(other)}"
 
 
-def circles(sources):
+def circles(imports):
     """A circle of files that import one another, if there is one."""
     try:
-        graphlib.TopologicalSorter(imports_between(sources)).prepare()
+        graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         yield " <- ".join(error.args[1])
 
@@ -475,7 +480,7 @@ def name_faults(files):
 
 
 def test_folders_import_what_the_table_allows():
-    assert not (faults := list(arrow_faults(sources_of(*ROOMS), MAY_IMPORT))), "\n".join(faults)
+    assert not (faults := list(arrow_faults(imports_of_rooms(), MAY_IMPORT))), "\n".join(faults)
 
 
 def test_the_table_names_folders_that_are_there():
@@ -485,7 +490,7 @@ def test_the_table_names_folders_that_are_there():
 
 
 def test_no_files_import_one_another_in_a_circle():
-    assert not (found := list(circles(sources_of(*ROOMS)))), "\n".join(found)
+    assert not (found := list(circles(imports_of_rooms()))), "\n".join(found)
 
 
 def test_files_are_named_after_subjects():
@@ -499,20 +504,22 @@ def test_an_arrow_that_is_not_in_the_table_is_seen():
         "actors/rng.py": "import hashlib",
     }
     table = {"actors/worker": "actors/mesh", "actors/mesh": "actors"}
-    assert not list(arrow_faults(sources, table))
-    (fault,) = arrow_faults(sources, table | {"actors/mesh": "actors/worker"})
+    imports = imports_between(sources)
+    assert not list(arrow_faults(imports, table))
+    (fault,) = arrow_faults(imports, table | {"actors/mesh": "actors/worker"})
     assert fault == "actors/mesh/mesh.py imports actors/rng.py: MAY_IMPORT has no actors/mesh -> actors"
-    assert len(list(arrow_faults(sources, {}))) == 2
+    assert len(list(arrow_faults(imports, {}))) == 2
     never_run = {**sources, "actors/rng.py": "if TYPE_CHECKING:\n    from raypar.actors.mesh.mesh import Mesh"}
-    assert not list(arrow_faults(never_run, table))
+    assert not list(arrow_faults(imports_between(never_run), table))
 
 
 def test_a_circle_is_seen():
     here, there = "actors/mesh/mesh.py", "actors/mesh/world.py"
     sources = {here: "import raypar.actors.mesh.world", there: "def f():\n    from .mesh import Mesh"}
-    (circle,) = circles(sources)
+    (circle,) = circles(imports_between(sources))
     assert circle.count(here) + circle.count(there) == 3
-    assert not list(circles({**sources, there: "if TYPE_CHECKING:\n    from .mesh import Mesh"}))
+    never_run = {**sources, there: "if TYPE_CHECKING:\n    from .mesh import Mesh"}
+    assert not list(circles(imports_between(never_run)))
 
 
 def test_a_name_that_tells_nothing_is_seen():
@@ -544,6 +551,7 @@ def is_annotated(function):
 def style_faults(path, source):
     """Too long, not typed, not explained, or using what this project does not use."""
     lines, tree = source.splitlines(), ast.parse(source)
+    nodes = list(ast.walk(tree))
     if len(lines) > MAX_FILE:
         yield f"{path}: {len(lines)} lines, more than {MAX_FILE}: does it have two subjects?"
     for function, public in functions(tree):
@@ -554,13 +562,13 @@ def style_faults(path, source):
             yield f"{at}: annotate every argument and the return value"
         if public and size > MAX_WITHOUT_DOCSTRING and not ast.get_docstring(function):
             yield f"{at}: public, {size} lines, no docstring"
-    for module, line in imported(path, tree):
+    for module, line in imported(path, nodes):
         if inside(module, *UNPICKLES):
             yield f"{path}:{line}: {module}: nothing is pickled here; safetensors, JSON or TOML"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in UNPICKLES:
-            yield f"{path}:{node.lineno}: {ast.unparse(node)}: nothing is pickled here; safetensors, JSON or TOML"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and path not in PRINTS:
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and dotted(node) in UNPICKLES:
+            yield f"{path}:{node.lineno}: {dotted(node)}: nothing is pickled here; safetensors, JSON or TOML"
+        if isinstance(node, ast.Call) and dotted(node.func) == "print" and path not in PRINTS:
             yield f"{path}:{node.lineno}: print outside the command line"
 
 

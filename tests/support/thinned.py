@@ -20,11 +20,6 @@ def thinned(grid: Iterable[object], kept: Callable[..., object]) -> Sequence[obj
     return [_param(value, is_short=bool(kept(*_parts(value)))) for value in grid]
 
 
-def every_other(values: Iterable[object]) -> Sequence[object]:
-    """Return values for ``pytest.mark.parametrize``, of which every second one bears the mark ``long``."""
-    return [_param(value, is_short=number % 2 == 0) for number, value in enumerate(values)]
-
-
 def _param(value: object, *, is_short: bool) -> object:
     return pytest.param(*_parts(value), marks=() if is_short else pytest.mark.long)
 
@@ -34,18 +29,22 @@ def _parts(value: object) -> tuple[object, ...]:
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
-    """Mark as long what the other cases of a test with the mark ``each_value`` or ``each_pair`` cover.
+    """Mark as long some cases of tests with the mark ``every_other``, ``each_value`` or ``each_pair``.
 
-    With ``each_value`` every value of every parameter is in a case that stays, with ``each_pair`` all values of every
-    two parameters are together in one, as far as there is such a case.
+    With ``every_other`` the first case stays, the third, and so on. With ``each_value`` every value of every parameter
+    is in a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there
+    is such a case.
     """
-    tests: dict[tuple[str, int], list[pytest.Item]] = {}
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        for mark, size in _SIZES.items():
+        for mark in ("every_other", *_SIZES):
             if item.get_closest_marker(mark) is not None:
-                tests.setdefault((item.nodeid.partition("[")[0], size), []).append(item)
-    for (_, size), cases in tests.items():
-        chosen = _cover([_values(case, size) for case in cases])
+                tests.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
+    for (_, mark), cases in tests.items():
+        if mark == "every_other":
+            chosen = set(range(0, len(cases), 2))
+        else:
+            chosen = _cover([_values(case, _SIZES[mark]) for case in cases])
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker(pytest.mark.long)

@@ -56,6 +56,7 @@ def narrow_and_biased():
     return Core("materialised", 0.0, Alibi(4, 8), window=5)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("core", [fused, explicit, biased, narrow, narrow_and_biased])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("size", [2, 4])

@@ -56,6 +56,7 @@ def kinds(part, worker):
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optim", [AdamW(), SGD(), Muon(adamw=("*.bias",))], ids=lambda optim: optim.kind)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 @pytest.mark.parametrize("layout", ["alone", "zero 1", "zero 3"])

@@ -24,7 +24,6 @@ from raypar.schedules.action import Op
 from tests.support.replicas import agrees
 from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team, batch, mse
-from tests.support.thinned import every_other
 from tests.support.thread_jobs import TeamJob
 
 TINY = recipe("moe-tiny")
@@ -51,7 +50,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", every_other(LAYOUTS.values()), ids=LAYOUTS.keys())
+@pytest.mark.every_other
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_actors_of_experts_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **layout)), 2e-5)
 

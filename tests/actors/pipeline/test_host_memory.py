@@ -30,6 +30,7 @@ def weights(run):
     return losses, team.weights(), team
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     "changes",
     [

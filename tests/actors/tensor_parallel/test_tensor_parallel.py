@@ -22,7 +22,6 @@ from raypar.schedules.action import Op
 from tests.support.snapshots import loaded, read
 from tests.support.team import Team
 from tests.support.tensor_teams import LOSS, TINY, agrees, longer, tokens
-from tests.support.thinned import every_other
 
 
 def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
@@ -186,9 +185,8 @@ def test_selective_gathers_the_inputs_of_attention_and_mlp_once_more():
 LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}
 
 
-@pytest.mark.parametrize(
-    ("here", "there"), every_other([*pairwise([*LAYOUTS, "alone"]), ("all", "all"), ("all", "tp=2")])
-)
+@pytest.mark.every_other
+@pytest.mark.parametrize(("here", "there"), [*pairwise([*LAYOUTS, "alone"]), ("all", "all"), ("all", "tp=2")])
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""
 

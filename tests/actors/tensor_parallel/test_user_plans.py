@@ -159,6 +159,7 @@ def decoder():
 DECODER = {"layers.0": "embedding", **ATTENTION, "layers.3": "column_gather_output"}
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 2, 1, 0), (2, 2, 2, 1)])
 def test_attention_with_tied_embeddings(tp, pp, dp, zero):
     agrees(team_of(decoder, DECODER, tp, pp, dp, loss=cross_entropy, data=tokens, zero=zero))

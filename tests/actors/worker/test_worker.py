@@ -229,6 +229,7 @@ class Third(nn.Module):
         return self.inner(y * mask) + sign
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "full", "full"), ("none", "full", "none")])
 @pytest.mark.parametrize(("pp", "schedule"), [(3, "1f1b"), (3, "gpipe"), (1, "interleaved")])
 def test_tuples_ints_unused_and_frozen_tensors(recompute, pp, schedule):

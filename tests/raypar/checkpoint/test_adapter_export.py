@@ -35,6 +35,7 @@ def base(model, home):
     return export(checkpoint_of(team_of(model), home / "base saved"), home / "base")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("targets", ["all", "attn"])
 @pytest.mark.parametrize("mesh, changes", [(rp.Mesh(pp=2, tp=2), {}), (rp.Mesh(dp=2), {"zero": 3})], ids=["tp", "zero"])
 def test_the_formula_of_peft_gives_what_is_merged(mesh, changes, targets, tmp_path):

@@ -16,7 +16,7 @@ from raypar.config.validate.generation import prompt_faults
 from raypar.errors import JobError
 from raypar.job.generation import Generation, request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
-from tests.support.thinned import every_other, thinned
+from tests.support.thinned import thinned
 
 SAMPLED = Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=3)
 MESHES = {
@@ -33,7 +33,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", every_other(MESHES))
+@pytest.mark.every_other
+@pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:
         for sampling in (Sampling(), SAMPLED):

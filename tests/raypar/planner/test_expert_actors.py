@@ -19,7 +19,6 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.needs import counts_of, need_rows
 from tests.support.team import Team
-from tests.support.thinned import every_other
 
 STATE = "weights", "gradients", "optimizer"
 TINY = recipe("moe-tiny")
@@ -65,7 +64,8 @@ def sent_by(team):
     return {key: count / team.world.mesh.inner for key, count in most.items()}
 
 
-@pytest.mark.parametrize("layout", every_other(LAYOUTS), ids=lambda layout: f"{layout['mesh']} {layout['zero']}")
+@pytest.mark.every_other
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout['mesh']} {layout['zero']}")
 def test_actors_hold_and_send_what_is_planned(layout):
     run = replace(RUN, **layout)
     (workers, others), counts, expected = planned(run)

@@ -71,6 +71,7 @@ def held_by(model, groups, tp):
     return len(made) and sum(p.numel() for module in made for p in module.parameters())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [model for model in MODELS if not model.tied])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_tensor_rank_holds_what_the_formula_says(model, tp):

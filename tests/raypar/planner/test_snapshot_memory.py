@@ -19,7 +19,6 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.snapshots import snapshot_counts
 from raypar.reporting.needs import counts_of
 from tests.support.team import Team
-from tests.support.thinned import every_other
 
 SMALL = {"microbatches": 2, "steps": 3, "timeout": 20.0, "max_failures": 1}
 EXPERTS = recipe("moe-tiny", **SMALL)
@@ -46,7 +45,8 @@ def filled(keeper):
     return sum(max(0, os.fstat(file).st_size - one) for file, one in zip(keeper._slots.files, headers, strict=True))
 
 
-@pytest.mark.parametrize("name", every_other(RUNS))
+@pytest.mark.every_other
+@pytest.mark.parametrize("name", RUNS)
 def test_snapshots_take_the_memory_that_is_planned(name):
     run = RUNS[name]
     schedule, world = check_run(run)["train"], world_of(run)

@@ -23,6 +23,7 @@ def kills(*actors, step=4):
     return [rp.chaos.kill(actor, at="STEP", step=step) for actor in actors]
 
 
+@pytest.mark.long
 def test_two_of_four_replicas_are_lost_and_come_back(tmp_path, caplog, monkeypatch):
     """One run: two die in step 4, there is room again after step 9, and the losses are those of all the time four."""
     monkeypatch.setattr("raypar.job.starter._LOOK", 0.0)

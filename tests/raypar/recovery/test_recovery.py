@@ -68,6 +68,7 @@ def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     assert disturbed[2][0].reason == "actor pp=0 was silent for 3 s during step 5"
 
 
+@pytest.mark.long
 def test_a_failure_in_the_recovery_and_a_spare(undisturbed, kept_actors):
     """Both actors die at once, and one fails again while it joins; a spare is there. Kills: tests/long."""
     chaos = [rp.chaos.kill(f"pp={pp}", at="STEP", step=4) for pp in (0, 1)]

@@ -116,7 +116,7 @@ def compiled_twice(name):
 
 
 @pytest.mark.parametrize("name", TEAMS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), orderly=st.booleans())
 def test_any_order_of_ready_moves_has_the_gradients_of_a_compiled_step(name, seed, orderly):
     hands, draw = Hands(TEAMS[name]()), random.Random(seed)

@@ -77,6 +77,7 @@ def test_with_pipelines_and_replicas(grid, changes):
     agrees(team_of(grid, replace(TINY, tied=True), **changes))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("grid", "context"), [*product(["2d:2x2"], get_args(Context)), ("3d:2x2x2", "ulysses")])
 def test_with_sequences_that_are_divided_too(grid, context):
     model = replace(TINY, seq=8, positions="learned" if context == "ring" else "alibi")
@@ -90,6 +91,7 @@ def test_any_positions(grid, positions):
     agrees(team_of(grid, replace(TINY, layers=1, positions=positions, attention="materialised"), steps=1, m=1))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("grid", GRIDS)
 def test_recomputing_changes_no_bit(grid):
     weights = []
@@ -101,6 +103,7 @@ def test_recomputing_changes_no_bit(grid):
         assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
 def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
     """All linear layers leave the gradients of their weights for W, with the messages that these need."""
@@ -266,6 +269,7 @@ def test_a_member_that_is_gone_lets_everybody_go(op):
 LAYOUTS = ["2d:2x2", 2, "2.5d:2x2x2", 1, "3d:2x2x2", "2d:2x2"]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("here", "there"), list(pairwise(LAYOUTS)))
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""
