@@ -44,8 +44,11 @@ _CALLED: Mapping[str, str] = {
     "reduced": "replicas",
     "split": "backwards in halves",
     "pipeline": "stages and messages between them",
-    "lent": "blocks with gradients in buckets",
-    "gathered": "blocks with weights that are gathered",
+    "tensor": "blocks with tp=2",
+    "sequence": "blocks with tp=2 and sequence parallelism",
+    "context": "blocks with cp=2",
+    "lent": "blocks with zero=2, whose gradients are lent to buckets",
+    "gathered": "blocks with zero=3, whose weights are gathered",
     "llama": "blocks of a llama",
 }
 

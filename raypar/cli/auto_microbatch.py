@@ -27,7 +27,7 @@ def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool, room: fl
         return run, schedule
     from raypar.job.microbatch import fit_microbatch, measured_peak
 
-    found = fit_microbatch(run, round(room * 2**30) or None, measured_peak if probes else None)
+    found = fit_microbatch(run, max(1, round(room * 2**30)) if room else None, measured_peak if probes else None)
     for told in found.told:
         logging.getLogger("raypar").info("auto-microbatch: %s", told)
     return found.run, check_run(found.run)["train"]

@@ -24,7 +24,7 @@ _OF_KIND: Mapping[Kind, str] = {
 }
 _ONE_FIGURE: Mapping[Kind, str] = {
     "reduced": "summing its gradients over replicas adds to a block",
-    "shared": "sharing out an update adds to it",
+    "shared": "sharing out an update adds to a block",
     "split": "splitting a backward adds to a block",
 }
 
@@ -77,6 +77,7 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> str:
 def told(found: Calibration) -> str:
     """Return the main figures of a calibration in lines."""
     fastest = max(2 * one.rows * one.inner * one.columns / one.forward for one in found.products)
+    besides = "besides its products and attention"
     lines = [
         f"{found.origin.processor}, {found.origin.cores} cores, in {found.origin.seconds:.0f} s",
         f"products up to {fastest / 1e9:,.0f} GFLOP/s, memory {found.memory / 1e9:.1f} GB/s",
@@ -89,7 +90,7 @@ def told(found: Calibration) -> str:
             lines.append(f"{_ONE_FIGURE[kind]} {seconds * 1e3:.2f} ms")
             continue
         both = f"{one.forward * 1e3:.2f} and {one.backward * 1e3:.2f} ms forwards and backwards"
-        lines.append(f"{_OF_KIND.get(kind, f'a block of a {kind} takes')} {both} besides")
+        lines.append(f"{_OF_KIND.get(kind, f'a block of a {kind} takes')} {both} {besides}")
     lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")
     for group in found.groups:
         if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):

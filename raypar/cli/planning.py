@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raypar.actors.files import read_named
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama, Transformer
@@ -26,19 +27,20 @@ from raypar.errors import ConfigError
 from raypar.planner.calibration_file import calibration_faults, calibration_named, found_calibration
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import Found, cluster_from, cluster_of
-from raypar.planner.host import starts_own_ray
+from raypar.planner.host import num_slots, starts_own_ray
 from raypar.planner.parameters import num_parameters, short_count
 from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
 from raypar.planner.search.advice import advice
-from raypar.planner.search.explained import duration, lost, memory_told, missing, picture, reasons, table
+from raypar.planner.search.explained import SHOWN, duration, lost, memory_told, missing, picture, reasons, table
 from raypar.planner.search.given_axes import axis_faults
-from raypar.planner.search.ranking import Candidate, Price, Ranking, largest_divided, ranked, smallest
+from raypar.planner.search.ranking import ALIKE, Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space
 from raypar.planner.timing.messages import LADDER
 from raypar.reporting.needs import counts_of
 
 log = logging.getLogger(__name__)
 
+_MOST_BYTES = 1 << 20  # of a cluster's file
 _MOST_PLACED = 1024  # actors whose nodes are told
 _NODES_TOLD = 4
 _SEARCHED = ("--mesh.dp", "--schedule", "--chunks", "--microbatches", "--micro-batch-size", "--recompute")
@@ -99,7 +101,8 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[st
     if faults := [*axis_faults(run.model, cluster.size, space)]:
         raise ConfigError(faults)
     fills = args.cluster is None and not args.nodes
-    return "\n".join(_planned(_on(run, cluster), cluster, space, args.out, price, fills=fills))
+    on = _on(run, cluster, is_given=any(word.startswith("--precision") for word in words))
+    return "\n".join(_planned(on, cluster, space, args.out, price, fills=fills))
 
 
 def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
@@ -112,6 +115,9 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
         log.warning("predicted without a calibration: %s", "; ".join(error.faults))
         return None
     if calibration is None:
+        return None
+    if calibration.device == "cpu" and starts_own_ray() and cluster.size > num_slots():
+        log.warning("predicted without a calibration: it is of this machine, which takes %d actors", num_slots())
         return None
 
     def price(run: Run) -> float | None:
@@ -162,18 +168,18 @@ def _cluster(args: PlanArgs) -> Found:
     if args.cluster is None:
         return cluster_of(args.gpus or 0, args.gpu, args.nodes, args.between)
     try:
-        found = cluster_from(tomllib.loads(args.cluster.read_text()))
+        found = cluster_from(tomllib.loads(read_named(args.cluster, _MOST_BYTES).decode()))
     except OSError as error:
         return Found(None, [f"--cluster {str(args.cluster)!r} can't be read ({error.strerror}): give another path"])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        return Found(None, [f"--cluster {str(args.cluster)!r} is not TOML: {error}"])
+    except (ValueError, RecursionError) as error:
+        return Found(None, [f"--cluster {str(args.cluster)!r} can't be read ({error}): give a TOML file"])
     return replace(found, faults=[f"{args.cluster.name}: {fault}" for fault in found.faults])
 
 
-def _on(run: Run, cluster: Cluster) -> Run:
-    """Return the run on such devices: in bf16 where that is faster and the run says nothing else."""
+def _on(run: Run, cluster: Cluster, *, is_given: bool) -> Run:
+    """Return the run on such devices: in bf16 where that is faster, unless a flag or the run gives a precision."""
     device, precision = cluster.device, run.precision
-    if precision == Precision() and device.half > device.full:
+    if precision == Precision() and not is_given and device.half > device.full:
         precision = Precision(compute="bf16")
     return replace(
         run, mesh=Mesh(), precision=precision, device="cpu" if device.name == "cpu" else "cuda", split="even"
@@ -194,21 +200,29 @@ def _planned(
     yield f"{cluster}"
     many = short_count(num_parameters(model))
     yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
-    yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; the best of each mesh:"
+    yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_told(ranking)}:"
     yield from ("", *table(ranking), "")
     how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"
-    yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s; of an actor:"
+    yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s"
+    closed = best.step.seconds
+    yield "of an actor" + f", in closed form {duration(closed)}" * (abs(closed / best.seconds - 1) > ALIKE) + ":"
     yield from picture(best)
     if price is not None and not best.calibrated:
         yield f"not from the calibration: {why_uncalibrated(best.run)}"
     yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
-    yield from ("", "why:", *(f"  {line}" for line in reasons(ranking)))
+    yield from ("", "why:", *(f"  {line}" for line in reasons(ranking, space)))
     if len(ranking.best) > 1:
         yield from ("", "why the others lost:", *(f"  {line}" for line in lost(ranking)))
     yield from ("", "who is where:", *(f"  {line}" for line in _places(best, cluster)))
     if advised := [*advice(best, cluster)]:
         yield from ("", "advice:", *(f"  {line}" for line in advised))
     yield from _written(ranking, out)
+
+
+def _best_told(ranking: Ranking) -> str:
+    """Say what the table shows."""
+    count = len(ranking.best)
+    return "the best of each mesh" if count <= SHOWN else f"the best of each mesh, the first {SHOWN} of {count}"
 
 
 def _enough(run: Run, cluster: Cluster, space: Space, ranking: Ranking, *, fills: bool) -> Iterator[str]:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
     from raypar.job.job import Job
 
+_MOST_ROOM = 1_000_000  # GiB of an actor
+
 
 @dataclass(frozen=True)
 class TrainArgs(RunArgs):
@@ -207,8 +209,8 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     faults += device_faults(run.device) if right("device") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
-    if not 0 <= args.room < math.inf:
-        faults.append(f"--room is {args.room}: it must be a number of GiB, 0 or more")
+    if not 0 <= args.room <= _MOST_ROOM:
+        faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if right("mesh", "data_parallel", "servers", "zero", "spares"):

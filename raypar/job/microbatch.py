@@ -12,7 +12,7 @@ from raypar.config.run import check_run, unrecorded, world_of
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import computes_here, free_memory
 from raypar.planner.memory import worker_memory
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import before_run
 from raypar.reporting.needs import counts_of, size
 
 #: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
@@ -110,8 +110,8 @@ def _forecast(run: Run) -> int:
     """Return the bytes of the largest actor."""
     schedule, world = check_run(run)["train"], world_of(run)
     counts = counts_of(run, schedule, None)
-    timeline = from_flops(run, world, counts, schedule).timeline
-    return max(memory.total for memory in worker_memory(run, world, counts, timeline))
+    predicted = before_run(run, world, counts, schedule)
+    return max(one.total for one in worker_memory(run, world, counts, predicted.timeline, predicted.process))
 
 
 def _room(run: Run) -> int:

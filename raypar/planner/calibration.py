@@ -17,7 +17,7 @@ from raypar.planner.least_squares import relative_fit
 FORMAT = 4
 
 SomeSeconds = Annotated[float, Ge(0), Le(3600)]  # may be 0
-Seconds = Annotated[float, Gt(0), Le(3600)]
+Seconds = Annotated[float, Ge(1e-12), Le(3600)]
 Size = Annotated[int, Ge(1), Le(10**15)]  # bytes, or elements of a tensor
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
 Family = Literal["gpt", "llama"]

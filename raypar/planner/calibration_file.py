@@ -20,6 +20,7 @@ from raypar.planner.calibration import FORMAT, Calibration
 VARIABLE = "RAYPAR_CALIBRATION"
 DEFAULT = Path("~/.raypar/calibration.json")
 _MOST = 16 << 20  # bytes
+_TOLD = 20  # faults of a file
 _AGAIN = "measure again with raypar calibrate"
 
 
@@ -40,7 +41,10 @@ def place_faults(path: Path) -> Iterator[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             yield f"the calibration can't be written to {str(path)!r}, a folder: give a file"
-        WholeFile(path).close()
+        elif path.exists() and not path.is_file():
+            yield f"the calibration can't be written to {str(path)!r}, a device or a pipe: give a file"
+        else:
+            WholeFile(path.resolve()).close()
     except (OSError, ValueError) as error:
         yield _unwritten(path, error)
 
@@ -54,8 +58,9 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     text = json.dumps(asdict(calibration), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, [memoryview(text.encode())])
-        sync_folder(path.parent)
+        file = path.resolve()  # of a link what it names
+        write_whole(file, [memoryview(text.encode())])
+        sync_folder(file.parent)
     except (OSError, ValueError) as error:
         raise ConfigError([_unwritten(path, error)]) from error
 
@@ -79,12 +84,16 @@ def read_calibration(path: Path) -> Calibration:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError([f"the calibration {str(path)!r} can't be read ({reason}): {_AGAIN}"]) from error
     if isinstance(written, dict) and written.get("format") != FORMAT:
-        told = f"the calibration {str(path)!r} has format {written.get('format')!r}, and this raypar reads {FORMAT}"
+        has = reprlib.repr(written.get("format"))
+        told = f"the calibration {str(path)!r} has format {has}, and this raypar reads {FORMAT}"
         raise ConfigError([f"{told}: {_AGAIN}"])
     try:
         return TypeAdapter(Calibration).validate_json(text)
     except ValidationError as error:
-        wrong = [_wrong(one) for one in error.errors()]
+        found = error.errors()
+        wrong = [_wrong(one) for one in found[:_TOLD]]
+        if len(found) > _TOLD:
+            wrong.append(f"{len(found) - _TOLD:,} more values are wrong")
         raise ConfigError([f"the calibration {str(path)!r}: {one}: {_AGAIN}" for one in wrong]) from error
 
 
@@ -95,7 +104,7 @@ def found_calibration() -> Calibration | None:
         ConfigError: There is a file, and it has faults; or the one that RAYPAR_CALIBRATION names is not there.
     """
     path = default_path()
-    if path is None or (VARIABLE not in os.environ and not path.exists()):
+    if path is None or (VARIABLE not in os.environ and not os.path.lexists(path)):
         return None
     return read_calibration(path)
 

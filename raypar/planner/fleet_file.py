@@ -81,6 +81,9 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError([f"{named} can't be read ({reason}): correct the path or the text"]) from error
+    if "each_node" in written:
+        told = "it has each_node, as a cluster of raypar plan has: raypar simulate asks how its nodes fail"
+        raise ConfigError([f"{named}: {told}, with replicas, actors_per_node, ... (docs/schedules.md)"])
     try:
         fleet = TypeAdapter(Fleet).validate_json(json.dumps(written, default=str))
     except ValidationError as error:

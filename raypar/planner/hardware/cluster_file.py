@@ -15,6 +15,7 @@ _USUAL = {"nvlink3": "ib-hdr", "nvlink4": "ib-ndr", "nvlink5": "ib-xdr", "shm": 
 _KEYS = ("nodes", "each_node", "device", "inside", "between", "adapters", "each_rack", "across", "links")
 _NUMBERS = ("nodes", "each_node", "adapters", "each_rack")
 _FIGURES = ("bandwidth", "latency")
+_LARGEST = 1 << 100  # of whole numbers: what is larger is no figure, or no float at all
 _NAMES = ("inside", "between", "across")
 
 
@@ -67,6 +68,11 @@ def cluster_from(table: Mapping[str, Any]) -> Found:
     Args:
         table: The table.
     """
+    if "actors_per_node" in table or "replicas" in table:
+        told = "as a cluster of raypar simulate has: raypar plan asks what its nodes are"
+        return Found(
+            None, [f"it has replicas or actors_per_node, {told}, with nodes, each_node, device, ... (docs/planning.md)"]
+        )
     faults = list(_key_faults(table))
     device = _device(table.get("device"), faults)
     own = _own_links(table.get("links", {}), faults)
@@ -164,5 +170,6 @@ def _own_links(given: object, faults: list[str]) -> dict[str, Link]:
 
 
 def _is_number(value: object, *, whole: bool = False) -> bool:
-    """Return whether a value is a number, or a whole one; true and false are none."""
-    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    """Return whether a value is a number that a float can be, or a whole one; true and false are none."""
+    is_one = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    return is_one and not (isinstance(value, int) and abs(value) > _LARGEST)

@@ -17,6 +17,8 @@ REACHED = 0.796
 #: The constant of the H100, by which the two steps of Llama Team 2024, table 4, with 8,192 tokens are right on average.
 REACHED_H100 = 0.707
 
+_LEAST, _LARGEST = 1e-6, 1e30  # of a figure
+
 
 @dataclass(frozen=True)
 class Device:
@@ -54,10 +56,10 @@ class Device:
             value = getattr(self, field.name)
             if not isinstance(value, float | int):
                 continue
-            if field.name in ("kernel", "units") and not 0 <= value < float("inf"):
-                yield f"device {self.name!r}: {field.name} is {value}: it must be finite, and 0 or more"
-            elif field.name not in ("kernel", "units") and not 0 < value < float("inf"):
-                yield f"device {self.name!r}: {field.name} is {value}: it must be finite, and more than 0"
+            if field.name in ("kernel", "units") and not 0 <= value <= _LARGEST:
+                yield f"device {self.name!r}: {field.name} is {value}: it must be 0 to {_LARGEST:g}"
+            elif field.name not in ("kernel", "units") and not _LEAST <= value <= _LARGEST:
+                yield f"device {self.name!r}: {field.name} is {value}: it must be {_LEAST:g} to {_LARGEST:g}"
         if self.reached > 1:
             yield f"device {self.name!r}: reached is {self.reached}: it is a part of the data sheet, 1 at the most"
 

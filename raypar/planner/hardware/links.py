@@ -27,10 +27,10 @@ class Link:
 
     def faults(self) -> Iterator[str]:
         """Yield which figures are no figures of a link."""
-        if not 0 < self.bandwidth < float("inf"):
-            yield f"link {self.name!r}: bandwidth is {self.bandwidth}: it must be finite, and more than 0 bytes/s"
-        if not 0 <= self.latency < float("inf"):
-            yield f"link {self.name!r}: latency is {self.latency}: it must be finite, and 0 s or more"
+        if not 1 <= self.bandwidth <= 1e15:
+            yield f"link {self.name!r}: bandwidth is {self.bandwidth}: it must be 1 to 1e15 bytes/s"
+        if not 0 <= self.latency <= 3600:
+            yield f"link {self.name!r}: latency is {self.latency}: it must be 0 to 3,600 s"
 
 
 _SHEETS = (

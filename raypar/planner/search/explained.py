@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from raypar.actors.specs.model import GPT, Llama
 from raypar.planner.search.ranking import ALIKE, Candidate, Ranking
+from raypar.planner.search.space import LONG, Space
 
 _BAR = 40  # characters of a whole step
-_SHOWN = 6
+SHOWN = 6  # meshes of the table
 _GB = 1e9
-_HEAD = ("", "dp", "tp", "pp", "cp", "ep", "schedule", "samples", "zero", "recompute", "step", "memory")
+_AXES = ("dp", "tp", "pp", "cp", "ep")
+_HEAD = ("", *_AXES, "schedule", "samples", "zero", "recompute", "step", "memory")
 
 
 def duration(seconds: float) -> str:
@@ -22,7 +25,7 @@ def table(ranking: Ranking) -> list[str]:
 
     A step in closed form among simulated or measured ones is told as about so long.
     """
-    shown = ranking.best[:_SHOWN]
+    shown = ranking.best[:SHOWN]
     exact = [one.simulated is not None or one.calibrated for one in shown]
     about = ["" if here or not any(exact) else "~" for here in exact]
     rows = [_HEAD, *(_cells(place, one, how) for place, (one, how) in enumerate(zip(shown, about, strict=True), 1))]
@@ -40,7 +43,7 @@ def _cells(place: int, one: Candidate, about: str) -> tuple[str, ...]:
 
 
 def picture(one: Candidate) -> list[str]:
-    """Return a bar for each part of a step, which together are as long as the step."""
+    """Return a bar for each part of a step in closed form, which together are as long as that."""
     whole, lines = one.step.seconds, list[str]()
     for name, seconds in one.step.shares.items():
         if seconds:
@@ -56,46 +59,69 @@ def memory_told(one: Candidate, room: float) -> str:
     return f"{one.need.bytes / _GB:.1f} of {room / _GB:.1f} GB: {told}"
 
 
-def reasons(ranking: Ranking) -> Iterator[str]:
+def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
     """Yield a sentence for each choice of the best candidate: what the best one with another choice takes.
 
     One of the table is told as the table has it; others are compared in closed form.
+
+    Args:
+        ranking: What was found.
+        space: What there was to choose from.
     """
     best = ranking.best[0]
     for name, value in best.choices.items():
         others = [one for one in (*ranking.all, *ranking.near) if one.choices[name] != value]
         if not others:
-            yield f"{name} {value}: nothing else fits, or divides the model, the batch and the devices"
+            yield f"{name} {value}: {_alone(name, best, space)}"
             continue
         other = min(others, key=lambda one: one.step.seconds)
         same = [one for one in ranking.best if one.family == other.family and one.choices[name] != value]
+        if name in _AXES:  # the table has the best of each
+            same = [one for one in ranking.best if one.choices[name] != value]
         other = same[0] if same else other
         told = against(other, best, simulated=bool(same) or other.simulated is not None)
         yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {told}"
 
 
+def _alone(name: str, best: Candidate, space: Space) -> str:
+    """Say why there is no layout with another choice."""
+    if name == "dp":
+        return "follows from the devices and the other axes"
+    if name in ("tp", "pp", "cp", "ep") and getattr(space, name):
+        return "as it was given"
+    if name == "zero" and len(space.zero) == 1:
+        return "as it was given"
+    if name == "cp" and isinstance(best.run.model, GPT | Llama) and best.run.model.seq < LONG:
+        return f"context ranks are searched for sequences of {LONG:,} tokens and more; --mesh.cp asks for them"
+    return "nothing else fits, or divides the model, the batch and the devices"
+
+
 def axes(one: Candidate) -> str:
     """Return the axes of a layout that are split, as "dp 4 x tp 2"."""
-    split = (f"{name} {one.choices[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if one.choices[name] != 1)
+    split = (f"{name} {one.choices[name]}" for name in _AXES if one.choices[name] != 1)
     return " x ".join(split) or "one device"
 
 
 def lost(ranking: Ranking) -> Iterator[str]:
     """Yield a sentence for each runner-up: how much longer its step takes, and what of it does."""
     best = ranking.best[0]
-    for place, one in enumerate(ranking.best[1:_SHOWN], 2):
+    for place, one in enumerate(ranking.best[1:SHOWN], 2):
         yield f"{place}: {against(one, best, simulated=True)}"
 
 
 def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> str:
-    """Say how a candidate differs from the best one: the time of a step, and the part that grows most."""
+    """Say how a candidate differs from the best one: the time of a step, and the part that grows most.
+
+    Parts are in closed form. They explain a simulated difference only where they are about as far apart.
+    """
     whole = other.seconds / best.seconds - 1 if simulated else other.step.seconds / best.step.seconds - 1
+    apart = other.seconds - best.seconds if simulated else other.step.seconds - best.step.seconds
     more = {name: seconds - best.step.shares[name] for name, seconds in other.step.shares.items()}
     worst = max(more, key=more.__getitem__)
     if abs(whole) < ALIKE:
         return f"takes as long, within {ALIKE:.1%}"
     how = f"takes {whole:.1%} longer" if whole > 0 else f"takes {-whole:.1%} less" + " in closed form" * (not simulated)
-    grown = f": {worst} +{duration(more[worst])}" if more[worst] > 0 else ""
+    grown = f": {worst} +{duration(more[worst])}" if 0.5 * apart < more[worst] < 2 * apart else ""
     return how + grown
 
 

@@ -18,7 +18,8 @@ from raypar.planner.timing.step import Paper, Step, predicted
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 ALIKE = 0.005  # of a step: layouts that differ by less take as long, as nothing is predicted better than that
-_SIMULATED = 4  # layouts at the head of the ranking that are simulated
+_SIMULATED = 4  # layouts at the head of the ranking that are simulated at least
+_MOST_HEAD = 12  # and at the most, while others may be faster
 _MOST_SIMULATED = 24_000  # actions of a simulated step
 _MOST_TRIED = 2_000  # smaller clusters, where no layout divides one
 _PRICED = 3  # candidates of a mesh whose steps are predicted from a calibration
@@ -231,7 +232,7 @@ def _placed(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Soft
 def _best(
     fits: list[Candidate], model: GPT | Llama, cluster: Cluster, space: Space, software: Software
 ) -> tuple[Candidate, ...]:
-    """Return the best candidate of each mesh; those at the head are ranked anew by simulation."""
+    """Return the best candidate of each mesh, the fastest first; those at the head are simulated."""
     families = dict[tuple[object, ...], Candidate]()
     for one in fits:
         families.setdefault(one.family, one)
@@ -239,12 +240,17 @@ def _best(
     if "none" in space.recompute:
         best = [_keeping_more(one, model, cluster, software) for one in best]
     best.sort(key=lambda one: one.seconds)
-    head = best[:_SIMULATED]
-    if all(most_simulated(one.run) <= _MOST_SIMULATED for one in head):  # else none, as they are compared
-        papers = [Paper(one.run, model, cluster, one.order, software) for one in head]
-        head = [replace(one, simulated=simulated(paper)) for one, paper in zip(head, papers, strict=True)]
-    head.sort(key=lambda one: one.seconds)
-    return (*head, *best[_SIMULATED:])
+    known = list[Candidate]()
+    for one in best[:_MOST_HEAD]:
+        if len(known) >= _SIMULATED and one.seconds >= min(each.seconds for each in known):
+            break  # in closed form it is no faster than the fastest one of those that were simulated
+        if most_simulated(one.run) > _MOST_SIMULATED:
+            break
+        paper = Paper(one.run, model, cluster, one.order, software)
+        known.append(replace(one, simulated=simulated(paper)))
+    if len(known) < min(_SIMULATED, len(best)):
+        return tuple(best)  # simulated ones are compared with simulated ones
+    return tuple(sorted((*known, *best[len(known) :]), key=lambda one: one.seconds))
 
 
 def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:

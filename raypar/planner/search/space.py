@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 
 LARGEST_MICROBATCH = 16
 MOST_CELLS = 50_000  # microbatches x stages of a schedule that raypar performs
-_LONG = 8192  # tokens of a sequence from which on context ranks are looked at
+LONG = 8192  # tokens of a sequence from which on context ranks are looked at
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _BUCKET = 128.0  # MiB, so that a network's latency is small beside the bytes
 
@@ -86,7 +86,7 @@ def tensor_ranks(model: GPT | Llama, gpus: int, each_node: int) -> list[int]:
 
 def context_ranks(model: GPT | Llama, gpus: int) -> list[int]:
     """Return the numbers of context ranks that leave each one enough tokens."""
-    return [1] + [cp for cp in (2, 4, 8, 16, 32) if model.seq // cp >= _LONG // 2 and gpus % cp == 0]
+    return [1] + [cp for cp in (2, 4, 8, 16, 32) if model.seq // cp >= LONG // 2 and gpus % cp == 0]
 
 
 def _expert_parts(model: GPT | Llama, inner: int, space: Space) -> list[int]:

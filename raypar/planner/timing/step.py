@@ -138,9 +138,8 @@ def predicted(paper: Paper) -> Step:
     """Predict a step in closed form.
 
     The busiest rank computes all its microbatches. While the pipeline fills and empties, it waits for one microbatch of
-    one stage of each other rank. In 1F1B it waits in each microbatch for a value to come and go; with more stages a
-    rank there is other work meanwhile. Reductions hide under the last backward but for one unit's, and gathers under
-    the actions that they are for.
+    one stage of each other rank, and for values on their way there and back. Reductions hide under the last
+    backward but for one unit's, and gathers under the actions that they are for.
 
     Args:
         paper: The run on paper.
@@ -156,16 +155,31 @@ def predicted(paper: Paper) -> Step:
     others = _empty(run.schedule, [one for rank, one in enumerate(on) if rank != most]) / v
     if run.schedule == "interleaved" and m < ranks:
         others *= (v * ranks - m) / max(1, ranks - 1)  # rounds that are not full
-    borders = 2 * paper.border * m if v == 1 and ranks > 1 else 0.0
     return Step(
         layers=m * (busy.forward + busy.backward),
         again=m * busy.again,
         messages=m * (busy.messages + busy.replies),
-        borders=borders,
-        bubble=others + (2 * (ranks - 1) * paper.border),
+        borders=m * _waiting(paper, busy, [one for rank, one in enumerate(on) if rank != most]),
+        bubble=others + 2 * (ranks - 1) * paper.border,
         replicas=m * waits + exposed,
         update=paper.slowest_update,
     )
+
+
+def _waiting(paper: Paper, busy: Seconds, others: Sequence[Seconds]) -> float:
+    """Return the seconds in which the busiest rank waits for values on their way, in each microbatch.
+
+    With one stage a rank it waits for a value to go and another one to come. With more, it computes another stage's
+    forward meanwhile, and with backwards in halves gradients of weights; then its neighbour sets the pace where
+    computing and waiting take that one longer than the busiest rank computes.
+    """
+    if not others or paper.chunks == 1:
+        return 2 * paper.border if others else 0.0
+    other = max(others, key=lambda one: one.both)
+    waits = paper.chunks * paper.border - other.forward
+    if paper.run.schedule in (*V_SHAPED, "zb-interleaved"):
+        waits -= other.weights
+    return max(0.0, other.both + max(0.0, waits) - busy.both)
 
 
 def _empty(schedule: object, others: Sequence[Seconds]) -> float:

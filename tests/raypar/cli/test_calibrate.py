@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from raypar.cli.calibrate import told
 from raypar.planner.calibration_file import VARIABLE, read_calibration
 from tests.raypar.planner.test_calibration import known
@@ -21,10 +23,13 @@ def test_a_place_that_can_t_be_written_is_told_before_anything_is_measured(said,
     measured = []
     monkeypatch.setattr("raypar.calibration.calibrate.calibrate", lambda seconds, say: measured.append(seconds))
     (tmp_path / "file").touch()
-    for path, words in {"file/mine.json": "can't be written (", ".": "a folder: give a file"}.items():
+    os.mkfifo(tmp_path / "pipe")
+    wrong = {"file/mine.json": "can't be written (", ".": "a folder: give a file", "pipe": "a device or a pipe"}
+    for path, words in wrong.items():
         code, _, errors = said("calibrate", "--out", str(tmp_path / path))
         assert (code, measured) == (2, []) and words in errors
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_was_measured_is_written_where_predictions_look(said, monkeypatch, tmp_path):

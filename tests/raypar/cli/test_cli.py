@@ -521,7 +521,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
             "4 mistakes, no step was taken:\n- --steps is 'ten': it must be a whole number\n- --mesh.pp is 'two'",
         ),
         (("gpt-tiny", "--wait-for-nodes", "nan"), "--wait-for-nodes is nan: it must be a number of seconds, 0 or more"),
-        (("gpt-tiny", "--auto-microbatch", "--room", "-1"), "--room is -1.0: it must be a number of GiB, 0 or more"),
+        (("gpt-tiny", "--auto-microbatch", "--room", "-1"), "--room is -1.0: it must be a number of GiB"),
         (("gpt-tiny", "--room", "3"), "--room is for --auto-microbatch: give that as well, or leave it out"),
         (("gpt-tiny", "--schedule", "zb-h3"), "did you mean 'zb-h1' or 'zb-h2' or 'zb-v'?"),
         (("gpt-tiny", "--mesh.ep", "2"), "2 mistakes, no step was taken:\n- --mesh.ep is 2"),

@@ -43,6 +43,25 @@ def test_a_cluster_comes_from_a_file(tmp_path):
     assert planned(f"--cluster {file} {BILLION}").startswith("4 h200 on 2 nodes: nvlink4 inside of nodes, 1 x ethernet")
 
 
+def test_what_is_no_file_of_a_cluster_is_told(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 5000)
+    for name in ("pipe", "deep.toml", "none.toml"):
+        with pytest.raises(ConfigError, match="can't be read"):
+            planned(f"--cluster {tmp_path / name}")
+
+
+def test_a_precision_that_is_given_stays():
+    assert "parameters in bf16" in planned("--gpus 2 --gpu h100")
+    assert "parameters in fp32" in planned("--gpus 2 --gpu h100 --precision fp32")
+
+
+def test_what_was_given_and_what_is_not_searched_is_said():
+    told = planned("--gpus 2 --gpu h100 --mesh.tp 1")
+    assert "tp 1: as it was given" in told
+    assert "cp 1: context ranks are searched for sequences of 8,192 tokens and more" in told
+
+
 def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text('nodes = 2\ndevice = "h20"\n')
@@ -55,8 +74,8 @@ def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
 
 def test_axes_that_are_given_are_kept():
     told = planned(f"--gpus 4 --gpu a100 {BILLION} --mesh.tp 2 --mesh.pp 2 --zero 0")
-    assert "tp 2: nothing else fits" in told
-    assert "pp 2: nothing else fits" in told
+    assert "tp 2: as it was given" in told
+    assert "pp 2: as it was given" in told
 
 
 @pytest.mark.parametrize(

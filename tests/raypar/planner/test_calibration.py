@@ -54,8 +54,25 @@ def test_all_faults_of_a_file_are_told(tmp_path):
         read_calibration(path)
     told = "\n".join(error.value.faults)
     assert len(error.value.faults) == 3 and "raypar calibrate" in told
-    assert "products[3].forward is -1.0, and must be greater than 0" in told
+    assert "products[3].forward is -1.0, and must be greater than or equal to 0.000000000001" in told
     assert "device is 'tpu', and must be" in told and "update.tensor is missing" in told
+
+
+def test_of_many_faults_the_first_ones_are_told(tmp_path):
+    written = json.loads(json.dumps(asdict(known())))
+    written["groups"] = [{"op": "x", "members": 2, "bytes": 1, "seconds": 5e-324}] * 1000
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as error:
+        read_calibration(path)
+    assert len(error.value.faults) == 21 and "2,980 more values are wrong" in error.value.faults[-1]
+
+
+def test_a_link_stays_one(tmp_path):
+    kept, link = tmp_path / "kept.json", tmp_path / "calibration.json"
+    link.symlink_to(kept)
+    write_calibration(known(), link)
+    assert link.is_symlink() and read_calibration(kept) == read_calibration(link) == known()
 
 
 @pytest.mark.parametrize("figure", [float("inf"), 1e300, 10**30])

@@ -28,11 +28,12 @@ RUN = Run(
     zero=1,
 )
 PIPELINE, REPLICAS = Mesh(pp=8, dp=4, tp=2), Mesh(dp=64)
+SLOW, SLOWEST = ({"mesh": PIPELINE, "between": f"ethernet-{speed}"} for speed in (25, 10))
 
 
-def paper(**changes):
+def paper(between="ib-hdr", **changes):
     run = replace(RUN, **changes)
-    return Paper(run, run.model, CLUSTER)
+    return Paper(run, run.model, replace(CLUSTER, between=LINKS[between]))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,20 @@ def paper(**changes):
         ({"mesh": PIPELINE, "schedule": "interleaved", "chunks": 3, "microbatches": 4}, 0.1),
         ({"mesh": PIPELINE, "schedule": "zb-v", "chunks": 2}, 0.04),
         ({"mesh": PIPELINE, "schedule": "zb-h1"}, 0.06),
+        ({"mesh": PIPELINE, "between": "ethernet-10"}, 0.12),
+        (
+            {**SLOW, "schedule": "interleaved", "chunks": 3, "microbatches": 64},
+            0.11,
+        ),
+        (
+            {**SLOWEST, "schedule": "interleaved", "chunks": 3, "microbatches": 64},
+            0.03,
+        ),
+        (
+            {**SLOWEST, "schedule": "interleaved", "chunks": 2, "microbatches": 64},
+            0.01,
+        ),
+        ({**SLOWEST, "schedule": "zb-v", "chunks": 2, "microbatches": 64}, 0.11),
         ({"mesh": REPLICAS, "microbatches": 2, "zero": 0}, 0.01),
         ({"mesh": REPLICAS, "microbatches": 2}, 0.01),
         ({"mesh": REPLICAS, "microbatches": 2, "zero": 2}, 0.01),
