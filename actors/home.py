@@ -75,7 +75,7 @@ class Home(ABC):
         """Raise OffloadError if something could not be written to the disk since the last check."""
 
     def moved(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
-        """Copy a tensor into memory of this home, with the same shape and strides. A tensor that is here is returned.
+        """Copy a tensor into memory of this home, with the same shape and strides. If it is here already, return it.
 
         Args:
             tensor: The tensor.

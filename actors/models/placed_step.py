@@ -17,7 +17,7 @@ class PlacedStep(NamedTuple):
             lets each member compute its part along a dim, with whole weights.
         before: The placement of the tensor.
         after: The placement that it gets.
-        gradient: The placement of the gradient of what it becomes.
+        gradient: The placement of the gradient that comes back through this step.
     """
 
     what: Literal["input", "output", "row", "vocab", "split"]

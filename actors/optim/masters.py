@@ -105,7 +105,7 @@ def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, ho
 
     Args:
         parameter: The parameter, cast to the precision.
-        initial: The weight as it was before.
+        initial: The weight before the cast.
         precision: The run's precision.
         home: Where the master is kept.
     """

@@ -53,7 +53,7 @@ class Holding(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """The group of all actors that give or get something, as one of them is told of it.
+    """What one actor is told of the group of all actors that give or get something.
 
     Attributes:
         name: A name of no other group.

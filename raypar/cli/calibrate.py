@@ -77,7 +77,6 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> str:
 def told(found: Calibration) -> str:
     """Return the main figures of a calibration in lines."""
     fastest = max(2 * one.rows * one.inner * one.columns / one.forward for one in found.products)
-    besides = "besides its products and attention"
     lines = [
         f"{found.origin.processor}, {found.origin.cores} cores, in {found.origin.seconds:.0f} s",
         f"products up to {fastest / 1e9:,.0f} GFLOP/s, memory {found.memory / 1e9:.1f} GB/s",
@@ -90,7 +89,8 @@ def told(found: Calibration) -> str:
             lines.append(f"{_ONE_FIGURE[kind]} {seconds * 1e3:.2f} ms")
             continue
         both = f"{one.forward * 1e3:.2f} and {one.backward * 1e3:.2f} ms forwards and backwards"
-        lines.append(f"{_OF_KIND.get(kind, f'a block of a {kind} takes')} {both} {besides}")
+        taken = _OF_KIND.get(kind, f"a block of a {kind} takes")
+        lines.append(f"{taken} {both} besides its products and attention")
     lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")
     for group in found.groups:
         if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):

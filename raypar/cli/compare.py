@@ -77,7 +77,7 @@ class Side:
 
     Attributes:
         word: What the user calls it.
-        loaded: The schedule as it was loaded.
+        loaded: The schedule, and where it is from.
         timeline: The simulation of it, lowered.
         stale: How old the weights are that it computes gradients with.
     """
@@ -190,7 +190,7 @@ def _table(sides: Sequence[Side]) -> str:
 
 
 def _told(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what is told beside the table, as a title and lines: of versions, and of rows that differ."""
+    """Yield what stands below the table, each as a title and lines: of versions, and of rows that differ."""
     for side in sides:
         if side.loaded.stream:
             yield f"{side.word}, {side.loaded.stream} steps", side.stale.lines()

@@ -107,7 +107,7 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[st
 
 def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
     """Return how steps are predicted from a calibration of the devices; None if there is none."""
-    if args.calibration is None and cluster.device.name != "cpu":
+    if args.calibration is None and cluster.device.kind != "cpu":
         return None
     try:
         calibration = found_calibration()
@@ -116,7 +116,7 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
         return None
     if calibration is None:
         return None
-    if calibration.device == "cpu" and starts_own_ray() and cluster.size > num_slots():
+    if cluster.device.kind == "cpu" and starts_own_ray() and cluster.size > num_slots():
         log.warning("predicted without a calibration: it is of this machine, which takes %d actors", num_slots())
         return None
 
@@ -181,9 +181,7 @@ def _on(run: Run, cluster: Cluster, *, is_given: bool) -> Run:
     device, precision = cluster.device, run.precision
     if precision == Precision() and not is_given and device.half > device.full:
         precision = Precision(compute="bf16")
-    return replace(
-        run, mesh=Mesh(), precision=precision, device="cpu" if device.name == "cpu" else "cuda", split="even"
-    )
+    return replace(run, mesh=Mesh(), precision=precision, device=device.kind, split="even")
 
 
 def _planned(

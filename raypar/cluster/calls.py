@@ -37,7 +37,7 @@ class Calls:
         world: The ranks, for the actors' names in messages.
         timeout: How long an actor may stay in one action, in seconds.
         replaces: Whether another actor takes the place of one that is given up.
-        witnesses: The actors' processes, of which one that dies is told more.
+        witnesses: The actors' processes: when one dies, they say of what.
 
     Attributes:
         deadline: How long an actor may stay in one action, or be silent.

@@ -210,7 +210,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"step: median error {statistics.median(times):.1%}, largest {max(times):.1%}, {within} within {_MOST:.0%}")
     print(f"peak: median error {statistics.median(memory):.1%}, largest {max(memory):.1%}")
     print(f"order: {len(wrong) + len(doubtful)} of {number} pairs are wrong, {len(doubtful)} of them too near to tell")
-    print("\n".join(wrong + doubtful))
+    for told in wrong + doubtful:
+        print(told)
     is_right = within == len(times) and statistics.median(times) <= _MOST_MEDIAN and max(memory) <= _MOST_MEMORY
     return 0 if is_right and not wrong else 1
 

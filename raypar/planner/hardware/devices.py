@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from raypar.planner.hardware.data_sheets import sheet_faults
 
@@ -49,6 +50,11 @@ class Device:
     kernel: float = 5e-6
     units: int = 0
     source: str = ""
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        """Whether actors on it compute on a CPU or a GPU."""
+        return "cpu" if self.name == "cpu" else "cuda"
 
     def faults(self) -> Iterator[str]:
         """Yield which figures are no figures of a device."""

@@ -75,11 +75,11 @@ def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
             yield f"{name} {value}: {_alone(name, best, space)}"
             continue
         other = min(others, key=lambda one: one.step.seconds)
-        same = [one for one in ranking.best if one.family == other.family and one.choices[name] != value]
-        if name in _AXES:  # the table has the best of each
-            same = [one for one in ranking.best if one.choices[name] != value]
-        other = same[0] if same else other
-        told = against(other, best, simulated=bool(same) or other.simulated is not None)
+        in_table = [one for one in ranking.best if one.choices[name] != value]
+        if name not in _AXES:  # of an axis the table has the best; another choice may be better on the mesh it is for
+            in_table = [one for one in in_table if one.family == other.family]
+        other = in_table[0] if in_table else other
+        told = against(other, best, simulated=bool(in_table) or other.simulated is not None)
         yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {told}"
 
 
@@ -87,9 +87,7 @@ def _alone(name: str, best: Candidate, space: Space) -> str:
     """Say why there is no layout with another choice."""
     if name == "dp":
         return "follows from the devices and the other axes"
-    if name in ("tp", "pp", "cp", "ep") and getattr(space, name):
-        return "as it was given"
-    if name == "zero" and len(space.zero) == 1:
+    if (name in _AXES and getattr(space, name)) or (name == "zero" and len(space.zero) == 1):
         return "as it was given"
     if name == "cp" and isinstance(best.run.model, GPT | Llama) and best.run.model.seq < LONG:
         return f"context ranks are searched for sequences of {LONG:,} tokens and more; --mesh.cp asks for them"

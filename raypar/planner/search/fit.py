@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypar.actors.specs.types import DeviceKind
 from raypar.planner.activations import stage_activations
 from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory import PROCESS_OF, WORKING_OF, element_bytes
@@ -52,7 +51,7 @@ def _need_at(paper: Paper, rank: int) -> Need:
     if world.gathers:
         weights += each.weight * held.all * min(1.0, _GATHERED / held.units)
     kept = _activations(paper, rank)
-    kind: DeviceKind = "cpu" if paper.cluster.device.name == "cpu" else "cuda"
+    kind = paper.cluster.device.kind
     return Need(
         weights=weights,
         gradients=each.gradient * (own if world.zero > 1 else held.all) + _in_buckets(paper, rank),

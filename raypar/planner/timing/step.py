@@ -151,16 +151,17 @@ def predicted(paper: Paper) -> Step:
     on = [added((paper.stages[stage], 1) for stage in paper.stages_on(rank)) for rank in range(ranks)]
     most = max(range(ranks), key=lambda rank: on[rank].both)
     busy = on[most]
+    others = [one for rank, one in enumerate(on) if rank != most]
     waits, exposed = _of_replicas(paper, most, busy)
-    others = _empty(run.schedule, [one for rank, one in enumerate(on) if rank != most]) / v
+    empty = _empty(run.schedule, others) / v
     if run.schedule == "interleaved" and m < ranks:
-        others *= (v * ranks - m) / max(1, ranks - 1)  # rounds that are not full
+        empty *= (v * ranks - m) / max(1, ranks - 1)  # rounds that are not full
     return Step(
         layers=m * (busy.forward + busy.backward),
         again=m * busy.again,
         messages=m * (busy.messages + busy.replies),
-        borders=m * _waiting(paper, busy, [one for rank, one in enumerate(on) if rank != most]),
-        bubble=others + 2 * (ranks - 1) * paper.border,
+        borders=m * _waiting(paper, busy, others),
+        bubble=empty + 2 * (ranks - 1) * paper.border,
         replicas=m * waits + exposed,
         update=paper.slowest_update,
     )
@@ -173,8 +174,10 @@ def _waiting(paper: Paper, busy: Seconds, others: Sequence[Seconds]) -> float:
     forward meanwhile, and with backwards in halves gradients of weights; then its neighbour sets the pace where
     computing and waiting take that one longer than the busiest rank computes.
     """
-    if not others or paper.chunks == 1:
-        return 2 * paper.border if others else 0.0
+    if not others:
+        return 0.0
+    if paper.chunks == 1:
+        return 2 * paper.border
     other = max(others, key=lambda one: one.both)
     waits = paper.chunks * paper.border - other.forward
     if paper.run.schedule in (*V_SHAPED, "zb-interleaved"):

@@ -141,6 +141,8 @@ def test_a_plan_for_this_machine_takes_as_long_as_the_dry_run_of_its_file_by_the
     assert "from the calibration" in dry
     in_ms = float(re.search(r"steps of (\S+) ms", dry)[1].replace(",", ""))
     assert in_ms == pytest.approx(1e3 * step, rel=0.005)  # which is told with three digits
+    monkeypatch.setattr("raypar.cli.planning.num_slots", lambda: 1)
+    assert "from the calibration" not in planned(f"--gpus 2 --gpu cpu --batch 8 --calibration {file}")
     other = planned(f"--gpus 2 --gpu h100 --batch 8 --calibration {file}")
     assert "(from the calibration)" not in other and "not from the calibration" in other
 
