@@ -78,7 +78,8 @@ def test_actors_hold_and_send_what_is_planned(layout):
         for formula, ranks in formulas:
             most = max((held[rank].most for rank in ranks), key=lambda one: sum(map(one.__getitem__, STATE)))
             found = most[kind]
-            assert getattr(formula, kind) == pytest.approx(found, rel=0.04, abs=64), kind  # Adam counts steps, too
+            steps = 4 * max(len(team.all[rank].member.state.parameters) for rank in ranks)  # that Adam counts, in bytes
+            assert getattr(formula, kind) == pytest.approx(found, rel=0.04, abs=steps), kind
     if layout["zero"] < 3:
         each = [sum(weight.numel() for weight in actor.member.state.parameters.values()) for actor in team.workers]
         assert counts.held == [
