@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from functools import partial
 
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 from tests.support.thinned import mark_long
 
 os.environ["RAYPAR_CALIBRATION"] = ""  # predictions do not depend on the machine that runs the tests
+
+# Started in the background of a script, tests inherit that SIGINT is ignored; what they test is what Ctrl-C does.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Threads that play actors wait for each other at every message: they hand the interpreter over sooner than after 5 ms.
 sys.setswitchinterval(0.0002)
@@ -74,6 +79,8 @@ def catalog_as_before():
 def cluster(request):
     """A local Ray cluster with 16 CPU slots, so that what is held for other tests leaves room."""
     os.environ.update(QUIET)
+    from raypar.cluster.ray_private import ray_folder
+
     request.config.stash[END_CLUSTER] = partial(request._fixturedef.finish, request)  # with what stands on it
     import ray
 
@@ -85,6 +92,7 @@ def cluster(request):
         log_to_driver=False,
         object_store_memory=100 * 2**20,
         namespace="raypar",
+        _temp_dir=str(ray_folder()),
     )
     yield ray
     ray.shutdown()

@@ -548,6 +548,19 @@ def is_annotated(function):
     return all(a.annotation for a in named) and (function.returns is not None or function.name == "__init__")
 
 
+def bare_doctests(docstring):
+    """The lines of a docstring that begin a doctest outside its Examples section: the site shows them as quotes."""
+    section = 0  # the indentation from which on lines are examples; 0 before the section
+    for line in docstring.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and indent < section:
+            section = 0
+        if line.strip() == "Examples:":
+            section = indent + 1
+        elif line.lstrip().startswith(">>>") and not section:
+            yield line.strip()
+
+
 def style_faults(path, source):
     """Too long, not typed, not explained, or using what this project does not use."""
     lines, tree = source.splitlines(), ast.parse(source)
@@ -562,6 +575,10 @@ def style_faults(path, source):
             yield f"{at}: annotate every argument and the return value"
         if public and size > MAX_WITHOUT_DOCSTRING and not ast.get_docstring(function):
             yield f"{at}: public, {size} lines, no docstring"
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+            for example in bare_doctests(ast.get_docstring(node) or ""):
+                yield f"{path}: {example}: doctests are indented below a line Examples:"
     for module, line in imported(path, nodes):
         if inside(module, *UNPICKLES):
             yield f"{path}:{line}: {module}: nothing is pickled here; safetensors, JSON or TOML"
@@ -593,6 +610,8 @@ def body(lines):
         ("print(1)", "print"),
         ("from pickle import loads", "pickle"),
         ("import torch\ntorch.load('x')", "torch.load"),
+        ('def _f() -> None:\n    """Do.\n\n    >>> _f()\n    """', "below a line Examples:"),
+        ('"""Do.\n\nExamples:\n    >>> 1\n    1\n\nMore:\n>>> 2\n2\n"""', ">>> 2: doctests are indented"),
     ],
 )
 def test_a_broken_style_rule_is_seen(source, says):

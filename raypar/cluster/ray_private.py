@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # In the session folder: the driver that started this Ray, when it began, and the namespace of its number.
 OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
+_SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.12")  # of Ray, below its folder
+_LONGEST_SOCKET = 103  # bytes of a socket's path: Linux takes 107, macOS 103
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _DRAINING = "get_draining_nodes"
@@ -44,13 +46,14 @@ _DEATH = re.compile(
 def start_on_loopback(**settings: Any) -> None:
     """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
 
-    The public ``ray.init`` takes no address to listen on, and makes its folders writable to all. Retry at upgrades.
+    The public ``ray.init`` takes no address to listen on, makes its folders writable to all, and fails where TMPDIR is
+    so long that a socket below it would have too long a path. Retry at upgrades.
 
     Args:
         **settings: The settings of ``ray.init``.
     """
     with _loopback_kept():
-        started: Any = ray.init(_node_ip_address=_LOOPBACK, **settings)
+        started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(ray_folder()), **settings)
     session = Path(started.address_info["session_dir"])
     with suppress(OSError):
         session.chmod(0o700)
@@ -91,8 +94,12 @@ def namespace() -> int:
 
 
 def ray_folder() -> Path:
-    """Return the folder in which Ray makes its sessions' folders on this machine."""
-    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    """Return the folder in which a local Ray makes its sessions' folders on this machine.
+
+    It is below RAY_TMPDIR or TMPDIR, as Ray has it, or below /tmp where a socket below these had too long a path.
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute() / "ray"
+    return folder if len(os.fsencode(folder)) + _SOCKET <= _LONGEST_SOCKET else Path("/tmp/ray")
 
 
 def logs_folder() -> Path | None:

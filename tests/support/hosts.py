@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,17 @@ from pathlib import Path
 NETWORK = "10.77.0"
 _OWN = ["--fork", "--pid", "--mount-proc", "--net", "--mount", "--uts", "--ipc", "--kill-child=KILL"]
 _PRIVATE_FOLDERS = ("/tmp", "/dev/shm", "/run")  # every host mounts an empty file system on each
+# Mount an empty file system on the folder $1, in which the folders that follow, which are below it, can still be seen.
+# An open descriptor is what is left of a folder that a mount hides.
+_MOUNT_PRIVATE = """
+private=$1; shift
+declare -A descriptors
+for kept; do exec {descriptor}<"$kept"; descriptors[$kept]=$descriptor; done
+mount -t tmpfs -o mode=1777 tmpfs "$private"
+for kept; do
+    mkdir -p "$kept"; mount --no-canonicalize --rbind "/proc/self/fd/${descriptors[$kept]}" "$kept"
+done
+"""
 _INIT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"  # the first process: it reaps what others leave
 
 
@@ -143,8 +155,15 @@ def _host(bridge: int, number: int, name: str) -> Host:
     host = Host(name, address, pid, link)
     host.run("hostname", name)
     for folder in _PRIVATE_FOLDERS:
-        host.run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder)
+        host.run("bash", "-ec", _MOUNT_PRIVATE, "mount-private", folder, *_seen_below(folder))
     return host
+
+
+def _seen_below(private: str) -> list[Path]:
+    """Return what programs need of the folders below one that is hidden: the working folder and Python's own."""
+    needed = {Path.cwd(), *(Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix))}
+    below = sorted(path for path in needed if path.is_relative_to(private))
+    return [path for path in below if not any(path != other and path.is_relative_to(other) for other in below)]
 
 
 def _first_process(pid: int) -> int:

@@ -27,10 +27,11 @@ def layer_activation_bytes(
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 2.
 
-    >>> [round(layer_activation_bytes(form, 12288, 96, 2048, 1, 8) / 1e9, 2) for form in ("whole", "tensor")]
-    [2.87, 0.58]
-    >>> [round(layer_activation_bytes(form, 12288, 96, 2048, 1, 8) / 1e9, 2) for form in ("sequence", "selective")]
-    [0.36, 0.11]
+    Examples:
+        >>> [round(layer_activation_bytes(form, 12288, 96, 2048, 1, 8) / 1e9, 2) for form in ("whole", "tensor")]
+        [2.87, 0.58]
+        >>> [round(layer_activation_bytes(form, 12288, 96, 2048, 1, 8) / 1e9, 2) for form in ("sequence", "selective")]
+        [0.36, 0.11]
     """
     sbh, scores, t = seq * samples * hidden, 5 * heads * seq / hidden, tensor_ranks
     each = {

@@ -36,8 +36,9 @@ def bubble(
     Source: Huang et al. 2019, "GPipe", section 2.3; Narayanan et al. 2021, sections 2.2.1 and 2.2.2; Qi et al. 2023,
     "Zero Bubble Pipeline Parallelism", table 2.
 
-    >>> bubble("1f1b", 4, 8), bubble("interleaved", 4, 8, 2)
-    (0.2727272727272727, 0.15789473684210525)
+    Examples:
+        >>> bubble("1f1b", 4, 8), bubble("interleaved", 4, 8, 2)
+        (0.2727272727272727, 0.15789473684210525)
     """
     busy = microbatches * (f + i + w)
     idle = {
@@ -62,8 +63,9 @@ def dualpipe_bubble(ranks: int, *, both: float, b: float, w: float) -> float:
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", table 2.
 
-    >>> dualpipe_bubble(8, both=3.0, b=2.0, w=1.0)
-    6.0
+    Examples:
+        >>> dualpipe_bubble(8, both=3.0, b=2.0, w=1.0)
+        6.0
     """
     return (ranks / 2 - 1) * (both + b - 3 * w)
 
@@ -73,7 +75,8 @@ def zero_bubble_memory(form: Literal["zb-v", "v-half", "v-min"]) -> float:
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3.2.
 
-    >>> zero_bubble_memory("v-half")
-    0.5
+    Examples:
+        >>> zero_bubble_memory("v-half")
+        0.5
     """
     return {"zb-v": 1.0, "v-half": 1 / 2, "v-min": 1 / 3}[form]

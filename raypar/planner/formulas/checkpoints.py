@@ -14,8 +14,9 @@ def young_interval(save: float, mtbf: float) -> float:
 
     Source: Young 1974, "A First Order Approximation to the Optimum Checkpoint Interval".
 
-    >>> round(young_interval(save=20, mtbf=70_000))
-    1673
+    Examples:
+        >>> round(young_interval(save=20, mtbf=70_000))
+        1673
     """
     return math.sqrt(2 * save * mtbf)
 
@@ -29,8 +30,9 @@ def daly_interval(save: float, mtbf: float) -> float:
 
     Source: Daly 2006, "A Higher Order Estimate of the Optimum Checkpoint Interval for Restart Dumps", equation 37.
 
-    >>> round(daly_interval(save=60, mtbf=7200)), round(young_interval(save=60, mtbf=7200))
-    (890, 930)
+    Examples:
+        >>> round(daly_interval(save=60, mtbf=7200)), round(young_interval(save=60, mtbf=7200))
+        (890, 930)
     """
     if save >= 2 * mtbf:
         return mtbf
@@ -51,8 +53,9 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
 
     Source: Daly 2006, equation 20, the expected time of a job.
 
-    >>> round(goodput(interval=1664, save=20, restart=300, mtbf=70_308), 3)
-    0.972
+    Examples:
+        >>> round(goodput(interval=1664, save=20, restart=300, mtbf=70_308), 3)
+        0.972
     """
     if math.isinf(mtbf):
         return interval / (interval + save)

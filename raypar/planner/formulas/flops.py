@@ -23,8 +23,9 @@ def forward_flops(layers: int, hidden: int, seq: int, vocab: int, samples: int =
 
     Source: Narayanan et al. 2021, appendix.
 
-    >>> sum(forward_flops(2, 8, 4, 10).values()) == 2 * (24 * 4 * 64 + 4 * 16 * 8) + 2 * 4 * 8 * 10
-    True
+    Examples:
+        >>> sum(forward_flops(2, 8, 4, 10).values()) == 2 * (24 * 4 * 64 + 4 * 16 * 8) + 2 * 4 * 8 * 10
+        True
     """
     bshh, bssh = samples * seq * hidden**2, samples * seq**2 * hidden
     return {
@@ -53,8 +54,9 @@ def training_flops(
     Source: Narayanan et al. 2021, equation 3: with "full", 96 b s l h^2 (1 + s / 6h + V / 16 l h), but for the head,
     which is not computed again.
 
-    >>> training_flops(1, 64, 64, 1, recomputed="full") - training_flops(1, 64, 64, 1)
-    7340032
+    Examples:
+        >>> training_flops(1, 64, 64, 1, recomputed="full") - training_flops(1, 64, 64, 1)
+        7340032
     """
     parts = forward_flops(layers, hidden, seq, vocab, samples)
     again = {"none": (), "selective": ("scores", "values"), "full": tuple(name for name in parts if name != "head")}

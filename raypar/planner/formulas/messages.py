@@ -18,8 +18,9 @@ def collective_bytes(op: Collective, nbytes: float, members: int) -> float:
 
     Source: Patarasuk & Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
 
-    >>> collective_bytes("all_reduce", 1000, 4)
-    1500.0
+    Examples:
+        >>> collective_bytes("all_reduce", 1000, 4)
+        1500.0
     """
     part = (members - 1) / members
     parts = {"all_reduce": 2 * part, "broadcast": float(members > 1)}
@@ -39,8 +40,9 @@ def zero_bytes(level: Literal[0, 1, 2, 3], parameter_bytes: float, replicas: int
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 7.
 
-    >>> [zero_bytes(level, 64.0, 2) for level in (0, 1, 2, 3)]
-    [64.0, 64.0, 64.0, 96.0]
+    Examples:
+        >>> [zero_bytes(level, 64.0, 2) for level in (0, 1, 2, 3)]
+        [64.0, 64.0, 64.0, 96.0]
     """
     if level == 0:
         return collective_bytes("all_reduce", parameter_bytes, replicas)
@@ -65,7 +67,8 @@ def tensor_parallel_bytes(layers: int, hidden: int, seq: int, samples: int, memb
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, section 4.2.2.
 
-    >>> tensor_parallel_bytes(1, 8, 4, 1, 2, 4)
-    512.0
+    Examples:
+        >>> tensor_parallel_bytes(1, 8, 4, 1, 2, 4)
+        512.0
     """
     return layers * 4 * collective_bytes("all_reduce", samples * seq * hidden * element, members)

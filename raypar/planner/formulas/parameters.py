@@ -37,11 +37,12 @@ def parameters(layers: int, hidden: int, seq: int, vocab: int, *, tied: bool = T
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     equation 2.
 
-    >>> round(parameters(96, 12288, 2048, 51200) / 1e9)
-    175
-    >>> round(12 * layer_parameters(768) / 2**20, 1)
-    81.0
-    >>> round(2 * embedding_parameters(768, 4096, 116444) / 2**20, 1)
-    176.6
+    Examples:
+        >>> round(parameters(96, 12288, 2048, 51200) / 1e9)
+        175
+        >>> round(12 * layer_parameters(768) / 2**20, 1)
+        81.0
+        >>> round(2 * embedding_parameters(768, 4096, 116444) / 2**20, 1)
+        176.6
     """
     return layers * layer_parameters(hidden) + embedding_parameters(hidden, seq, vocab, tied=tied)

@@ -22,10 +22,11 @@ def bytes_per_parameter(
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 3.1 and figure 1.
 
-    >>> [bytes_per_parameter(level, 64) for level in (0, 1, 2, 3)]
-    [16.0, 4.1875, 2.21875, 0.25]
-    >>> 100e9 * bytes_per_parameter() / 1e9
-    1600.0
+    Examples:
+        >>> [bytes_per_parameter(level, 64) for level in (0, 1, 2, 3)]
+        [16.0, 4.1875, 2.21875, 0.25]
+        >>> 100e9 * bytes_per_parameter() / 1e9
+        1600.0
     """
     weights, gradients, states = (2, 4 if fp32_gradients else 2, 12) if half else (4, 4, 8)
     parts = (states, gradients, weights)
@@ -40,7 +41,8 @@ def gpus_for(static_bytes: float, activation_bytes: float, memory: float) -> int
         activation_bytes: Bytes of activations.
         memory: Bytes that a device has for them.
 
-    >>> gpus_for(1600e9, 4800e9, 80e9)
-    80
+    Examples:
+        >>> gpus_for(1600e9, 4800e9, 80e9)
+        80
     """
     return math.ceil((static_bytes + activation_bytes) / memory)

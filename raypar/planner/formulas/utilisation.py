@@ -23,8 +23,9 @@ def mfu(
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
 
-    >>> round(mfu(1e6, 312e12, 96, 12288, 2048, 51200, 8192), 3)
-    0.421
+    Examples:
+        >>> round(mfu(1e6, 312e12, 96, 12288, 2048, 51200, 8192), 3)
+        0.421
     """
     return hfu(tokens_per_second, peak, layers, hidden, seq, vocab, devices, recomputed="none")
 
@@ -69,8 +70,9 @@ def days(parameters: float, tokens: float, devices: int, flops: float) -> float:
 
     Source: Narayanan et al. 2021, section 5.1.
 
-    >>> round(days(175e9, 300e9, 1024, 140e12))
-    34
+    Examples:
+        >>> round(days(175e9, 300e9, 1024, 140e12))
+        34
     """
     return 8 * tokens * parameters / (devices * flops) / 3600 / _HOURS
 
@@ -85,7 +87,8 @@ def hours_like(known_hours: float, known: tuple[float, float], wanted: tuple[flo
 
     The 65B Llama took a million A100 hours for 1.4T tokens; 100B parameters and 1T tokens on 100 devices, in days:
 
-    >>> round(hours_like(1e6, (65e9, 1.4e12), (100e9, 1e12)) / 100 / 24)
-    458
+    Examples:
+        >>> round(hours_like(1e6, (65e9, 1.4e12), (100e9, 1e12)) / 100 / 24)
+        458
     """
     return known_hours * wanted[0] * wanted[1] / (known[0] * known[1])

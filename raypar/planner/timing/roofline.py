@@ -55,8 +55,9 @@ class Product(NamedTuple):
         element: Bytes of an element.
         number: Number of such products.
 
-    >>> Product(2, 3, 4, 2).work
-    Work(flops=48.0, bytes=52.0, kernels=1)
+    Examples:
+        >>> Product(2, 3, 4, 2).work
+        Work(flops=48.0, bytes=52.0, kernels=1)
     """
 
     rows: float
@@ -88,8 +89,9 @@ class Product(NamedTuple):
         Args:
             units: Number of multiprocessors; 0: results are not made in tiles.
 
-        >>> round(Product(1792, 1536, 4096, 2).longer(108), 3)  # 84 tiles on 108
-        1.286
+        Examples:
+            >>> round(Product(1792, 1536, 4096, 2).longer(108), 3)  # 84 tiles on 108
+            1.286
         """
         return min(self._longer(units, *_TILE), self._longer(units, *_TILE[::-1])) if units else 1.0
 

@@ -27,7 +27,8 @@ def test_hosts_are_apart_and_reach_one_another_until_the_cable_is_cut(tmp_path):
         assert [host.run("hostname").strip() for host in network.hosts] == ["first", "second"]
         assert "10.77.0.2" in second.run("ip", "-brief", "address")
         first.run("touch", "/tmp/of-first", "/dev/shm/of-first")
-        assert second.run("ls", "/tmp", "/dev/shm").split() == ["/dev/shm:", "/tmp:"]
+        assert [host.run("ls", "/tmp", "/dev/shm").count("of-first") for host in (first, second)] == [2, 0]
+        assert "tests" in first.run("ls"), "the working folder is there, also where it is below one that is hidden"
         answers = first.start(sys.executable, "-c", ANSWER)
         assert answers.stdout.readline() == "open\n"
         assert "socket.create_server" not in second.run("ps", "-e", "-o", "args")

@@ -30,6 +30,24 @@ def started(monkeypatch, tmp_path):
     return SimpleNamespace(found=found, services=services, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/tmp/ray"),
+        ({"TMPDIR": "/var/tmp"}, "/var/tmp/ray"),
+        ({"TMPDIR": "/var/tmp", "RAY_TMPDIR": "/scratch"}, "/scratch/ray"),
+        ({"TMPDIR": "/" + "scratch" * 6}, "/tmp/ray"),  # a socket in a session's folder there has more than 103 bytes
+        ({"TMPDIR": "/" + "\N{GREEK SMALL LETTER ALPHA}" * 20}, "/tmp/ray"),
+    ],
+)
+def test_the_folder_of_a_local_ray_leaves_room_for_the_paths_of_sockets(variables, folder, monkeypatch):
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(ray_private.ray_folder()) == folder
+
+
 def test_this_ray_has_the_names():
     assert callable(ray_private.ray._private.services.resolve_ip_for_localhost)
     assert callable(ray_private.ray._raylet.AuthenticationTokenLoader.instance)
@@ -90,7 +108,7 @@ def test_a_variable_of_the_user_s_is_kept_in_a_fresh_process():
 def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplog):
     before = started.services.resolve_ip_for_localhost
     ray_private.start_on_loopback(num_cpus=2)
-    assert started.found == [("127.0.0.1", {"num_cpus": 2})]
+    assert started.found == [("127.0.0.1", {"num_cpus": 2, "_temp_dir": str(ray_private.ray_folder())})]
     assert started.services.resolve_ip_for_localhost is before, "only for the time of the start"
     assert oct(started.folder.stat().st_mode & 0o777) == "0o700"
     assert not caplog.records

@@ -23,15 +23,7 @@ from raypar.cluster.ray_cluster import _own_sigterm
 from tests.support.team import Team
 from tests.support.thinned import thinned
 
-pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
-
-
-@pytest.fixture(scope="module")
-def ctrl_c():
-    """SIGINT interrupts, here and in programs started from here, also where a shell in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("by_value")
 
 
 class Trouble(nn.Module):
