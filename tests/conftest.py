@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from functools import partial
 
 import pytest
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 from tests.support.thinned import mark_long
 
 os.environ["RAYPAR_CALIBRATION"] = ""  # predictions do not depend on the machine that runs the tests
+
+# Converted texts go to a folder of the tests, not to the user's, which may be one that cannot be written to.
+_cache = tempfile.TemporaryDirectory(prefix="raypar-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Started in the background of a script, tests inherit that SIGINT is ignored; what they test is what Ctrl-C does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

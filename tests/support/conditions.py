@@ -40,11 +40,12 @@ def lacks(condition: str) -> str:
         tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
         return "" if tried.returncode == 0 else f"no mount namespaces: {tried.stderr.strip()}"
     if condition == "other-user":
-        tried = subprocess.run([*_AS_NOBODY, sys.executable, "-c", "import torch, ray"], capture_output=True, text=True)
+        tried = subprocess.run([*_AS_NOBODY, sys.executable, "-c", _STARTS], capture_output=True, text=True)
         return "" if tried.returncode == 0 else f"nobody cannot run {sys.executable}"
     return ""
 
 
+_STARTS = "import sys, subprocess; subprocess.run([sys.executable, '-c', 'import torch, ray'], check=True)"
 _AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
