@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,7 +19,8 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.specs.types import ExecutorName, TaskOrder
-from tests.bench.local_ray import local_ray
+from tests.bench.arguments import parse_words, parser_of
+from tests.bench.local_ray import local_ray, quiet
 from tests.bench.tables import Table
 
 _WARM = 20  # steps before those that count
@@ -56,8 +58,8 @@ class Idle:
         return PeakMemory().read()
 
 
-def measure_overhead(steps: int) -> Overhead:
-    """In the Ray that this process is connected to; ``steps`` of the empty model."""
+def measure_overhead(steps: int, warm: int = _WARM) -> Overhead:
+    """In the Ray that this process is connected to; ``steps`` of the empty model, after ``warm`` that do not count."""
     remote: Any = ray.remote(num_cpus=1)(Idle)
     idle = remote.remote()
     actor_memory = ray.get(idle.memory.remote(), timeout=_TIMEOUT)
@@ -69,10 +71,10 @@ def measure_overhead(steps: int) -> Overhead:
     with rp.launch(_empty()) as job:
         job.step()
         launch = time.perf_counter() - start
-        took = [_measured(job, steps)]
+        took = [_measured(job, steps, warm)]
         for order in get_args(TaskOrder):
             job.reset(_empty("tasks", order))
-            took.append(_measured(job, steps))
+            took.append(_measured(job, steps, warm))
         return Overhead(*took, job.schedule.num_actions, launch, actor_memory, int(alone.stdout))
 
 
@@ -88,8 +90,8 @@ def executor_table(found: Overhead) -> Table:
     return Table(title, ["executor", "median ms", "least ms", "us an action"], rows)
 
 
-def _measured(job: rp.Job, steps: int) -> list[float]:
-    for _ in range(_WARM):
+def _measured(job: rp.Job, steps: int, warm: int) -> list[float]:
+    for _ in range(warm):
         job.step()
     return [job.step().step_ms for _ in range(steps)]
 
@@ -108,6 +110,16 @@ def _empty(executor: ExecutorName = "compiled", order: TaskOrder = "row") -> rp.
     )
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, and print the table of executors."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warm", type=int, default=_WARM, help="steps before those that count")
+    asked = parse_words(parser, words, "--steps 2 --warm 1")
+    quiet()
     with local_ray():
-        print(executor_table(measure_overhead(200)).text())
+        print(executor_table(measure_overhead(asked.steps, asked.warm)).text())
+
+
+if __name__ == "__main__":
+    main()
