@@ -45,7 +45,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
     parser.add_argument("--docs", action="store_true", help="replace the tables of docs/benchmarks.md too")
     parser.add_argument("--quick", action="store_true", help="some minutes: does it run? Its figures mean nothing")
-    chosen = parse_words(parser, words, "--only plain --rounds 2 --steps 1 --launches 1")
+    chosen = parse_words(parser, words, "--size smallest --only plain --rounds 2 --steps 1 --launches 0")
     chosen.only = [name for name in chosen.only.split(",") if name]
     unknown = [name for name in chosen.only if name not in CONTESTANTS]
     if unknown:
@@ -60,9 +60,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
             write_block(PAGE.read_text(), "")  # told now, and not after a quarter of an hour
         except ValueError as error:
             parser.error(f"--docs: {error}")
-    for name in ("quick", "smallest"):
-        if getattr(chosen, name) and chosen.size != "all":
-            parser.error(f"--{name} has a size of its own: leave out one of --{name} and --size {chosen.size}")
+    if chosen.quick and chosen.size != "all":
+        parser.error(f"--quick has a size of its own: leave out one of --quick and --size {chosen.size}")
     for name in ("rounds", "steps"):
         if (number := getattr(chosen, name)) is not None and number < 1:
             parser.error(f"--{name} must be at least 1")
@@ -73,9 +72,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def sizes_of(chosen: argparse.Namespace) -> list[Size]:
     """What is run: sizes in which somebody named takes part, and those of GPUs only where there are so many."""
-    for name in ("quick", "smallest"):
-        if getattr(chosen, name):
-            return [SIZES[name]]
+    if chosen.quick:
+        return [SIZES["quick"]]
     sizes = [SIZES[name] for name in CHOICES[chosen.size] if SIZES[name].gpus <= torch.cuda.device_count()]
     named = [CONTESTANTS[name] for name in chosen.only or CONTESTANTS]
     return [size for size in sizes if any(contestant.fits(size) for contestant in named)]
@@ -97,10 +95,7 @@ def measure(chosen: argparse.Namespace, found: Findings) -> None:
             found.heats.append(Heat(size, rounds, steps, tracks))
             for name in tracks.keys() & seconds.keys():
                 tracks[name].launches = seconds.pop(name)
-        if chosen.smallest:
-            found.overhead = measure_overhead(1, 0)
-            found.groups = measure_groups((2,), NBYTES[:1], 1)
-        elif not chosen.only:
+        if not chosen.only:
             found.overhead = measure_overhead(50 if quick else 500)
             found.groups = measure_groups((2, 4), NBYTES[::3] if quick else NBYTES, 3 if quick else 5)
 

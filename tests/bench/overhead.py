@@ -29,15 +29,13 @@ _MEMORY = "import torch; from raypar.actors.device import PeakMemory; print(Peak
 
 
 @dataclass(frozen=True)
-class Overhead:
+class EmptySteps:
     """
-    step_ms         milliseconds of each step of an empty model, pp=2, m=8
-    tasks_ms        likewise, where each action is a Ray task
-    dynamic_ms      likewise, where arrival decides which task comes next
-    num_tasks       how many tasks such a step is
-    launch          seconds from launch to the end of the first step of that model, in a Ray that is there already
-    actor_memory    bytes: the most that an idle Ray actor has held that has imported torch
-    process_memory  bytes: the same of a plain process
+    step_ms     milliseconds of each step of an empty model, pp=2, m=8
+    tasks_ms    likewise, where each action is a Ray task
+    dynamic_ms  likewise, where arrival decides which task comes next
+    num_tasks   how many tasks such a step is
+    launch      seconds from launch to the end of the first step of that model, in a Ray that is there already
     """
 
     step_ms: list[float]
@@ -45,6 +43,17 @@ class Overhead:
     dynamic_ms: list[float]
     num_tasks: int
     launch: float
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """
+    steps           of an empty model
+    actor_memory    bytes: the most that an idle Ray actor has held that has imported torch
+    process_memory  bytes: the same of a plain process
+    """
+
+    steps: EmptySteps
     actor_memory: int
     process_memory: int
 
@@ -58,8 +67,8 @@ class Idle:
         return PeakMemory().read()
 
 
-def measure_overhead(steps: int, warm: int = _WARM) -> Overhead:
-    """In the Ray that this process is connected to; ``steps`` of the empty model, after ``warm`` that do not count."""
+def measure_overhead(steps: int) -> Overhead:
+    """In the Ray that this process is connected to; ``steps`` of the empty model."""
     remote: Any = ray.remote(num_cpus=1)(Idle)
     idle = remote.remote()
     actor_memory = ray.get(idle.memory.remote(), timeout=_TIMEOUT)
@@ -67,6 +76,11 @@ def measure_overhead(steps: int, warm: int = _WARM) -> Overhead:
     alone = subprocess.run(
         [sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True, timeout=_TIMEOUT
     )
+    return Overhead(measure_steps(steps), actor_memory, int(alone.stdout))
+
+
+def measure_steps(steps: int, warm: int = _WARM) -> EmptySteps:
+    """In the Ray that this process is connected to; ``steps`` of the empty model, after ``warm`` that do not count."""
     start = time.perf_counter()
     with rp.launch(_empty()) as job:
         job.step()
@@ -75,10 +89,10 @@ def measure_overhead(steps: int, warm: int = _WARM) -> Overhead:
         for order in get_args(TaskOrder):
             job.reset(_empty("tasks", order))
             took.append(_measured(job, steps, warm))
-        return Overhead(*took, job.schedule.num_actions, launch, actor_memory, int(alone.stdout))
+        return EmptySteps(*took, job.schedule.num_actions, launch)
 
 
-def executor_table(found: Overhead) -> Table:
+def executor_table(found: EmptySteps) -> Table:
     """What an action costs that is a Ray task, beside one of a compiled step."""
     compiled, rows = statistics.median(found.step_ms), []
     named = {"compiled": found.step_ms, "tasks": found.tasks_ms, "tasks, dynamic order": found.dynamic_ms}
@@ -118,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parse_words(parser, words, "--steps 2 --warm 1")
     quiet()
     with local_ray():
-        print(executor_table(measure_overhead(asked.steps, asked.warm)).text())
+        print(executor_table(measure_steps(asked.steps, asked.warm)).text())
 
 
 if __name__ == "__main__":

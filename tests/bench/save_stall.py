@@ -24,9 +24,10 @@ from tests.bench.local_ray import local_ray, quiet
 BIG = rp.GPT(layers=12, hidden=512, heads=8, seq=128)
 TINY = rp.GPT(layers=2, hidden=32, heads=2, seq=32)
 RUNS = {
-    "a pipeline": (BIG, rp.Mesh(pp=2)),
-    "two replicas": (BIG, rp.Mesh(dp=2)),
-    "a tiny pipeline": (TINY, rp.Mesh(pp=2)),
+    "pipeline": (BIG, rp.Mesh(pp=2)),
+    "replicas": (BIG, rp.Mesh(dp=2)),
+    "tiny-pipeline": (TINY, rp.Mesh(pp=2)),
+    "tiny-replicas": (TINY, rp.Mesh(dp=2)),
 }
 
 
@@ -50,13 +51,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("saves", type=int, nargs="?", default=6)
     parser.add_argument("--every", type=int, default=12, help="steps from one save to the next")
-    asked = parse_words(parser, words, "1 --every 4")
+    parser.add_argument("--runs", choices=RUNS, nargs="+", default=[*RUNS][:3], help="default: the first three")
+    asked = parse_words(parser, words, "1 --every 4 --runs tiny-pipeline tiny-replicas")
     quiet()
     with local_ray():
-        for title, (model, mesh) in RUNS.items():
+        for title in asked.runs:
+            model, mesh = RUNS[title]
             with TemporaryDirectory() as folder:
-                small = TINY if asked.smallest else model
-                report(title, asked.every, *measured(small, mesh, asked.saves, asked.every, f"{folder}/run"))
+                report(title, asked.every, *measured(model, mesh, asked.saves, asked.every, f"{folder}/run"))
 
 
 def measured(

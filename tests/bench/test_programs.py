@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from tests.bench.asynchronous import PAIRS
 from tests.bench.bubble_prediction import HEADER, SCHEDULES
 from tests.bench.chunks import FORMS
 from tests.bench.copy_cost import RUNS as COPIED
-from tests.bench.group_speed import OPS
-from tests.bench.save_stall import RUNS, Saved, Took, report
+from tests.bench.group_speed import NBYTES, OPS, Member, measure_groups
+from tests.bench.overhead import measure_overhead
+from tests.bench.save_stall import Saved, Took, report
 from tests.bench.snapshot_cost import RUNS as SNAPSHOT_RUNS
 from tests.support.examples import made_tokenizer
 from tests.support.hosts import missing
@@ -41,24 +43,14 @@ def programs() -> list[str]:
 
 # What each prints, a line a text: {+} is a number above 0, {} any number, {*} any text. Runs of spaces count as one.
 STEP_TIMES = "{+} ms of CPU {+} ms (2: {+} to {+})"
-SAVES = [f"{title}: a step without a save takes {{+}} s (median of {{+}}); others use {{}} cores" for title in RUNS]
+SAVES = "a step without a save takes {+} s (median of {+}); others use {} cores"
 SNAPSHOT = "a step of {+} ms takes {}% longer with a snapshot of {} MiB (quarters {}% to {}% of 2 pairs); others used {} cores"
 TABLES = {
     "__main__": [
         "{*} cores, {*} Python {*}, torch {*}",
         "smallest: {*}",
         "who {*}",
-        "one process {+} {+} to {+} {*} {+} {+} 0",
-        "Groups {*}",
-        "operation, members 4 KiB",
-        *(f"{op}, 2 {{+}} ({{+}})" for op in OPS),
-        "A step of an empty model (pp=2, m=8) of 66 actions, 1 times",
-        "executor median ms least ms us an action",
-        "compiled {+} {+} {+}",
-        "tasks {+} {+} {}",
-        "tasks, dynamic order {+} {+} {}",
-        "A launch of an empty model, in a Ray that runs, takes {+} s. With torch imported and nothing else, a Ray actor "
-        "holds {+} MiB, a plain process {+} MiB.",
+        "one process {+} {+} to {+} - {+} - 0",
     ],
     "asynchronous": [
         *(
@@ -101,7 +93,7 @@ TABLES = {
         "tasks {+} {+} {}",
         "tasks, dynamic order {+} {+} {}",
     ],
-    "save_stall": SAVES,
+    "save_stall": [f"tiny-{title}: {SAVES}" for title in ("pipeline", "replicas")],
     "schedules_at_scale": [
         "whose schedule ranks mb actions generate lower check MiB",
         *(
@@ -209,3 +201,30 @@ def test_a_program_of_hosts_prints_its_table(capsys, name):
         pytest.skip(lacks)
     import_module(f"tests.bench.{name}").main(["--smallest"])
     assert_printed(lines_of(capsys.readouterr().out), OF_HOSTS[name])
+
+
+def assert_measured(seconds: dict[str, list[float]], rounds: int) -> None:
+    """Assert that both groups have been timed in so many rounds."""
+    assert set(seconds) == {"raypar", "gloo"}
+    assert all(len(of_group) == rounds and min(of_group) > 0 for of_group in seconds.values())
+
+
+def test_members_measure_their_groups(cluster, as_before):
+    """Threads in place of the actors."""
+    members, name = [Member(), Member()], "bench-of-threads"
+    with ThreadPoolExecutor(len(members)) as pool:
+        list(pool.map(lambda rank: members[rank].join(name, len(members), rank), range(len(members))))
+        for op in OPS:
+            for seconds in pool.map(lambda member, op=op: member.measure(op, NBYTES[0], 1), members):
+                assert_measured(seconds, 1)
+
+
+@pytest.mark.long
+def test_groups_of_actors_and_what_a_process_holds_are_measured(cluster, kept_actors):
+    samples = measure_groups((2,), NBYTES[:1], 2)
+    assert [sample.op for sample in samples] == [*OPS]
+    for sample in samples:
+        assert_measured(sample.seconds, 2)
+    found = measure_overhead(1)
+    assert found.steps.launch > 0
+    assert all(100 * 2**20 < held < 2**30 for held in (found.actor_memory, found.process_memory))

@@ -90,9 +90,9 @@ _TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
 _EXPERTS = ("moe", "moe-once")
 _ZERO_BUBBLE = ("zb", "zb-two")
 _ZERO = ("zero", "zero-accumulated", "zero-wide")
-_OWN = ("quick", "smallest", "smallest-moe")  # of no --size
-ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_ZERO_BUBBLE, *_EXPERTS, *_OWN))
-CHOICES = {name: (name,) for name in SIZES if name not in (*_OWN, "zero", "moe", "zb")} | {  # of the command line
+_TRIALS = ("quick", "smallest", "smallest-moe")
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_ZERO_BUBBLE, *_EXPERTS, *_TRIALS))
+CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe", "zb")} | {  # of the command line
     "small": ("dp", "pp"),
     "wide": ("dp-wide", "pp-wide"),
     "tp": ("tp", "tp-batch", "tp-wide"),
