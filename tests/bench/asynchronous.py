@@ -28,16 +28,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("turns", type=int, nargs="?", default=3)
     parser.add_argument("--recipe", default="gpt-small")
+    parser.add_argument("--microbatches", type=int, choices=PAIRS, nargs="+", default=[*PAIRS], help="of a step")
     parser.add_argument("--stream", type=int, default=16, help="steps of a turn, after as many that warm up")
-    asked = parse_words(parser, words, "1 --recipe gpt-tiny --stream 2")
+    asked = parse_words(parser, words, "1 --recipe gpt-tiny --microbatches 2 --stream 2")
     run = rp.recipe(asked.recipe, mesh=rp.Mesh(pp=2), micro_batch_size=1, clip=None, steps=10_000)
     quiet()
     foreign = Foreign()
     found: dict[tuple[int, str], list[float]] = {}
     with local_ray(), rp.launch(replace(run, steps=1)) as job:
         for _ in range(asked.turns):
-            for microbatches, schedules in PAIRS.items():
-                for schedule in schedules:
+            for microbatches in asked.microbatches:
+                for schedule in PAIRS[microbatches]:
                     stream = None if schedule == "1f1b" else asked.stream
                     job.reset(replace(run, schedule=schedule, microbatches=microbatches, flush_every=stream))
                     job.train(asked.stream)

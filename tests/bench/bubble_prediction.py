@@ -48,8 +48,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="that costs are measured in, after one to warm up")
     parser.add_argument("--after", type=int, default=5, help="that are predicted")
     parser.add_argument("--recipe", default="gpt-small")
-    asked = parse_words(parser, words, "--steps 1 --after 1 --recipe gpt-tiny")
-    runs = [replace(rp.recipe(asked.recipe), mesh=rp.Mesh(pp=2), schedule=name, threads=1) for name in SCHEDULES]
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
+    asked = parse_words(parser, words, "--steps 1 --after 1 --recipe gpt-tiny --schedules 1f1b interleaved")
+    runs = [replace(rp.recipe(asked.recipe), mesh=rp.Mesh(pp=2), schedule=name, threads=1) for name in asked.schedules]
     quiet()
     print(f"load before: {getloadavg()[0]:.1f}\n{HEADER}", flush=True)
     with local_ray(), rp.launch(runs[0]) as job:

@@ -61,9 +61,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 report(title, asked.every, *measured(model, mesh, asked.saves, asked.every, f"{folder}/run"))
 
 
-def measured(
-    model: rp.GPT, mesh: rp.Mesh, saves: int, every: int, folder: str
-) -> tuple[list[Took], dict[int, Saved]]:
+def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, every: int, folder: str) -> tuple[list[Took], dict[int, Saved]]:
     """Every step of a run but the last, whose save is waited for; and what was saved after how many of them."""
     run = rp.Run(
         model=model,

@@ -13,14 +13,10 @@ import os
 import signal
 import sys
 import traceback
+from importlib import import_module
 
 import torch
 
-import tests.bench.peers.all_to_all
-import tests.bench.peers.ddp
-import tests.bench.peers.dtensor
-import tests.bench.peers.fsdp
-import tests.bench.peers.pipeline
 from tests.bench.child import build
 from tests.bench.contestants import CONTESTANTS, REFERENCE
 from tests.bench.workload import SIZES
@@ -73,6 +69,8 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a peer prints is no answer
     torch.set_num_threads(1)
+    for peer in ("all_to_all", "ddp", "dtensor", "fsdp", "pipeline"):
+        import_module(f"tests.bench.peers.{peer}")
     losses_of(REFERENCE, "smallest", 0, 1)  # imports what torch imports at a first step
     for line in sys.stdin:
         answers.write(json.dumps(trained(*json.loads(line))) + "\n")
