@@ -47,8 +47,8 @@ SNAPSHOT = (
     "a step of {+} ms takes {}% longer with a snapshot of {} MiB (quarters {}% to {}% of 2 pairs); others used {} cores"
 )
 COPY = (
-    "a copy of {} MiB of each actor takes {} ms of steps of {+} ms (quarters {} to {} of 2 blocks), which is {}% of ten "
-    "steps; the machine's load is {}"
+    "a copy of {} MiB of each actor takes {} ms of steps of {+} ms (quarters {} to {} of 2 blocks), which is {}% of "
+    "ten steps; the machine's load is {}"
 )
 TABLES = {
     "__main__": [
