@@ -18,6 +18,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.data.token_batches import open_corpus
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.group_speed import NBYTES, measure_groups
 from tests.bench.launches import time_launches
@@ -32,11 +33,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; ``sizes`` and ``only`` become lists of names."""
-    parser = argparse.ArgumentParser(
-        "python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ``only`` becomes a list of names."""
+    parser = parser_of(__doc__)
+    parser.prog = "python -m tests.bench"
     parser.add_argument("--size", choices=CHOICES, default="all", help="default: all")
     parser.add_argument("--only", metavar="NAME,...", default="", help=f"some of: {', '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, metavar="N", default=7, help="default: 7")
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
     parser.add_argument("--docs", action="store_true", help="replace the tables of docs/benchmarks.md too")
     parser.add_argument("--quick", action="store_true", help="some minutes: does it run? Its figures mean nothing")
-    chosen = parser.parse_args(arguments)
+    chosen = parse_words(parser, words, "--size smallest --only plain --rounds 2 --steps 1 --launches 0")
     chosen.only = [name for name in chosen.only.split(",") if name]
     unknown = [name for name in chosen.only if name not in CONTESTANTS]
     if unknown:
@@ -107,9 +107,9 @@ def write(found: Findings, folder: Path) -> None:
     (folder / "bench.txt").write_text(found.text())
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, keep the tables and show them; 1 if a contestant failed."""
-    chosen = parse(sys.argv[1:])
+    chosen = parse(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     terminable()
     quiet()

@@ -9,13 +9,14 @@ is a bubble within 2 points.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from os import getloadavg
 from statistics import median
 
 import raypar as rp
 from raypar.schedules import Timeline, costs_of, simulate
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.local_ray import local_ray, quiet
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")
@@ -41,21 +42,24 @@ def line(name: str, timelines: list[Timeline], predicted: Timeline) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: Sequence[str] | None = None) -> None:
+    """Print a row for each schedule."""
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=5, help="that costs are measured in, after one to warm up")
     parser.add_argument("--after", type=int, default=5, help="that are predicted")
-    chosen = parser.parse_args()
-    runs = [replace(rp.recipe("gpt-small"), mesh=rp.Mesh(pp=2), schedule=name, threads=1) for name in SCHEDULES]
+    parser.add_argument("--recipe", default="gpt-small")
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES)
+    asked = parse_words(parser, words, "--steps 1 --after 1 --recipe gpt-tiny --schedules 1f1b interleaved")
+    runs = [replace(rp.recipe(asked.recipe), mesh=rp.Mesh(pp=2), schedule=name, threads=1) for name in asked.schedules]
     quiet()
     print(f"load before: {getloadavg()[0]:.1f}\n{HEADER}", flush=True)
     with local_ray(), rp.launch(runs[0]) as job:
         for run in runs:
             job.reset(run)
             job.step()
-            costs = costs_of(*measured(job, chosen.steps))
+            costs = costs_of(*measured(job, asked.steps))
             print(
-                line(str(run.schedule), measured(job, chosen.after), simulate(job.timeline().schedule, costs)),
+                line(str(run.schedule), measured(job, asked.after), simulate(job.timeline().schedule, costs)),
                 flush=True,
             )
 

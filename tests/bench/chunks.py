@@ -6,11 +6,11 @@ gradients.
 
 from __future__ import annotations
 
-import argparse
 import resource
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
+
+from tests.bench.arguments import parse_words, parser_of, printed
 
 FORMS = ("inputs", "all scores", "chunk 512", "chunk 256", "chunk 128", "chunk 64", "butterfly 64")
 
@@ -30,7 +30,7 @@ def measure(form: str, tokens: int) -> tuple[float, float]:
         if form == "inputs":
             out = q + k + v
         elif form == "all scores":
-            out = _materialised(q, k, v, None, torch.nn.Identity())
+            out = _materialised(q, k, v, None, torch.nn.Identity(), None)
         else:
             kind, size = form.split()
             mask = rp.masks.butterfly(int(size)) if kind == "butterfly" else rp.masks.causal
@@ -40,20 +40,20 @@ def measure(form: str, tokens: int) -> tuple[float, float]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, min(took)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--form", choices=FORMS, help="measure this one alone, in this process")
-    args = parser.parse_args()
-    if args.form:
-        print(*measure(args.form, args.tokens))
+    asked = parse_words(parser, words, "--tokens 64")
+    if asked.form:
+        print(*measure(asked.form, asked.tokens))
         return
-    print(f"{args.tokens} tokens, 4 heads of 64, float32, one thread: peak beyond the inputs, forward and backward")
+    print(f"{asked.tokens} tokens, 4 heads of 64, float32, one thread: peak beyond the inputs, forward and backward")
     least = None
     for form in FORMS:
-        command = [sys.executable, "-m", "tests.bench.chunks", "--tokens", str(args.tokens), "--form", form]
-        peak, took = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        alone = printed("tests.bench.chunks", ("--tokens", asked.tokens, "--form", form), here=asked.smallest)
+        peak, took = map(float, alone.split())
         least = peak if least is None else least
         print(f"{form:14s} {peak - least:8.1f} MiB {took:7.2f} s")
 

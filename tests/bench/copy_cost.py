@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 
 import raypar as rp
-from tests.bench.snapshot_cost import SMALL
+from tests.bench.arguments import parse_words, parser_of
+from tests.bench.snapshot_cost import MODELS
 from tests.support.clusters import cluster_of_hosts
 from tests.support.hosts import missing
 
@@ -25,8 +26,17 @@ BLOCK = 8  # steps with copies, then as many without
 WARM = 2  # blocks that are not counted
 
 
-def main(blocks: int) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure both runs over both networks, and print what a copy costs."""
+    parser = parser_of(__doc__)
+    parser.add_argument("blocks", type=int, nargs="?", default=40)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--one", nargs=2, metavar=("TITLE", "EVERY"), help="a run alone, on the Ray that is here")
+    asked = parse_words(parser, words, "2 --model tiny")
+    if asked.one:
+        title, steps = asked.one
+        measure(title, MODELS[asked.model], asked.blocks, int(steps))
+        return
     if lacks := missing():
         print(f"skipped: {lacks}")
         return
@@ -35,16 +45,17 @@ def main(blocks: int) -> None:
             if rate:
                 cluster.network.limit(rate)
             for title in RUNS:
-                words = ("-m", "tests.bench.copy_cost", str(blocks), title, str(every))
-                took, size = json.loads(cluster.drive(*words, timeout=900).splitlines()[-1])
+                alone = (str(asked.blocks), "--model", asked.model, "--one", title, str(every))
+                answer = cluster.drive("-m", "tests.bench.copy_cost", *alone, timeout=900)
+                took, size = json.loads(answer.splitlines()[-1])
                 report(f"{title}, {rate or 'no limit'}", took, size, every)
 
 
-def measure(title: str, blocks: int, every: int) -> None:
+def measure(title: str, model: rp.GPT, blocks: int, every: int) -> None:
     """Print the seconds of every block, with copies and without in turn, and the bytes of an actor's snapshot."""
     mesh, zero = RUNS[title]
     run = rp.Run(
-        model=SMALL,
+        model=model,
         mesh=mesh,
         zero=zero,
         microbatches=2 // mesh.dp,
@@ -80,5 +91,4 @@ def report(title: str, took: list[float], size: int, every: int) -> None:
 
 
 if __name__ == "__main__":
-    chosen = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    measure(sys.argv[2], chosen, int(sys.argv[3])) if len(sys.argv) > 2 else main(chosen)
+    main()

@@ -8,12 +8,11 @@ which does not know the difference. Times are those of the driver's process: CPU
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +28,10 @@ from raypar.config.run import check_run, world_of
 from raypar.job.executors import Compiled
 from raypar.job.plans import plans_of
 from raypar.reporting.report import reports_of
-from tests.bench.local_ray import local_ray
+from tests.bench.arguments import parse_words, parser_of
+from tests.bench.local_ray import local_ray, quiet
 
 T = TypeVar("T")
-_PROCESSES, _STEPS = 4, 11
-_PP, _TP = 16, 8
 
 
 class Fake:
@@ -74,28 +72,37 @@ class Clock:
             )
 
 
-def main() -> None:
+def mesh_of(actors: int) -> Mesh:
+    """Return the mesh of so many actors, a power of two from 8 on: 16 x 8 x 8 of 1,024, less of fewer."""
+    pp = min(16, actors // 4)
+    tp = min(8, actors // pp // 2)
+    return Mesh(pp=pp, tp=tp, dp=actors // (pp * tp))
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Run the program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--actors", type=int, default=1024, help=f"a multiple of {_PP * _TP}")
+    parser = parser_of(__doc__)
+    parser.add_argument("--actors", type=int, default=1024, help="a power of two from 8 on")
     parser.add_argument("--groups", action="store_true", help="also work out the groups of all ranks, in 6 s")
-    args = parser.parse_args()
-    actors = args.actors
-    mesh = Mesh(pp=_PP, tp=_TP, dp=actors // (_PP * _TP))
+    parser.add_argument("--processes", type=int, default=4, help="that answer for all actors")
+    parser.add_argument("--steps", type=int, default=11)
+    asked = parse_words(parser, words, "--actors 16 --groups --processes 1 --steps 2")
+    actors, mesh = asked.actors, mesh_of(asked.actors)
     run = Run(model=GPT(layers=32, hidden=256, heads=8), mesh=mesh, microbatches=32, micro_batch_size=1, device="cuda")
     clock = Clock()
     programs = clock.timed("schedules, proved", lambda: check_run(run))
     world = world_of(run)
-    if args.groups:
+    if asked.groups:
         clock.timed("groups of all ranks", lambda: [list(memberships(world, rank)) for rank in range(world.size)])
     clock.timed("plans of all ranks", lambda: plans_of(run, programs, "bench"))
+    quiet()
     with local_ray():
         remote: Any = ray.remote(num_cpus=0, concurrency_groups={"ctl": 1})(Fake)
-        fakes = [remote.remote() for _ in range(_PROCESSES)]
-        calls = Calls([fakes[rank % _PROCESSES] for rank in range(actors)], world, 60.0)
+        fakes = [remote.remote() for _ in range(asked.processes)]
+        calls = Calls([fakes[rank % asked.processes] for rank in range(actors)], world, 60.0)
         executor = Compiled(calls)
         ray.get(executor.begin(0, 0, 0))
-        for step in range(_STEPS):
+        for step in range(asked.steps):
             refs = clock.timed("dispatch of a step", lambda step=step: executor.begin(step, 0, 0))
             results = clock.timed("its answers", lambda refs=refs: executor.results(refs, "a step"))
             clock.timed("its report", lambda step=step, results=results: reports_of(step, 1.0, results, world))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 import raypar as rp
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.foreign import Foreign
 from tests.bench.local_ray import local_ray, quiet
 
@@ -28,15 +30,15 @@ PROMPTS = (
 )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print a row for each mesh and number of prompts."""
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("folder")
-    words.add_argument("--tokens", type=int, default=32)
-    words.add_argument("--prompts", type=int, nargs="+", default=[1, 4])
-    words.add_argument("--rounds", type=int, default=3)
-    words.add_argument("--meshes", nargs="+", default=["pp=1", "pp=2", "tp=3"])
-    asked = words.parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--meshes", nargs="+", default=["pp=1", "pp=2", "tp=3"])
+    asked = parse_words(parser, words, "--tokens 2 --prompts 2 --meshes pp=2 --rounds 1")
     quiet()
     torch.set_num_threads(1)
     theirs = peer(asked.folder) if find_spec("transformers") else None

@@ -27,7 +27,14 @@ _SLOTS = 32  # actors of all contestants; they take turns
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """A cluster that this process is connected to, and that its children find in RAY_ADDRESS."""
+    """A cluster that this process is connected to, and that its children find in RAY_ADDRESS.
+
+    A Ray that this process is connected to already stays as it is, and is not ended.
+    """
+    if ray.is_initialized():
+        with _address_in_environment():
+            yield
+        return
     ray.init(
         address="local",
         num_cpus=_SLOTS,
@@ -38,12 +45,21 @@ def local_ray() -> Iterator[None]:
         object_store_memory=256 * 2**20,
     )
     terminable()
+    try:
+        with _address_in_environment():
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _address_in_environment() -> Iterator[None]:
+    """Within it the children of this process find its Ray."""
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:
         yield
     finally:
         del os.environ["RAY_ADDRESS"]
-        ray.shutdown()
 
 
 def terminable() -> None:

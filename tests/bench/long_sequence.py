@@ -6,10 +6,12 @@ python -m tests.bench.long_sequence [TOKENS] [--context ring|all_gather|ulysses|
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
 import raypar as rp
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.local_ray import local_ray, quiet
 
 MIB = 2**20
@@ -21,15 +23,16 @@ def batch(seq: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :seq], ids[:, 1 : seq + 1]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print a row for each number of actors: the same run, a process for each sequence part."""
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("tokens", type=int, nargs="?", default=16_384)
-    words.add_argument("--context", default="ring")
-    words.add_argument("--cp", type=int, nargs="+", default=[1, 2])
-    words.add_argument("--layers", type=int, default=8)
-    words.add_argument("--steps", type=int, default=1)
-    asked = words.parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("tokens", type=int, nargs="?", default=16_384)
+    parser.add_argument("--context", default="ring")
+    parser.add_argument("--cp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1)
+    asked = parse_words(parser, words, "128 --layers 1 --hidden 32")
     quiet()
     with local_ray():
         print(f"{asked.tokens:,} tokens, {asked.context}; memory beyond that of a run on 64 tokens")
@@ -43,7 +46,7 @@ def main() -> None:
 def trained(tokens: int, cp: int, asked: argparse.Namespace) -> rp.Report:
     """The last step of a run."""
     run = rp.Run(
-        model=rp.GPT(layers=asked.layers, hidden=256, heads=4, seq=tokens, vocab=64, positions="rope"),
+        model=rp.GPT(layers=asked.layers, hidden=asked.hidden, heads=4, seq=tokens, vocab=64, positions="rope"),
         data=rp.Batches(lambda step, microbatch, dp: batch(tokens, step)),
         mesh=rp.Mesh(cp=cp),
         microbatches=1,

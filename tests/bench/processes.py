@@ -120,7 +120,7 @@ def start(contestant: Contestant, size: Size, folder: Path) -> Processes:
     environment = {
         "WORLD_SIZE": str(contestant.processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     commands = [[*command, str(rank)] for rank in range(contestant.processes)]
@@ -132,7 +132,7 @@ def _pipe(end: IO[str] | None) -> IO[str]:
     return end
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

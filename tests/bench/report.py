@@ -56,7 +56,7 @@ class Findings:
             if table.rows
         ]
         tables += [group_table(self.groups)] if self.groups else []
-        tables += [] if self.overhead is None else [executor_table(self.overhead)]
+        tables += [] if self.overhead is None else [executor_table(self.overhead.steps)]
         drawn = [table.markdown() if markdown else table.text() for table in tables]
         overhead = [] if self.overhead is None else [overhead_line(self.overhead)]
         about = " ".join([str(self.machine), _LEGEND, *calm_line(self.heats)])
@@ -138,7 +138,7 @@ def group_table(samples: Sequence[Sample]) -> Table:
 def overhead_line(found: Overhead) -> str:
     """What raypar and Ray cost by themselves."""
     return (
-        f"A launch of an empty model, in a Ray that runs, takes {found.launch:.1f} s. "
+        f"A launch of an empty model, in a Ray that runs, takes {found.steps.launch:.1f} s. "
         f"With torch imported and nothing else, a Ray actor holds {_mib([found.actor_memory])} MiB, a plain process "
         f"{_mib([found.process_memory])} MiB."
     )

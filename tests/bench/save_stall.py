@@ -9,24 +9,25 @@ python -m tests.bench.save_stall [SAVES]
 from __future__ import annotations
 
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import raypar as rp
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.foreign import Foreign
 from tests.bench.local_ray import local_ray, quiet
 
-EVERY = 12  # steps from one save to the next
 BIG = rp.GPT(layers=12, hidden=512, heads=8, seq=128)
 TINY = rp.GPT(layers=2, hidden=32, heads=2, seq=32)
 RUNS = {
-    "a pipeline": (BIG, rp.Mesh(pp=2)),
-    "two replicas": (BIG, rp.Mesh(dp=2)),
-    "a tiny pipeline": (TINY, rp.Mesh(pp=2)),
+    "pipeline": (BIG, rp.Mesh(pp=2)),
+    "replicas": (BIG, rp.Mesh(dp=2)),
+    "tiny-pipeline": (TINY, rp.Mesh(pp=2)),
+    "tiny-replicas": (TINY, rp.Mesh(dp=2)),
 }
 
 
@@ -45,24 +46,30 @@ class Saved(NamedTuple):
     size: int
 
 
-def main(saves: int) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each run, and print what a save of it costs."""
+    parser = parser_of(__doc__)
+    parser.add_argument("saves", type=int, nargs="?", default=6)
+    parser.add_argument("--every", type=int, default=12, help="steps from one save to the next")
+    parser.add_argument("--runs", choices=RUNS, nargs="+", default=[*RUNS][:3], help="default: the first three")
+    asked = parse_words(parser, words, "1 --every 4 --runs tiny-pipeline tiny-replicas")
     quiet()
     with local_ray():
-        for title, (model, mesh) in RUNS.items():
+        for title in asked.runs:
+            model, mesh = RUNS[title]
             with TemporaryDirectory() as folder:
-                report(title, *measured(model, mesh, saves, f"{folder}/run"))
+                report(title, asked.every, *measured(model, mesh, asked.saves, asked.every, f"{folder}/run"))
 
 
-def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, folder: str) -> tuple[list[Took], dict[int, Saved]]:
+def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, every: int, folder: str) -> tuple[list[Took], dict[int, Saved]]:
     """Every step of a run but the last, whose save is waited for; and what was saved after how many of them."""
     run = rp.Run(
         model=model,
         mesh=mesh,
         microbatches=4,
         micro_batch_size=1,
-        steps=EVERY * (saves + 1) + 1,
-        save_every=EVERY,
+        steps=every * (saves + 1) + 1,
+        save_every=every,
         keep_last=2,
         folder=folder,
         device="cpu",
@@ -84,7 +91,7 @@ def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, folder: str) -> tuple[lis
     return steps, seen
 
 
-def report(title: str, steps: list[Took], seen: dict[int, Saved]) -> None:
+def report(title: str, every: int, steps: list[Took], seen: dict[int, Saved]) -> None:
     """Compare the steps in which a save was under way with the others."""
     during = {
         saved: [n for n in range(saved, len(steps)) if steps[n - 1].end < done] for saved, (done, _) in seen.items()
@@ -95,7 +102,7 @@ def report(title: str, steps: list[Took], seen: dict[int, Saved]) -> None:
     print(f"{title}: a step without a save takes {plain:.3f} s (median of {len(usual)}); others use {others:.2f} cores")
     took, lost = list[float](), list[float]()
     for saved, numbers in during.items():
-        if not numbers or numbers[-1] - numbers[0] >= EVERY:
+        if not numbers or numbers[-1] - numbers[0] >= every:
             continue
         done, size = seen[saved]
         took.append(done - steps[saved - 1].end)
@@ -115,4 +122,4 @@ def report(title: str, steps: list[Took], seen: dict[int, Saved]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)
+    main()

@@ -1,7 +1,7 @@
 """How long schedules take at scale, and how much memory: ours at growing sizes, torch's beside them.
 
-    python tests/bench/schedules_at_scale.py          # sizes that take seconds
-    python tests/bench/schedules_at_scale.py --full   # up to 1,024 ranks x 4,096 microbatches, some minutes
+    python -m tests.bench.schedules_at_scale          # sizes that take seconds
+    python -m tests.bench.schedules_at_scale --full   # up to 1,024 ranks x 4,096 microbatches, some minutes
 
 Every line is a process of its own, so that its peak of resident memory is its own. Times are CPU time, in which other
 programs do not count.
@@ -9,19 +9,18 @@ programs do not count.
 
 from __future__ import annotations
 
-import argparse
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from raypar.schedules import build, check, lower
+from tests.bench.arguments import parse_words, parser_of, printed
 
 T = TypeVar("T")
 
-# Ranks, microbatches, chunks.
+# Ranks, microbatches.
+SMALLEST = [(2, 4)]
 BOTH = [(8, 32), (16, 64), (32, 128), (64, 256)]
 LARGE = [(128, 512), (256, 1024), (512, 2048), (1024, 4096)]
 HEADER = "whose  schedule     ranks    mb    actions  generate    lower    check     MiB"
@@ -84,9 +83,9 @@ def torch_rows(name: str, ranks: int, microbatches: int, chunks: int) -> dict:
     return {rank: [a for a in row if a is not None and a.computation_type in compute] for rank, row in rows.items()}
 
 
-def jobs(full: bool) -> Iterator[tuple[str, str, int, int]]:
+def jobs(sizes: Sequence[tuple[int, int]], *, full: bool) -> Iterator[tuple[str, str, int, int]]:
     for name in ("1f1b", "interleaved"):
-        yield from ((whose, name, ranks, microbatches) for whose in ("torch", "raypar") for ranks, microbatches in BOTH)
+        yield from ((whose, name, *size) for whose in ("torch", "raypar") for size in sizes)
     if full:
         yield from (("raypar", "1f1b", ranks, microbatches) for ranks, microbatches in LARGE)
 
@@ -101,18 +100,19 @@ def measure(whose: str, name: str, ranks: int, microbatches: int) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the table, or a line of it."""
+    parser = parser_of(__doc__)
     parser.add_argument("--full", action="store_true", help="up to 1,024 ranks x 4,096 microbatches")
     parser.add_argument("--one", nargs=4, metavar=("WHOSE", "NAME", "RANKS", "MICROBATCHES"), help="a single line")
-    arguments = parser.parse_args()
-    if arguments.one:
-        whose, name, ranks, microbatches = arguments.one
+    asked = parse_words(parser, words, "")
+    if asked.one:
+        whose, name, ranks, microbatches = asked.one
         print(measure(whose, name, int(ranks), int(microbatches)))
         return
     print(HEADER)
-    for job in jobs(arguments.full):
-        subprocess.run([sys.executable, __file__, "--one", *map(str, job)], check=True)
+    for job in jobs(SMALLEST if asked.smallest else BOTH, full=asked.full):
+        print(printed("tests.bench.schedules_at_scale", ("--one", *job), here=asked.smallest), end="", flush=True)
 
 
 if __name__ == "__main__":

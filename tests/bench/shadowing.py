@@ -9,8 +9,7 @@ of run the median of a step and what each actor computed in it.
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.expert_parallel.router import Router
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.foreign import Foreign
 from tests.support.thread_jobs import TeamJob
 
@@ -25,7 +25,6 @@ MODEL = rp.GPT(layers=2, hidden=256, heads=4, seq=512, mlp=4, moe=rp.MoE(experts
 RUN = rp.Run(
     model=MODEL, mesh=rp.Mesh(dp=2, ep=2), microbatches=1, micro_batch_size=4, steps=8, schedule="gpipe", device="cpu"
 )
-STEPS = 4  # of a turn, after one that warms up
 POPULAR = 0.9  # share of the tokens that go to the two experts of the first actor
 
 
@@ -47,15 +46,16 @@ def skewed() -> Iterator[None]:
         Router._choose = choose  # type: ignore[method-assign]
 
 
-def turn(shadows: int) -> tuple[list[float], list[list[float]], rp.Report]:
-    """The seconds of some steps, the seconds that each actor computed in each of them, and the last report."""
-    job = TeamJob(replace(RUN, expert_shadows=shadows))
+def turn(run: rp.Run) -> tuple[list[float], list[list[float]], rp.Report]:
+    """The seconds of a run's steps but the first, which warms up, those that each actor computed in each, and the
+    last report."""
+    job = TeamJob(run)
     try:
         job.step()
         took, busy = list[float](), list[list[float]]()
-        for _ in range(STEPS):
+        for _ in range(run.steps - 1):
             report = job.step()
-            lanes = job.timelines()[: RUN.mesh.dp]
+            lanes = job.timelines()[: run.mesh.dp]
             took.append(max(lane.end for lane in lanes) - min(lane.start for lane in lanes))
             busy.append([lane.busy() for lane in lanes])
     finally:
@@ -63,16 +63,24 @@ def turn(shadows: int) -> tuple[list[float], list[list[float]], rp.Report]:
     return took, busy, report
 
 
-def main(turns: int) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Let both kinds of run take turns, and print their medians."""
+    parser = parser_of(__doc__)
+    parser.add_argument("turns", type=int, nargs="?", default=3)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, after one that warms up")
+    asked = parse_words(parser, words, "1 --hidden 32 --seq 64 --steps 1")
+    model = replace(MODEL, hidden=asked.hidden, seq=asked.seq)
     torch.set_num_threads(1)
     took: dict[int, list[float]] = {0: [], 2: []}
     busy: dict[int, list[list[float]]] = {0: [], 2: []}
     foreign = Foreign()
     with skewed():
-        for _ in range(turns):
+        for _ in range(asked.turns):
             for shadows in took:
-                seconds, computed, report = turn(shadows)
+                run = replace(RUN, model=model, steps=1 + asked.steps, expert_shadows=shadows)
+                seconds, computed, report = turn(run)
                 took[shadows] += seconds
                 busy[shadows] += computed
                 assert all(sum(one.times) == shadows for one in report.shadows), report.shadows
@@ -87,4 +95,4 @@ def main(turns: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    main()

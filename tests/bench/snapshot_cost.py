@@ -6,14 +6,18 @@ python -m tests.bench.snapshot_cost [PAIRS]
 from __future__ import annotations
 
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 
 import raypar as rp
+from tests.bench.arguments import parse_words, parser_of
 from tests.bench.foreign import Foreign
 from tests.bench.local_ray import local_ray, quiet
 
-SMALL = rp.GPT(layers=8, hidden=256, heads=4, seq=256)
+MODELS = {
+    "small": rp.GPT(layers=8, hidden=256, heads=4, seq=256),
+    "tiny": rp.GPT(layers=2, hidden=32, heads=2, seq=32),
+}
 RUNS = {
     "a pipeline": (rp.Mesh(pp=2), 1),
     "two replicas": (rp.Mesh(dp=2), 1),
@@ -22,18 +26,22 @@ RUNS = {
 WARM = 4  # steps that are not counted
 
 
-def main(pairs: int) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each run, and print what a snapshot of it costs."""
+    parser = parser_of(__doc__)
+    parser.add_argument("pairs", type=int, nargs="?", default=40)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    asked = parse_words(parser, words, "2 --model tiny")
     quiet()
     with local_ray():
         for title, (mesh, zero) in RUNS.items():
-            report(title, *measured(mesh, zero, pairs))
+            report(title, *measured(MODELS[asked.model], mesh, zero, asked.pairs))
 
 
-def measured(mesh: rp.Mesh, zero: int, pairs: int) -> tuple[list[float], float, int]:
+def measured(model: rp.GPT, mesh: rp.Mesh, zero: int, pairs: int) -> tuple[list[float], float, int]:
     """Seconds of every step, how many cores others used meanwhile, and the bytes of an actor's snapshot."""
     run = rp.Run(
-        model=SMALL,
+        model=model,
         mesh=mesh,
         zero=zero,
         microbatches=2 // mesh.dp,
@@ -72,4 +80,4 @@ def report(title: str, took: list[float], others: float, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    main()

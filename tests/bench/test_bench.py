@@ -22,7 +22,7 @@ from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.figures import mean_losses, median_ratio, tokens_per_s, worst_difference
 from tests.bench.group_speed import MIB, Sample
 from tests.bench.machine import Machine
-from tests.bench.overhead import Overhead
+from tests.bench.overhead import EmptySteps, Overhead
 from tests.bench.peers.whole import whole_model
 from tests.bench.processes import ProcessError, Processes
 from tests.bench.report import Findings, Heat, group_table, ratio_table, speed_table, wait_table
@@ -279,7 +279,8 @@ def test_a_table_as_text_and_as_markdown():
 
 
 def test_findings_are_json_and_a_busy_machine_is_named():
-    overhead = Overhead([4.0, 5.0, 6.0], [20.0, 25.0, 30.0], [30.0, 35.0, 40.0], 66, 3.0, 270 * MIB, 220 * MIB)
+    steps = EmptySteps([4.0, 5.0, 6.0], [20.0, 25.0, 30.0], [30.0, 35.0, 40.0], 66, 3.0)
+    overhead = Overhead(steps, 270 * MIB, 220 * MIB)
     found = Findings(Machine(load=2.0), [heat()], overhead)
     assert json.loads(json.dumps(found.to_dict()))["heats"][0]["tracks"]["plain"]["launches"] == [5.0, 4.0, 6.0]
     assert "not to be published" in found.text()

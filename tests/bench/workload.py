@@ -53,6 +53,7 @@ class Size:
 _QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "zero-bubble", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
+_SMALLEST = rp.GPT(layers=4, hidden=16, heads=2, seq=16)
 _MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
 # Noise beside which the scores are nothing gives each expert as many tokens, but for chance: of 128 in a sequence
 # hardly ever 32 more. So next to nothing is over a capacity of 1.25; losses differ in the sixth digit only.
@@ -81,13 +82,16 @@ SIZES = {
         Size("moe", replace(_SMALL, moe=_MOE), kinds=("experts",), accumulated=8),
         Size("moe-once", replace(_SMALL, moe=_MOE), kinds=("experts",)),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=_QUICK),
+        Size("smallest", _SMALLEST, batch=8, kinds=_QUICK),
+        Size("smallest-moe", replace(_SMALLEST, moe=_MOE), batch=8, kinds=("experts",), accumulated=2),
     )
 }
 _TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
 _EXPERTS = ("moe", "moe-once")
 _ZERO_BUBBLE = ("zb", "zb-two")
 _ZERO = ("zero", "zero-accumulated", "zero-wide")
-ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_ZERO_BUBBLE, *_EXPERTS, "quick"))
+_TRIALS = ("quick", "smallest", "smallest-moe")
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_ZERO_BUBBLE, *_EXPERTS, *_TRIALS))
 CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe", "zb")} | {  # of the command line
     "small": ("dp", "pp"),
     "wide": ("dp-wide", "pp-wide"),

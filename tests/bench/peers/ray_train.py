@@ -44,10 +44,12 @@ class RayTrainer:
     """The driver."""
 
     def __init__(self, size: str) -> None:
-        own: dict[str, Any] = (
-            {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False, "object_store_memory": 256 * 2**20}
-        )
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+        self._has_started = not ray.is_initialized()
+        if self._has_started:
+            own: dict[str, Any] = (
+                {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False, "object_store_memory": 256 * 2**20}
+            )
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
         self._storage = tempfile.TemporaryDirectory(prefix="raypar-bench-")
         self._pool = ThreadPoolExecutor(1)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -73,12 +75,13 @@ class RayTrainer:
         return {}
 
     def close(self) -> None:
-        """Let the workers' functions return, then stop Ray."""
+        """Let the workers' functions return, then stop Ray if it was started here."""
         for worker in self._workers:
             worker.close()
         self._fit.result()
         self._pool.shutdown()
-        ray.shutdown()
+        if self._has_started:
+            ray.shutdown()
         self._storage.cleanup()
 
     def _ask(self, *request: object) -> list[list[Any]]:
