@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import sys
 import time
 import weakref
@@ -20,6 +22,9 @@ from raypar.actors.tensors import Values
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
+_MAXIMUM_UNIT = 1 if sys.platform == "darwin" else 1 << 10  # bytes, of getrusage's maximum of resident memory
+_VM_HWM = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+_STATUS = 1 << 14  # bytes of /proc/self/status that one read asks for
 
 ALL_BLOCKS = 1 << 30  # for ``keep_freed_memory``
 SMALL_BLOCKS = 1 << 18
@@ -37,8 +42,6 @@ def keep_freed_memory(below: int) -> None:
     Args:
         below: Bytes from which on a freed block is given back at once. What was kept before is given back now.
     """
-    if not sys.platform.startswith("linux"):
-        return
     libc = ctypes.CDLL(None)
     if (mallopt := getattr(libc, "mallopt", None)) is not None:
         for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, below), (_M_TRIM_THRESHOLD, _HUGE)):
@@ -48,15 +51,20 @@ def keep_freed_memory(below: int) -> None:
 
 
 def resident_memory() -> int:
-    """Return the bytes of memory that this process has now (Linux; elsewhere 0)."""
+    """Return the bytes of memory that this process has now; without /proc (macOS) the most that it has had so far."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return 0
+        return largest_memory()
+
+
+def largest_memory() -> int:
+    """Return the most bytes of memory that this process has had since it began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXIMUM_UNIT
 
 
 class PeakMemory:
-    """Peak resident memory of this process (Linux; elsewhere 0).
+    """Peak resident memory of this process since a reset; without /proc (macOS) since its begin.
 
     It keeps its two files open: every step uses them at its start and end, and opening them costs more than reading.
     """
@@ -78,9 +86,11 @@ class PeakMemory:
     def read(self) -> int:
         """Return the peak since the last reset, in bytes."""
         if self._clear is None:
-            return 0
-        _, _, rest = os.pread(self._status, 4096, 0).partition(b"VmHWM:")
-        return int(rest.split(None, 1)[0]) * 1024 if rest else 0
+            return largest_memory()
+        text = b""
+        while not (found := _VM_HWM.search(text)) and (more := os.pread(self._status, _STATUS, len(text))):
+            text += more  # the line comes after the groups of the process, of which there may be thousands
+        return int(found[1]) * 1024 if found else 0
 
 
 def _close(files: tuple[int, ...]) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Self
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
+from raypar.actors.system_features import has_feature
 
 
 def exhaust(work: Iterator[object], spare: float) -> None:
@@ -35,7 +35,7 @@ def exhaust(work: Iterator[object], spare: float) -> None:
     Raises:
         Exception: Whatever the work raises.
     """
-    if spare > 0 and sys.platform.startswith("linux"):
+    if spare > 0 and has_feature("idle_threads"):
         thread = _Spare(work)
         thread.start()
         thread.join(spare)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from raypar.actors.system_features import has_feature
 
 _NONE, _READ_WRITE = 0, 3  # <sys/mman.h>: PROT_NONE, PROT_READ | PROT_WRITE
 
@@ -34,7 +36,7 @@ class FlatMemory:
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._mapping: mmap.mmap | None = None
         self._size = count * dtype.itemsize
-        if device.type == "cpu" and sys.platform.startswith("linux") and self._size:
+        if device.type == "cpu" and self._size and has_feature("released_pages"):
             self._mapping, self.tensor = _mapped(count, dtype)
             self._address = ctypes.c_void_p(self.tensor.data_ptr())
         else:
@@ -64,7 +66,7 @@ class FlatMemory:
 
 def flat_empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor (count,) whose memory is given back as soon as the tensor is deleted."""
-    if device.type == "cpu" and sys.platform.startswith("linux") and count:
+    if device.type == "cpu" and count and has_feature("released_pages"):
         return _mapped(count, dtype)[1]
     return torch.empty(count, dtype=dtype, device=device)
 
@@ -72,5 +74,6 @@ def flat_empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _mapped(count: int, dtype: torch.dtype) -> tuple[mmap.mmap, Tensor]:
     size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults
+    with suppress(OSError):  # a hint, for fewer page faults; some kernels are built without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping, torch.frombuffer(mapping, dtype=dtype, count=count)

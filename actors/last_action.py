@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 from contextlib import suppress
 
+from raypar.actors.system_features import has_feature
 from raypar.schedules.action import Action
 
 _NOTE = struct.Struct("<q56s")  # the step, counted from 1, and the action as it is spelled; 0 before the first
@@ -38,7 +38,7 @@ class LastAction:
         Returns:
             The descriptor of the file with them; -1 if there is none, as other systems than Linux have no such files.
         """
-        if self._fd < 0 and sys.platform.startswith("linux"):
+        if self._fd < 0 and has_feature("memory_files"):
             self._fd = os.memfd_create("raypar-last-action")
             os.pwrite(self._fd, self._note, 0)
             self._note = mmap.mmap(self._fd, _NOTE.size)

@@ -355,7 +355,7 @@ MAY_IMPORT = {
         "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
         "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner schedules"
     ),
-    "raypar/doctor": "raypar raypar/cluster actors/collective",
+    "raypar/doctor": "actors actors/collective raypar raypar/cluster",
     "raypar/job": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
         "actors/mesh actors/models actors/relayout actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "

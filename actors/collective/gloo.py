@@ -7,9 +7,9 @@ additions in rank order, and tensors of any strides.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+from raypar.actors.system_features import has_feature
 from raypar.actors.tensors import nbytes, row_size, staged
 
 _OPS: dict[ReduceOp, Any] = {
@@ -37,6 +38,9 @@ _SMALL_TAG = _ABORT_TAG - 1
 _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
 # Torch's own timeout of an op, which also runs before anybody waits for it; our deadlines are those of the waits.
 _NEVER = timedelta(days=1)
+_SHORTEST = 0.001  # seconds; torch would take a shorter timeout as none
+_LOOK = 0.05  # seconds between two looks for an abort, where a late wait closes no connection
+_LATE = "imed out"  # of "Timed out waiting 50ms for recv operation to complete" and "Operation timed out!"
 
 
 class GlooGroup(Group):
@@ -63,6 +67,7 @@ class GlooGroup(Group):
         gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
         options = gloo_options(device, timedelta(seconds=connect_timeout))
         self._pg: Any = None
+        self._closes_late = has_feature("closing_connections")
         try:
             self._pg = gloo(store, rank, size, options)
             self._pg.barrier().wait(timedelta(seconds=connect_timeout))
@@ -71,11 +76,11 @@ class GlooGroup(Group):
         self._pg.set_timeout(_NEVER)
 
     def abort(self) -> None:
-        """Close every connection of the group, which takes a few milliseconds."""
+        """Close every connection of the group, which takes a few milliseconds; else make the waits here raise."""
         # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but an expired wait closes every
         # connection of the group, at both ends. A receive from a lost peer fails without closing the rest: try all.
         self._closed = True
-        for peer in range(self.size if self._pg is not None else 0):
+        for peer in range(self.size if self._pg is not None and self._closes_late else 0):
             if peer != self.rank:
                 try:
                     self._pg.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -94,7 +99,7 @@ class GlooGroup(Group):
         flat, back = staged(tensor)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return _waiter(self._pg.allreduce([flat], options), back, flat)
+        return self._waiter(self._pg.allreduce([flat], options), back, flat)
 
     def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
         """Send to every member and add in rank order.
@@ -110,7 +115,7 @@ class GlooGroup(Group):
         def finish(timeout: float) -> None:
             deadline = time.monotonic() + timeout
             for work in works:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                self._wait(work, deadline - time.monotonic())
             reduce_in_order(list(parts), op, tensor)
 
         return finish
@@ -120,7 +125,7 @@ class GlooGroup(Group):
         part = tensor.contiguous()
         pieces = list(flat.view(-1).chunk(self.size)) if flat.numel() else [flat] * self.size
         work = self._pg.allgather([pieces], [part.view(-1)]) if flat.numel() else self._pg.barrier()
-        return _waiter(work, back, flat, part)
+        return self._waiter(work, back, flat, part)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
         # Gloo's own reduce_scatter takes three times as long and adds in the ring's order, not in rank order.
@@ -130,20 +135,20 @@ class GlooGroup(Group):
         def add() -> None:
             reduce_in_order(list(parts.view(self.size, -1)), op, out)
 
-        return _waiter(work, add if out.numel() else None, parts, source)
+        return self._waiter(work, add if out.numel() else None, parts, source)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
         flat, back = staged(out)
         source = tensor.contiguous()
         if not row_size(source):
-            return _waiter(self._pg.barrier(), None)
-        return _waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
+            return self._waiter(self._pg.barrier(), None)
+        return self._waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         flat, back = staged(tensor)
         options = c10d.BroadcastOptions()
         options.rootRank = root
-        return _waiter(self._pg.broadcast([flat], options), back, flat)
+        return self._waiter(self._pg.broadcast([flat], options), back, flat)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         flat, back = staged(tensor)
@@ -151,7 +156,7 @@ class GlooGroup(Group):
             flat, back = flat.clone(), None  # Gloo uses the members' buffers as scratch space
         options = c10d.ReduceOptions()
         options.reduceOp, options.rootRank = _OPS[op], root
-        return _waiter(self._pg.reduce([flat], options), back, flat)
+        return self._waiter(self._pg.reduce([flat], options), back, flat)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         if out is None or not tensor.numel():
@@ -160,30 +165,68 @@ class GlooGroup(Group):
             flat, back = staged(out)
             part, pieces = tensor.contiguous().view(-1), [list(flat.view(-1).chunk(self.size))]
         if not tensor.numel():
-            return _waiter(self._pg.barrier(), None)
+            return self._waiter(self._pg.barrier(), None)
         options = c10d.GatherOptions()
         options.rootRank = root
-        return _waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
+        return self._waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
         flat, back = staged(out)
         pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
         if not out.numel():
-            return _waiter(self._pg.barrier(), None)
+            return self._waiter(self._pg.barrier(), None)
         options = c10d.ScatterOptions()
         options.rootRank = root
-        return _waiter(self._pg.scatter([flat.view(-1)], pieces, options), back, flat, pieces)
+        return self._waiter(self._pg.scatter([flat.view(-1)], pieces, options), back, flat, pieces)
 
     def _barrier(self) -> Finish:
-        return _waiter(self._pg.barrier(), None)
+        return self._waiter(self._pg.barrier(), None)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
         source = tensor.contiguous()
-        return _waiter(self._pg.send([source], dst, tag), None, source)
+        return self._waiter(self._pg.send([source], dst, tag), None, source)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         flat, back = staged(tensor)
-        return _waiter(self._pg.recv([flat], src, tag), back, flat)
+        return self._waiter(self._pg.recv([flat], src, tag), back, flat)
+
+    def _waiter(self, work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:
+        """Return a Finish that waits for Gloo's ``work`` and then calls ``then``.
+
+        ``keep`` stays alive until then: Gloo closes the connection when a tensor in use is freed.
+        """
+
+        def finish(timeout: float) -> None:
+            self._wait(work, timeout)
+            if then is not None:
+                then()
+            del keep_alive[:]
+
+        keep_alive = list(keep)
+        return finish
+
+    def _wait(self, work: Any, timeout: float) -> None:
+        """Wait for Gloo's ``work``, for so many seconds.
+
+        Raises:
+            RuntimeError: It failed, or the group was aborted.
+            TimeoutError: It is not complete in time, where a late wait closes no connection.
+        """
+        if self._closes_late:
+            work.wait(timedelta(seconds=max(_SHORTEST, timeout)))
+            return
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(_LOOK, max(_SHORTEST, end - time.monotonic()))))
+                return
+            except RuntimeError as error:
+                if self._closed:
+                    raise RuntimeError("the group was aborted") from error
+                if _LATE not in str(error):
+                    raise
+                if time.monotonic() >= end:
+                    raise TimeoutError(str(error)) from error
 
 
 def create_device(host: str) -> Any:
@@ -199,28 +242,13 @@ def create_device(host: str) -> Any:
     before = _threads()
     device = dist.ProcessGroupGloo.create_device(hostname=host)
     for thread in _threads() - before:
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # the thread has ended, or the system forbids it: then it is only slower
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
     return device
 
 
 def _threads() -> set[int]:
-    """Return the ids of this process's threads; empty where /proc is missing (not Linux)."""
-    if not sys.platform.startswith("linux"):
+    """Return the ids of this process's threads; empty where none can be a batch thread."""
+    if not has_feature("batch_threads"):
         return set()
     return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
-
-
-def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:
-    """Return a Finish that waits for Gloo's ``work`` and then calls ``then``.
-
-    ``keep`` stays alive until then: Gloo closes the connection when a tensor in use is freed.
-    """
-
-    def finish(timeout: float) -> None:
-        work.wait(timedelta(seconds=max(0.001, timeout)))  # torch would take a shorter one as no timeout
-        if then is not None:
-            then()
-        del keep_alive[:]
-
-    keep_alive = list(keep)
-    return finish

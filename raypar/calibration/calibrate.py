@@ -24,7 +24,7 @@ from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
 from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
-from raypar.planner.memory import PROCESS_OF
+from raypar.planner.memory import process_bytes
 
 _CALL = 60.0  # seconds in which an actor answers a call
 _LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first
@@ -107,7 +107,7 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         busy=1.0,
         message=0.0,
         call=0.0,
-        process=PROCESS_OF[device],
+        process=process_bytes(device),
     )
 
 

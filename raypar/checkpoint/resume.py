@@ -23,6 +23,7 @@ from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.config.toml import flat, plain_of
 from raypar.config.validate.parallel import idle_fields
+from raypar.config.validate.recovery import recovery_faults
 from raypar.config.validate.replacing import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
@@ -115,6 +116,7 @@ def prepared(
     except ConfigError as error:
         can_compare = found is not None and not any(fault.of_type for fault in field_faults(run))
         faults = [*error.faults, *(changed_faults(run, found) if can_compare and found is not None else [])]
+    faults += recovery_faults(run.max_failures)
     if faults or programs is None:
         raise ConfigError(faults)
     for idle in idle_fields(run):

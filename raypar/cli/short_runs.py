@@ -11,6 +11,7 @@ from raypar.cli.parsing import parse
 from raypar.cli.run_args import RunArgs
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.run import check_run, unrecorded, world_of
+from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import ConfigError
 from raypar.planner.host import room_faults
 
@@ -56,7 +57,9 @@ def _check(run: Run, wrong: Sequence[Fault]) -> None:
         check_run(run, wrong=wrong)
     except ConfigError as error:
         faults = error.faults
-    if right_fields([*wrong, *field_faults(run)])("mesh", "data_parallel", "servers", "zero"):
+    right = right_fields([*wrong, *field_faults(run)])
+    faults += recovery_faults(run.max_failures) if right("max_failures") else ()
+    if right("mesh", "data_parallel", "servers", "zero"):
         faults += room_faults(world_of(run).size)
     if faults:
         raise ConfigError(faults)

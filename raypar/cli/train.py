@@ -30,6 +30,7 @@ from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, world_of
 from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
+from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.calibration_file import calibration_faults, calibration_named
@@ -207,6 +208,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append(finished(begun, run.steps, words))
     faults += injected(args.chaos, run, schedule, begun)[1]
     faults += device_faults(run.device) if right("device") else ()
+    faults += recovery_faults(run.max_failures) if right("max_failures") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     if not 0 <= args.room <= _MOST_ROOM:

@@ -57,7 +57,8 @@ def start_on_loopback(**settings: Any) -> None:
     session = Path(started.address_info["session_dir"])
     with suppress(OSError):
         session.chmod(0o700)
-        (session / OWNER_FILE).write_text(" ".join(map(str, (os.getpid(), process_began(os.getpid()), namespace()))))
+        began = process_began(os.getpid()) or 0
+        (session / OWNER_FILE).write_text(f"{os.getpid()} {began} {namespace()}")
 
 
 def silence_deaths() -> None:

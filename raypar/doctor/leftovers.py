@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypar.actors.system_features import has_feature
 from raypar.cluster.ray_private import OWNER_FILE, namespace, process_began, ray_folder
 from raypar.doctor.finding import Finding
 
@@ -33,12 +35,14 @@ class Leftover:
 
 
 def leftovers(root: Path | None = None, proc: Path = _PROC) -> list[Leftover]:
-    """Return the leftovers of this user.
+    """Return the leftovers of this user; none where the system has no list of processes that can be read.
 
     Args:
         root: The folder of Ray's sessions; None for the usual one.
         proc: Where the system tells of processes.
     """
+    if not has_feature("process_list"):
+        return []
     gone = (folder for folder, driver, began in _owned(root) if process_began(driver, proc) != began)
     return [Leftover(folder, _processes(folder, proc)) for folder in gone]
 
@@ -78,7 +82,10 @@ def _processes(folder: Path, proc: Path) -> dict[int, int]:
 def leftover_findings(found: list[Leftover]) -> Iterator[Finding]:
     """Yield how much there is of leftovers."""
     running = sum(len(one.processes) for one in found)
-    if running:
+    if not has_feature("process_list"):
+        text = f"not looked for: /proc says what they are, which this system ({sys.platform}) lacks"
+        yield Finding("ok", "leftovers", text)
+    elif running:
         text = f"{running} processes of {sum(bool(one.processes) for one in found)} Rays whose driver is gone still run"
         yield Finding("wrong", "leftovers", text, "raypar doctor --sweep ends them, and removes their folders")
     elif found:
@@ -90,6 +97,9 @@ def leftover_findings(found: list[Leftover]) -> Iterator[Finding]:
 
 def sweep(found: list[Leftover], proc: Path = _PROC) -> Iterator[Finding]:
     """End leftover processes and remove their folders; yield what was done."""
+    if not has_feature("process_list"):
+        yield from leftover_findings(found)
+        return
     ended = 0
     for one in found:
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -12,6 +12,7 @@ _LEAST_SHM = 1 << 30  # bytes: Docker's default of 64 MiB is too small for Ray's
 _LEAST_FILES = 4096
 _OTHERS_MAY = 0o077
 _LOOPBACK = "127."
+_LINUX = "linux"
 
 Facts = Mapping[str, Any]
 
@@ -38,6 +39,9 @@ def network_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Findi
     if node.address.startswith(_LOOPBACK) and not alone:
         advice = "start its Ray with --node-ip-address=ADDRESS, one of its interfaces'"
         yield Finding("wrong", "network", f"{node} has a loopback address in Ray, which no other node reaches", advice)
+    elif used is None and facts["system"] != _LINUX:
+        text = f"{node}: which interfaces it has is asked on Linux alone, and this is {facts['system']}"
+        yield Finding("ok", "network", text)
     elif used is None:
         advice = "behind NAT or in a container without the host's network, groups can't connect: give Ray that address"
         yield Finding("wrong", "network", f"{node} has no interface with its address in Ray ({told})", advice)
@@ -70,10 +74,12 @@ def gpu_findings(node: Node, facts: Facts) -> Iterator[Finding]:
 
 
 def memory_findings(node: Node, facts: Facts) -> Iterator[Finding]:
-    """Yield whether /dev/shm and the number of open files are enough."""
+    """Yield whether /dev/shm, which Linux alone has, and the number of open files are enough."""
     total, free = facts["shm"]["total"], facts["shm"]["free"]
     told = f"{node}: /dev/shm has {total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
-    if total < _LEAST_SHM:
+    if facts["system"] != _LINUX:
+        yield Finding("ok", "memory", f"{node}: Ray's object store is in files, as {facts['system']} has no /dev/shm")
+    elif total < _LEAST_SHM:
         advice = "Ray puts its object store on the disk then; start the container with --shm-size=2g"
         yield Finding("slow", "memory", told, advice)
     else:

@@ -17,6 +17,7 @@ from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run, reset_faults
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
+from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_batches
 from raypar.reporting.needs import memory_faults
@@ -97,5 +98,5 @@ def faults(run: Run) -> list[str]:
         check_run(run, skeleton=skeleton)
         demand_fitting(run, skeleton)
     except ConfigError as error:
-        return error.faults
-    return []
+        return [*error.faults, *recovery_faults(run.max_failures)]
+    return list(recovery_faults(run.max_failures))

@@ -7,6 +7,8 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from raypar.actors.host_cores import num_cores
@@ -16,6 +18,7 @@ _LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA = Path("/dev/nvidiactl")
+_CUDA = re.compile(r"^cuda\b[^=]*= *(.*)$", re.MULTILINE)  # in torch/version.py
 
 
 def num_slots() -> int:
@@ -33,6 +36,19 @@ def room_faults(num_actors: int) -> Iterator[str]:
     if starts_own_ray() and num_actors > num_slots():
         here = f"the {num_slots()} that this machine of {num_cores()} cores takes"
         yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
+
+
+@cache
+def torch_has_cuda() -> bool | None:
+    """Return whether the torch that is installed here is built with CUDA, without importing it; None if not known."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = _CUDA.search((Path(spec.origin).parent / "version.py").read_text())
+    except OSError:
+        return None
+    return None if found is None else found[1].strip() != "None"
 
 
 def device_kind(device: DeviceChoice) -> DeviceKind:
@@ -53,6 +69,9 @@ def total_memory() -> int | None:
             found.append(int(entry[1]) << 10)
     with suppress(OSError, ValueError):  # "max" if there is no limit
         found.append(int((_CGROUP / "memory.max").read_text()))
+    if not found:  # macOS
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(found, default=None)
 
 

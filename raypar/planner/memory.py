@@ -27,7 +27,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
@@ -35,7 +35,7 @@ from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.activations import ELEMENT_BYTES, most_kept, uneven_load
-from raypar.planner.host import device_kind
+from raypar.planner.host import device_kind, torch_has_cuda
 from raypar.planner.lent import Lent
 from raypar.planner.parameters import Units
 from raypar.planner.shares import Share
@@ -47,12 +47,26 @@ from raypar.schedules.versions import most_versions
 
 # Bytes without a run: of an actor's process, with Python, torch, Ray and kernels (gpt-tiny, 2026-11-25); of a GPU, as
 # torch counts, 32 MiB of cuBLAS for each of two threads (an H200, 8 layers of hidden 256 and 1024, 2026-11-26).
-PROCESS_OF: Mapping[DeviceKind, int] = {"cpu": 336 << 20, "cuda": 64 << 20}
+_PROCESS_OF: Mapping[DeviceKind, int] = {"cpu": 336 << 20, "cuda": 64 << 20}
+# The same of a process on CPUs whose torch is built with CUDA, for its libraries (gpt-tiny, 2.13.0+cu130 on a machine
+# without a GPU, 2026-11-27: a peak of 661 MiB, of which 5 are weights, optimizer and activations; 321 with 2.13.0+cpu).
+_PROCESS_WITH_CUDA = 656 << 20
 # Of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24; as above).
 WORKING_OF: Mapping[DeviceKind, float] = {"cpu": 0.4, "cuda": 0.05}
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
 _FILLED = 24 << 20
+
+
+def process_bytes(device: DeviceKind) -> int:
+    """Return the bytes that an actor takes without a run: its process on CPUs, what libraries take on a GPU.
+
+    Nodes have the torch that is installed here.
+
+    Args:
+        device: The kind of device.
+    """
+    return _PROCESS_WITH_CUDA if device == "cpu" and torch_has_cuda() else _PROCESS_OF[device]
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ class Memory:
     gathered: int = 0
     versions: int = 0
     buckets: int = 0
-    process: int = PROCESS_OF["cpu"]
+    process: int = field(kw_only=True)
     working: int = 0
     twice: int = 0
     shared: int = 0
@@ -211,7 +225,7 @@ def worker_memory(
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
-                process=PROCESS_OF[device] if process is None else process,
+                process=process_bytes(device) if process is None else process,
                 working=_working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,

@@ -8,12 +8,12 @@ from raypar.actors.specs.run import Run
 from raypar.planner.activations import most_kept
 from raypar.planner.host import device_kind
 from raypar.planner.memory import (
-    PROCESS_OF,
     WORKING_OF,
     Counts,
     Memory,
     element_bytes,
     offloaded_bytes,
+    process_bytes,
     saved_bytes,
     states_of,
 )
@@ -49,7 +49,7 @@ def server_memory(run: Run, world: World, counts: Counts, process: int | None = 
                 each.gradient * share,
                 optimizer,
                 0,
-                process=PROCESS_OF[device] if process is None else process,
+                process=process_bytes(device) if process is None else process,
                 snapshots=snapshots * saved,
                 copies=copies * saved,
             )
@@ -78,7 +78,7 @@ def expert_memory(
                 gradients=each.gradient * count if stays else 0,
                 optimizer=optimizer if stays else 0,
                 activations=rows,
-                process=PROCESS_OF[device] if process is None else process,
+                process=process_bytes(device) if process is None else process,
                 working=round(WORKING_OF[device] * (rows or 0)),
                 offloaded=offloaded_bytes(world, each, count, weights, optimizer),
                 snapshots=snapshots * saved,

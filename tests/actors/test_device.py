@@ -136,3 +136,28 @@ def test_who_measures_memory_closes_its_files():
     assert files() == before + 2
     del peak
     assert files() == before
+
+
+def test_a_peak_is_read_after_thousands_of_groups(monkeypatch):
+    groups = b"Name:\tpython\nGroups:\t" + b"1000000 " * 9000
+    status = groups + b"\nVmPeak:\t 99 kB\nVmHWM:\t  123456 kB\nVmRSS:\t 9 kB\n"
+    monkeypatch.setattr(places.os, "pread", lambda file, size, start: status[start : start + size])
+    assert PeakMemory().read() == 123456 << 10
+    for cut in range(1, 40):  # the end of a read within the line
+        monkeypatch.setattr(places, "_STATUS", status.index(b"VmPeak") + cut)
+        assert PeakMemory().read() == 123456 << 10
+
+
+def test_a_system_that_resets_no_peak_tells_that_of_the_whole_process(monkeypatch):
+    def refused(*_):
+        raise FileNotFoundError
+
+    known = PeakMemory().read()
+    monkeypatch.setattr(places.os, "open", refused)
+    monkeypatch.setattr(places.Path, "read_text", refused)
+    peak = PeakMemory()
+    peak.reset()
+    assert peak.read() == places.resident_memory() == places.largest_memory()
+    assert 0.9 * known <= peak.read() < 100 * known  # KiB that were taken for bytes would be far off
+    monkeypatch.setattr(places, "_MAXIMUM_UNIT", 1)  # macOS, where the maximum is in bytes
+    assert peak.read() == places.resource.getrusage(places.resource.RUSAGE_SELF).ru_maxrss

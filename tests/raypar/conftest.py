@@ -6,6 +6,16 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def torch_for_cpus():
+    """Forecasts of memory do not depend on the build of torch that runs the tests."""
+    from raypar.planner import memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "torch_has_cuda", lambda: False)
+        yield
+
+
 @pytest.fixture
 def said(capsys):
     """Run a command line; returns exit code, standard output, standard error."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from raypar.planner.activations import stage_activations
 from raypar.planner.formulas.bubbles import zero_bubble_memory
-from raypar.planner.memory import PROCESS_OF, WORKING_OF, element_bytes
+from raypar.planner.memory import WORKING_OF, element_bytes, process_bytes
 from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import V_SHAPED, Paper
@@ -57,7 +57,7 @@ def _need_at(paper: Paper, rank: int) -> Need:
         gradients=each.gradient * (own if world.zero > 1 else held.all) + _in_buckets(paper, rank),
         optimizer=(each.master + num_states(run.optim) * each.state) * own,
         activations=kept * (1 + WORKING_OF[kind]),
-        process=PROCESS_OF[kind],
+        process=process_bytes(kind),
     )
 
 

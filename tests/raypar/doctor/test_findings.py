@@ -20,6 +20,7 @@ from raypar.cluster.nodes import version_faults, versions_teller
 from raypar.cluster.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE, namespace, process_began
 from raypar.doctor import examination, exposure
+from raypar.doctor import leftovers as left
 from raypar.doctor.examination import cluster_findings
 from raypar.doctor.exposure import exposure_findings, is_loopback
 from raypar.doctor.finding import Finding, as_dicts, is_sound
@@ -30,6 +31,7 @@ from raypar.doctor.node_facts import facts_teller
 
 NODE = Node("id1", "n1", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})
 FACTS = {
+    "system": "linux",
     "interfaces": {"lo": {"address": "127.0.0.1", "mbits": -1}, "eth0": {"address": "10.0.0.1", "mbits": 10_000}},
     "gpus": [],
     "torch": "2.13.0+cpu",
@@ -206,6 +208,25 @@ def test_the_cluster_is_told_a_lost_node_and_one_that_gives_no_cpu(monkeypatch):
     assert where.text == "the cluster at 10.0.0.1:6379: 2 nodes, 8 CPUs, 0 GPUs"
     assert (lost.level, lost.text) == ("note", "n2 (10.0.0.2) is lost")
     assert (head.level, head.text) == ("note", "n1 (10.0.0.1) has no CPU to give: no actor lands there")
+
+
+def test_a_mac_is_not_sick_for_what_it_lacks():
+    facts = {"system": "darwin", "interfaces": {}, "shm": {"total": 0, "free": 0}}
+    assert [level for level, _, _ in found_on(facts, node_with(address="127.0.0.1"), alone=True)] == ["ok"] * 4
+    told = "".join(text for _, _, text in found_on(facts))
+    assert "which interfaces it has is asked on Linux alone, and this is darwin" in told
+    assert "object store is in files, as darwin has no /dev/shm" in told
+    assert [level for level, _, _ in found_on({**facts, "system": "linux"})].count("ok") == 2  # Linux has both
+
+
+def test_leftovers_are_not_looked_for_where_processes_can_not_be_read(monkeypatch, tmp_path):
+    folder = session(tmp_path, "alive", os.getpid(), 0)
+    monkeypatch.setattr(left, "has_feature", lambda feature: False)
+    assert leftovers(tmp_path, tmp_path / "no-proc") == []  # else a Ray in use would be taken for one that is over
+    for (found,) in (leftover_findings([]), sweep([])):
+        assert (found.level, found.subject) == ("ok", "leftovers")
+        assert "not looked for" in found.text
+    assert folder.exists()
 
 
 # --- leftovers --------------------------------------------------------------------------------------------------------

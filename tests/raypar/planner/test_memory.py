@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 
 import pytest
@@ -188,7 +189,33 @@ def test_a_machine_tells_what_is_free(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert host.free_memory() == 2 << 20
     (tmp_path / "meminfo").unlink()
-    assert host.free_memory() is host.total_memory() is None
+    assert host.free_memory() is None
+
+
+def test_a_system_without_proc_tells_its_memory_in_pages(monkeypatch, tmp_path):
+    for name in ("_MEMINFO", "_CGROUP"):
+        monkeypatch.setattr(host, name, tmp_path / "none")
+    monkeypatch.setattr(host.os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 16384}.__getitem__)
+    assert (host.free_memory(), host.total_memory()) == (None, 16_384_000)
+
+
+def test_a_process_takes_more_where_torch_has_cuda(monkeypatch):
+    run = recipe("gpt-tiny", mesh=Mesh(), device="cpu")
+    schedule = check_run(run)["train"]
+    for built, told in ((False, "process 336 MiB"), (None, "process 336 MiB"), (True, "process 656 MiB")):
+        monkeypatch.setattr("raypar.planner.memory.torch_has_cuda", lambda built=built: built)
+        assert told in dict(plan_rows(run, schedule))["memory, pp=0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [("cuda: Optional[str] = None", False), ("cuda: Optional[str] = '13.0'", True), ("hip = None", None)],
+)
+def test_torch_says_in_its_version_whether_it_has_cuda(monkeypatch, tmp_path, line, has):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\n")
+    origin = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(host, "find_spec", lambda name: origin if name == "torch" else None)
+    assert host.torch_has_cuda.__wrapped__() is has
 
 
 def test_actors_need_this_machines_memory_where_they_compute_on_its_cpus(monkeypatch, tmp_path):
