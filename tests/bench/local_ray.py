@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -26,10 +27,11 @@ _SLOTS = 32  # actors of all contestants; they take turns
 
 
 @contextmanager
-def local_ray() -> Iterator[None]:
+def local_ray(**options: Any) -> Iterator[None]:
     """A cluster that this process is connected to, and that its children find in RAY_ADDRESS.
 
-    A Ray that this process is connected to already stays as it is, and is not ended.
+    A Ray that this process is connected to already stays as it is, and is not ended. Else ``options`` are further ones
+    of ray.init.
     """
     if ray.is_initialized():
         with _address_in_environment():
@@ -43,6 +45,7 @@ def local_ray() -> Iterator[None]:
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=256 * 2**20,
+        **options,
     )
     terminable()
     try:

@@ -14,7 +14,7 @@ import torch
 _IDLE = 0.5  # a load above it disturbs what is measured
 
 
-def _processor() -> str:
+def processor() -> str:
     """Its name (Linux; elsewhere its kind)."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -37,7 +37,7 @@ class Machine:
     """
 
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
-    processor: str = field(default_factory=_processor)
+    processor: str = field(default_factory=processor)
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     load: float = field(default_factory=lambda: os.getloadavg()[0])
     python: str = field(default_factory=platform.python_version)

@@ -106,13 +106,13 @@ CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe
 
 def model_of(run: rp.Run) -> Model:
     """The run's model, for the peers: with torch's own linear layers and attention, as a user of theirs writes it."""
-    assert isinstance(run.model, rp.GPT)
+    assert isinstance(run.model, rp.GPT | rp.Llama)
     return build_model(replace(run.model, linear="torch", attention="fused"), run.seed)
 
 
 def batches_of(run: rp.Run) -> TokenBatches:
     """The run's batches, for the peers: ``train(step, microbatch, dp)`` gives tokens and labels."""
-    assert isinstance(run.model, rp.GPT)
+    assert isinstance(run.model, rp.GPT | rp.Llama)
     assert isinstance(run.data, rp.Text)
     corpus = open_corpus(run.data)
     return TokenBatches(corpus, run.model.seq, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)

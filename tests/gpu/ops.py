@@ -91,3 +91,18 @@ def check_nothing(group, device):
         sent = group.send(none, (group.rank + 1) % group.size)
         group.recv(none, (group.rank - 1) % group.size).wait()
         sent.wait()
+
+
+def check_order(group, device, count=8):
+    """Send several tensors to the next member, each with a tag of its own; they come in the order of their sends."""
+    size, rank = group.size, group.rank
+    if size < 2:
+        return
+    targets = [torch.full((1 + 1000 * number,), -1.0, device=device) for number in range(count)]
+    sources = [torch.full_like(target, 100.0 * rank + number) for number, target in enumerate(targets)]
+    sent = [group.send(source, (rank + 1) % size, tag=number) for number, source in enumerate(sources)]
+    received = [group.recv(target, (rank - 1) % size, tag=number) for number, target in enumerate(targets)]
+    for handle in (*received, *sent):
+        handle.wait()
+    for number, target in enumerate(targets):
+        assert target.eq(100.0 * ((rank - 1) % size) + number).all(), ("order", rank, number, target[0].item())

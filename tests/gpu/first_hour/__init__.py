@@ -1,0 +1,1 @@
+"""All that the first hour with a GPU can measure, in one command."""
