@@ -27,7 +27,7 @@ def fsdp(run: rp.Run, place: Place) -> LocalTrainer:
     dist.init_process_group("gloo" if place.kind == "cpu" else "cpu:gloo,cuda:nccl")
     mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     compute, reduce = (dtype_of(word) for word in (run.precision.compute, run.precision.reduce))
-    policy = {"offload_policy": CPUOffloadPolicy()} if run.offload != "none" else {}
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=place.kind == "cuda")} if run.offload != "none" else {}
 
     def casts(output: torch.dtype | None = None) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(compute, reduce, output) if run.precision.is_half else MixedPrecisionPolicy()
