@@ -98,7 +98,7 @@ def check_order(group, device, count=8):
     size, rank = group.size, group.rank
     if size < 2:
         return
-    targets = [torch.full((1 + 1000 * number,), -1.0, device=device) for number in range(count)]
+    targets = [torch.full((1000,), -1.0, device=device) for _ in range(count)]
     sources = [torch.full_like(target, 100.0 * rank + number) for number, target in enumerate(targets)]
     sent = [group.send(source, (rank + 1) % size, tag=number) for number, source in enumerate(sources)]
     received = [group.recv(target, (rank - 1) % size, tag=number) for number, target in enumerate(targets)]

@@ -13,6 +13,7 @@ from typing import Any
 from raypar.planner.hardware.devices import DEVICES
 from raypar.reporting.device_peaks import DeviceName, peak_of
 
+NO_CARD = "none (CPU)"
 # What torch calls a card -> its name in raypar's tables of peaks; the first that is found counts.
 _NAMES: tuple[tuple[str, DeviceName], ...] = (
     (r"\bH100 PCIe", "h100-pcie"),
@@ -34,21 +35,29 @@ def known_name(card: str) -> DeviceName | None:
     return next((name for pattern, name in _NAMES if re.search(pattern, card)), None)
 
 
-def peak_flops(dtype: str) -> tuple[float | None, str]:
-    """Return the peak FLOP/s of this machine's card in a dtype; None, and why, where it is not known."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None, "MFU: a CPU's peak is not known"
-    card = torch.cuda.get_device_name(0)
+def peak_flops(card: str, dtype: str) -> tuple[float | None, str]:
+    """Return the peak FLOP/s of a card in a dtype; None, and why, where it is not known."""
     name = known_name(card)
     if name is None:
-        return None, f"MFU: raypar's tables have no peak of a {card}"
+        return None, f"MFU: raypar's tables have no peak of {card or NO_CARD}"
     if dtype != "fp32":
         return peak_of(name), ""
     if name not in DEVICES:
-        return None, f"MFU: raypar's tables have no fp32 peak of a {card}"
+        return None, f"MFU: raypar's tables have no fp32 peak of {card}"
     return DEVICES[name].full, ""
+
+
+def memory_in_use() -> tuple[float, float] | None:
+    """Return GiB that are in use on the first GPU, and all that it has; None where nvidia-smi does not say.
+
+    torch would say it too, but it would take some of the memory for that.
+    """
+    lines = _ask_driver("memory.used,memory.total")
+    try:
+        used, total = (float(number) / 1024 for number in lines[0].split(","))
+    except (IndexError, ValueError):
+        return None
+    return used, total
 
 
 def machine_facts() -> dict[str, Any]:
@@ -62,10 +71,10 @@ def machine_facts() -> dict[str, Any]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu and dist.is_nccl_available() else "none"
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "card": torch.cuda.get_device_name(0) if has_gpu else "none",
+        "card": torch.cuda.get_device_name(0) if has_gpu else NO_CARD,
         "gpus": torch.cuda.device_count(),
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if has_gpu else 0.0,
-        "driver": _driver(),
+        "driver": next(iter(_ask_driver("driver_version")), "none"),
         "cuda": torch.version.cuda or "none",
         "nccl": nccl,
         "torch": torch.__version__,
@@ -75,16 +84,16 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def _driver() -> str:
-    """Return the version of NVIDIA's driver; "none" where there is none."""
+def _ask_driver(what: str) -> list[str]:
+    """Return a line for each GPU; none where nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
-        return "none"
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return []
+    ask = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        found = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return lines[0] if lines else "unknown"
+        return []
+    return found.stdout.splitlines()
 
 
 def _version(package: str) -> str:

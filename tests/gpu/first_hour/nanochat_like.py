@@ -67,8 +67,12 @@ class NanochatLike(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
 
 
-def nanochat_like(run: rp.Run, place: Place, compiler: str) -> LocalTrainer:
-    """Its training on the run's batches, with the run's optimizer; ``compiler`` is the backend of torch.compile."""
+def nanochat_like(run: rp.Run, place: Place, compiler: str | None) -> LocalTrainer:
+    """Its training on the run's batches, with the run's optimizer.
+
+    ``compiler`` is the backend of torch.compile; None does not compile.
+    """
     torch.manual_seed(run.seed)
     model = NanochatLike(run.model).to(place.device)
-    return LocalTrainer(training_loop(run, 0, place.device, model, torch.compile(model, backend=compiler)), place=place)
+    objective = model if compiler is None else torch.compile(model, backend=compiler)
+    return LocalTrainer(training_loop(run, 0, place.device, model, objective), place=place)

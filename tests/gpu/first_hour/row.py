@@ -1,6 +1,6 @@
 """The process of a row.
 
-    python -m tests.gpu.first_hour.row NAME RESULT [--small] [--halvings N] [--seconds S] [--cache FOLDER]
+    python -m tests.gpu.first_hour.row NAME RESULT [--small] [--halvings N] [--seconds S] [--cache FOLDER] [--card CARD]
 
 It measures the row of that name, and keeps its report in the file RESULT as it goes. The name "machine" gives what is
 known of the machine.
@@ -16,19 +16,18 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.first_hour.card import machine_facts, memory_in_use
 from tests.gpu.first_hour.outcome import NotPossibleError, ResultFile
 from tests.gpu.first_hour.rows import ROWS, Row
 
 MACHINE = "machine"
-_FREE = 0.9  # of a GPU's memory, before a row begins ...
-_FREED = 20.0  # ... or after so many seconds: what the last row held takes some time to be freed
+_IN_USE = 0.1  # of a GPU's memory, at the most, before a row begins ...
+_FREED = 20.0  # ... or after so many seconds
 
 
 def measure(name: str, result: ResultFile, chosen: argparse.Namespace) -> None:
     """Measure a row. Only what its kind needs is imported."""
     if name == MACHINE:
-        from tests.gpu.first_hour.card import machine_facts
-
         result.report(**machine_facts())
         return
     row: Row = ROWS[name]
@@ -42,8 +41,8 @@ def measure(name: str, result: ResultFile, chosen: argparse.Namespace) -> None:
     if row.kind == "training":
         from tests.gpu.first_hour.training import measure_training
 
-        limits = {"halvings": chosen.halvings, "seconds": chosen.seconds, "cache": chosen.cache}
-        measure_training(**options, **limits)
+        names = ("halvings", "seconds", "cache", "card")
+        measure_training(**options, **{name: getattr(chosen, name) for name in names})
     elif row.kind == "groups":
         from tests.gpu.first_hour.nccl_groups import measure_group
 
@@ -55,16 +54,11 @@ def measure(name: str, result: ResultFile, chosen: argparse.Namespace) -> None:
 
 
 def _await_memory(result: ResultFile) -> None:
-    """Wait until the GPU's memory is free, where there is a GPU."""
-    import torch
-
+    """Wait until the GPU's memory is free: what the row before held takes some time to be freed."""
     end = time.monotonic() + _FREED
-    while torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        if free >= _FREE * total:
-            return
+    while (found := memory_in_use()) is not None and found[0] > _IN_USE * found[1]:
         if time.monotonic() > end:
-            result.report(note=f"{(total - free) / 2**30:.1f} GiB of the GPU were in use before it began")
+            result.report(note=f"{found[0]:.1f} GiB of the GPU were in use before it began")
             return
         time.sleep(0.5)
 
@@ -77,7 +71,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--halvings", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--cache", default="")
+    parser.add_argument("--cache", default="", help="folder for the converted text")
+    parser.add_argument("--card", default="", help="what torch calls the GPU")
     return parser.parse_args(arguments)
 
 

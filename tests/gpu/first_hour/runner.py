@@ -24,6 +24,7 @@ _SLACK = 2.0, 30.0  # a row may take twice its guess and half a minute more ...
 _SMALL_SLACK = 2.0, 150.0  # ... in small sizes the machine may be busy
 _HALVINGS = 2  # of a microbatch that does not fit
 _LOG_LINES = 40
+_LOOK = 0.02  # seconds from one look at a process to the next
 _STARTS = 60.0  # seconds in which the machine is asked
 
 Command = Callable[[str, Path, Sequence[str]], list[str]]  # a row's name, its file and options -> its process
@@ -42,10 +43,14 @@ class Runner:
         seconds: The time.
         small: Whether rows are measured in small sizes.
         command: Gives the command of a row.
+
+    Attributes:
+        card: What torch calls the GPU, as ``machine`` found it.
     """
 
     def __init__(self, folder: Path, seconds: float, *, small: bool = False, command: Command = command_of) -> None:
         self._folder, self._end, self.small, self._command = folder, time.monotonic() + seconds, small, command
+        self.card = ""
         self._count = 0
 
     @property
@@ -58,6 +63,7 @@ class Runner:
         found = self._run(MACHINE, max(1.0, min(_STARTS, self.left)), [])
         if found.status != "done":
             raise RuntimeError(f"{found.reason}\n" + "\n".join(found.log))
+        self.card = str(found.figures["card"])
         return found.figures
 
     def run(self, rows: Sequence[Row], found: Findings, after: Callable[[Row, Outcome], None]) -> None:
@@ -75,13 +81,18 @@ class Runner:
         spent = 0.0 if before is None else before.seconds
         halvings = 0
         while True:
-            options = ["--halvings", str(halvings), "--seconds", str(expected), "--cache", str(self._folder / "text")]
+            options = ["--halvings", str(halvings), "--seconds", str(expected), "--card", self.card]
+            options += ["--cache", str(self._folder / "text")]
             factor, more = _SMALL_SLACK if self.small else _SLACK
             deadline = min(self.left, factor * expected + more)
             outcome = self._run(row.name, deadline, [*options, *(["--small"] if self.small else [])])
             spent += outcome.seconds
-            is_full = outcome.status == "failed" and "out of memory" in outcome.reason.lower()
-            if not is_full or row.kind != "training" or halvings == _HALVINGS or expected > self.left:
+            if (
+                not _ran_out_of_memory(outcome)
+                or row.kind != "training"
+                or halvings == _HALVINGS
+                or expected > self.left
+            ):
                 break
             halvings += 1
         if halvings and outcome.status == "done":
@@ -103,13 +114,11 @@ class Runner:
                 start_new_session=True,  # so that it can be ended with all that it started
             )
         try:
-            code: int | None = process.wait(deadline)
-        except subprocess.TimeoutExpired:
-            code = None
+            is_late = not _ends(process.pid, deadline)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            code = process.wait()
         report = _read(result)
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         outcome = Outcome(
@@ -119,7 +128,7 @@ class Runner:
             report.get("notes", []),
             time.monotonic() - begin,
         )
-        if code is None:
+        if is_late:
             doing = report.get("doing", "starting")
             outcome.status, outcome.reason = "cut off", f"not done within {deadline:.0f} s, while {doing}"
         elif (code != 0 and outcome.status != "failed") or "status" not in report:
@@ -127,6 +136,21 @@ class Runner:
         if outcome.status in ("failed", "cut off"):
             outcome.log = lines[-_LOG_LINES:]
         return outcome
+
+
+def _ends(process: int, seconds: float) -> bool:
+    """Wait until a child has ended; return whether it has in time. It keeps its id, which is also that of its group."""
+    end = time.monotonic() + seconds
+    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
+
+
+def _ran_out_of_memory(outcome: Outcome) -> bool:
+    lines = [outcome.reason, *outcome.log]
+    return outcome.status == "failed" and any("out of memory" in line.lower() for line in lines)
 
 
 def _read(result: Path) -> dict[str, Any]:

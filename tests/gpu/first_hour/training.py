@@ -43,6 +43,7 @@ def measure_training(
     halvings: int = 0,
     seconds: float = 30.0,
     cache: str = "",
+    card: str = "",
 ) -> None:
     """Measure a contestant on a workload, and report each figure once it is known.
 
@@ -55,12 +56,16 @@ def measure_training(
         halvings: How often the microbatch is halved.
         seconds: What the row may take, about.
         cache: Folder for the converted text.
+        card: What torch calls the GPU.
     """
     import torch
 
     begin, steps = time.perf_counter(), _SMALL if small else _FULL
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = run_of((SMALL if small else FULL)[workload], dtype, device, cache, halvings)
+    peak, why = peak_flops(card, dtype)
+    if peak is None:
+        report(note=why)
     report(doing="launching", micro_batch_size=run.micro_batch_size, tokens_a_step=tokens_of(run))
     if device == "cpu":
         torch.set_num_threads(1)
@@ -73,19 +78,16 @@ def measure_training(
         report(doing="warming up", first_step_s=time.perf_counter() - begin)
         trainer.train(1, steps.warm_up)
         report(doing="taking steps")
-        next_step = _rounds(trainer, run, steps, begin + _SHARE * seconds, report)
+        next_step = _rounds(trainer, run, steps, peak, begin + _SHARE * seconds, report)
         report(doing="recording kernels", peak_memory_gib=max(trainer.peak()) / GIB)
         _kernels(trainer, range(next_step, next_step + steps.recorded), device, report)
     finally:
         trainer.close()
 
 
-def _rounds(trainer: Trainer, run: rp.Run, steps: Steps, end: float, report: Report) -> int:
+def _rounds(trainer: Trainer, run: rp.Run, steps: Steps, peak: float | None, end: float, report: Report) -> int:
     """Take the steps that are timed, and return the number of the next one."""
     step, speeds = 1 + steps.warm_up, list[float]()
-    peak, why = peak_flops(run.precision.compute)
-    if peak is None:
-        report(note=why)
     while len(speeds) < steps.rounds and (not speeds or time.perf_counter() < end):
         start = time.perf_counter()
         losses = trainer.train(step, steps.each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import raypar as rp
@@ -15,8 +16,7 @@ from raypar.actors.specs.precision import DType
 class Workload:
     """A model and its batch.
 
-    micro_batch_size  samples of a microbatch in half precision; fp32 takes half as many, and twice the microbatches
-    settings          further fields of the run
+    XX         further fields of the run
     """
 
     model: rp.GPT | rp.Llama
@@ -44,14 +44,15 @@ FULL = {
     "llama-8b-lora": Workload(replace(_LLAMA_8B, lora=rp.Lora(rank=16)), 2, 4),
     "llama-8b-offload": Workload(_LLAMA_8B, 2, 4, _OFFLOAD),
 }
+_LITTLE = str(Path(__file__).parent / "*.py")  # the standard library would take seconds to convert
 _TINY_GPT = rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=256, tied=True)
 _TINY_LLAMA = rp.Llama(layers=2, hidden=32, heads=2, kv_heads=1, seq=16, vocab=256)
 SMALL = {
-    "gpt-124m-step": Workload(_TINY_GPT, 4, 4),
-    "gpt-124m": Workload(_TINY_GPT, 4, 2),
-    "llama-1.3b": Workload(_TINY_LLAMA, 4, 2),
-    "llama-8b-lora": Workload(replace(_TINY_LLAMA, lora=rp.Lora(rank=4)), 4, 2),
-    "llama-8b-offload": Workload(_TINY_LLAMA, 4, 2, _OFFLOAD | {"threads": 1}),
+    "gpt-124m-step": Workload(_TINY_GPT, 4, 4, text=_LITTLE),
+    "gpt-124m": Workload(_TINY_GPT, 4, 2, text=_LITTLE),
+    "llama-1.3b": Workload(_TINY_LLAMA, 4, 2, text=_LITTLE),
+    "llama-8b-lora": Workload(replace(_TINY_LLAMA, lora=rp.Lora(rank=4)), 4, 2, text=_LITTLE),
+    "llama-8b-offload": Workload(_TINY_LLAMA, 4, 2, _OFFLOAD | {"threads": 1}, text=_LITTLE),
 }
 
 
@@ -69,7 +70,7 @@ def run_of(workload: Workload, dtype: DType, device: str, cache: str, halvings: 
     size = max(1, workload.micro_batch_size >> halvings)
     run = rp.Run(
         model=workload.model,
-        data=rp.Text(cache=cache),
+        data=rp.Text(workload.text, cache=cache),
         optim=rp.AdamW(lr=3e-4),
         micro_batch_size=size,
         microbatches=workload.microbatches * workload.micro_batch_size // size,
