@@ -16,13 +16,16 @@ from raypar.actors.specs.precision import DType
 class Workload:
     """A model and its batch.
 
-    XX         further fields of the run
+    micro_batch_size  samples of a microbatch in half precision; fp32 takes half as many, and twice the microbatches
+    settings          further fields of the run
+    text              what it is trained on, as ``rp.Text`` takes it
     """
 
     model: rp.GPT | rp.Llama
     micro_batch_size: int
     microbatches: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    text: str = "stdlib"
 
 
 # A vocabulary of 50,257 is padded to a multiple of 64, as most who train a GPT-2 do.
