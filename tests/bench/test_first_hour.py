@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -31,6 +30,7 @@ from tests.gpu.first_hour.kernels import step_kernels
 from tests.gpu.first_hour.nanochat_like import nanochat_like
 from tests.gpu.first_hour.nccl_groups import check_group, one_gpu_environment, seconds_of
 from tests.gpu.first_hour.outcome import NotPossibleError, Outcome
+from tests.gpu.first_hour.row import main as measure_row
 from tests.gpu.first_hour.rows import _TEST_SECONDS, FOLDER, ROWS, Row
 from tests.gpu.first_hour.runner import NO_TIME, Runner
 from tests.gpu.first_hour.workloads import FULL, SMALL, flops_per_token, run_of, tokens_of
@@ -359,24 +359,60 @@ def test_the_command_line_names_rows_by_patterns(capsys):
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes are taken where there is no GPU")
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes are taken where there is no GPU")
-def test_a_row_of_torchs_needs_no_ray(tmp_path, monkeypatch, capsys):
+
+def report_of(path, name, *options):
+    """The exit code of a row's process, played here, and its report."""
+    code = measure_row([name, str(path / "row.json"), "--small", "--cache", str(path), *options])
+    return code, json.loads((path / "row.json").read_text())
+
+
+@NO_GPU
+def test_a_row_reports_its_figures_and_what_a_cpu_lacks(tmp_path):
+    code, found = report_of(tmp_path, "gpt-124m/bf16/torch", "--card", "none (CPU)")
+    assert (code, found["status"], found["reason"]) == (0, "done", "")
+    assert found["figures"]["tokens_per_s"] > 0
+    assert found["figures"]["tokens_a_step"] == 128
+    assert found["notes"] == ["MFU: raypar's tables have no peak of none (CPU)", "kernels and gaps: a CPU has none"]
+
+
+def test_a_row_says_what_it_can_not_do_and_why_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    code, found = report_of(tmp_path, "pp=2 over NCCL on one GPU")
+    assert (code, found["status"]) == (0, "not possible")
+    assert found["reason"].startswith("Ray is not here: ")
+    monkeypatch.setitem(SMALL, "gpt-124m", replace(SMALL["gpt-124m"], text=str(tmp_path / "nothing")))
+    code, found = report_of(tmp_path, "gpt-124m/bf16/torch")
+    assert (code, found["status"]) == (1, "failed")
+    assert "nothing" in found["reason"]
+
+
+@NO_GPU
+def test_the_machine_is_named(tmp_path):
+    found = report_of(tmp_path, "machine")[1]["figures"]
+    assert (found["card"], found["gpus"], found["nccl"]) == ("none (CPU)", 0, "none")
+    assert found["torch"] == torch.__version__
+
+
+@pytest.mark.long
+@NO_GPU
+def test_rows_of_torchs_need_no_ray(tmp_path, monkeypatch, capsys):
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/__init__.py").write_text(textwrap.dedent("raise ImportError('a machine without Ray')"))
+    (tmp_path / "ray/__init__.py").write_text("raise ImportError('a machine without Ray')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = "gpt-124m/bf16/torch,pp=2 over NCCL on one GPU"
-    assert main(["--minutes", "5", "--out", str(tmp_path / "out"), "--only", names]) == 0
+    names = "gpt-124m/bf16/*torch*,gpt-124m/bf16/nano*,gpt-124m/bf16/fsdp2,pp=2*"
+    assert main(["--minutes", "20", "--out", str(tmp_path / "out"), "--only", names]) == 0
     rows = json.loads((tmp_path / "out/first_hour.json").read_text())["rows"]
-    assert rows["gpt-124m/bf16/torch"]["status"] == "done"
-    assert rows["gpt-124m/bf16/torch"]["figures"]["tokens_per_s"] > 0
-    assert rows["pp=2 over NCCL on one GPU"]["reason"] == "Ray is not here: a machine without Ray"
+    assert rows.pop("pp=2 over NCCL on one GPU")["reason"] == "Ray is not here: a machine without Ray"
+    assert len(rows) == 4
+    assert {one["status"] for one in rows.values()} == {"done"}
     assert "GPU none (CPU)" in capsys.readouterr().out
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="small sizes are taken where there is no GPU")
+@NO_GPU
 def test_everything_runs_to_its_end_on_cpus(tmp_path):
     assert main(["--minutes", "50", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "first_hour.json").read_text())["rows"]
