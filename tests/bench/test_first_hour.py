@@ -156,6 +156,7 @@ def test_the_peer_trains_tied_weights_and_adapters_as_raypar_verifies(run, workl
     assert losses == pytest.approx(train_plainly(run(workload)).losses, rel=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("workload", ["gpt-124m", "llama-8b-lora"])
 def test_the_peer_trains_in_half_precision(run, workload, dtype):
