@@ -49,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.list:
         print("\n".join(f"{row.seconds:4.0f} s  {row.name}" for row in chosen.only))
         return 0
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the row under way, too
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="first-hour-") as folder:
         return _measure(chosen, Path(folder))
@@ -85,4 +84,5 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the row under way, too
     sys.exit(main(sys.argv[1:]))

@@ -32,7 +32,12 @@ def prefer_nccl() -> None:
 
 
 def group_classes(actor: Any) -> list[str]:
-    """Return the names of the classes of an actor's groups; ``actor`` is its instance."""
+    """Return the names of the classes of an actor's groups; ``actor`` is its instance.
+
+    Raises RuntimeError if Ray has not called ``prefer_nccl`` in its process.
+    """
+    if "NCCL_HOSTID" not in os.environ:
+        raise RuntimeError("Ray did not call the hook with which groups go over NCCL")
     return sorted({type(group).__name__ for group in actor._joined.values()})
 
 
@@ -45,7 +50,8 @@ def measure_pipeline(small: bool, report: Report, cache: str) -> None:
         cache: Folder for the converted text.
 
     Raises:
-        RuntimeError: They compute something else than one process.
+        NotPossibleError: Ray is not here.
+        RuntimeError: They compute something else than one process, or their groups are not NCCL's.
     """
     try:
         import ray
@@ -72,7 +78,10 @@ def measure_pipeline(small: bool, report: Report, cache: str) -> None:
         run = replace(run, model=model, precision=rp.Precision(compute="bf16"), microbatches=8, steps=2 * _STEPS)
         with rp.launch(run) as job:
             handles = job._lifetime.actors.handles
-            report(group=ray.get([one.__ray_call__.remote(group_classes) for one in handles], timeout=60.0)[0])
+            classes, *_ = ray.get([one.__ray_call__.remote(group_classes) for one in handles], timeout=60.0)
+            report(group=classes)
+            if device == "cuda" and classes != ["NcclGroup"]:
+                raise RuntimeError(f"its groups are {', '.join(classes)}")
             job.train(_STEPS)
             start = time.perf_counter()
             tokens = sum(one.tokens for one in job.train(_STEPS))

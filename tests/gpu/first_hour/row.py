@@ -22,7 +22,7 @@ from tests.gpu.first_hour.rows import ROWS, Row
 
 MACHINE = "machine"
 _IN_USE = 0.1  # of a GPU's memory, at the most, before a row begins ...
-_FREED = 20.0  # ... or after so many seconds
+_FREED = 10.0  # ... or after so many seconds
 
 
 def measure(name: str, result: ResultFile, chosen: argparse.Namespace) -> None:
