@@ -383,6 +383,8 @@ def test_a_row_says_what_it_can_not_do_and_why_it_failed(tmp_path, monkeypatch):
     code, found = report_of(tmp_path, "pp=2 over NCCL on one GPU")
     assert (code, found["status"]) == (0, "not possible")
     assert found["reason"].startswith("Ray is not here: ")
+    if not torch.cuda.is_available():
+        assert "takes minutes" in report_of(tmp_path, "gpt-124m/bf16/raypar-compiled")[1]["reason"]
     monkeypatch.setitem(SMALL, "gpt-124m", replace(SMALL["gpt-124m"], text=str(tmp_path / "nothing")))
     code, found = report_of(tmp_path, "gpt-124m/bf16/torch")
     assert (code, found["status"]) == (1, "failed")

@@ -72,7 +72,8 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> int:
         speed = outcome.figures.get("tokens_per_s")
         told = "" if speed is None else f", {speed:,.0f} tokens/s"
         why = "" if outcome.reason in ("", outcome.status) else f": {outcome.reason}"
-        print(f"{row.name}: {outcome.status}{told} ({outcome.seconds:.1f} s){why}", flush=True)
+        took = f" ({outcome.seconds:.1f} s)" if outcome.attempts else ""
+        print(f"{row.name}: {outcome.status}{told}{took}{why}", flush=True)
 
     runner.small = small
     runner.run(chosen.only, found, after)

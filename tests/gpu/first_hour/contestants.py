@@ -22,6 +22,8 @@ def build(contestant: str, run: rp.Run) -> Trainer:
 
     Raises NotPossibleError if this machine lacks what it needs.
     """
+    if contestant == "raypar-compiled" and run.device == "cpu":
+        raise NotPossibleError("on a CPU raypar's compiler takes minutes, and a C++ compiler: its rows need a GPU")
     if contestant.startswith("raypar"):
         return _raypar(replace(run, compile=contestant.endswith("-compiled")))
     place = place_of("cuda" if run.device == "cuda" else "cpu")
