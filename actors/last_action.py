@@ -45,11 +45,6 @@ class LastAction:
         return self._fd
 
 
-def opened(pid: int, fd: int) -> int:
-    """Open the file with the notes of a process of this machine, for after its end. Raises OSError."""
-    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-
-
 def last_action_in(fd: int) -> str:
     """Return the last action in an opened file, such as "1B3 of step 4"; "" if there is none."""
     with suppress(OSError, struct.error, UnicodeDecodeError):

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
 from raypar.actors.checkpoint.shards import AtHand, stored_in
+from raypar.actors.memory_files import reserve
 from raypar.actors.models.tile_names import untiled
+from raypar.actors.process_identity import ProcessIdentity, open_files
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
@@ -50,15 +52,13 @@ class Address:
 
     Attributes:
         share: The rank, in its layout.
-        place: What processes have in common that can open one another's files; see ``shm.links.place``.
-        pid: A process that has the files open.
+        process: A process that has the files open.
         files: Their descriptors in it.
         is_written: Whether that process writes to them: the rank's actor itself, or one that gets copies of its own.
     """
 
     share: Share
-    place: str
-    pid: int
+    process: ProcessIdentity
     files: tuple[int, ...]
     is_written: bool = False
 
@@ -135,21 +135,21 @@ class Held:
     """The memory files of other actors that this process holds open.
 
     Args:
-        place: This process's place; see ``Address``.
+        own: The identity of this process.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, own: ProcessIdentity) -> None:
+        self._own = own
         self._files: dict[Share, dict[int, int]] = {}  # by share and inode, the descriptor
         self._written = set[int]()  # inodes of the files that living actors write to
 
     def hold(self, addresses: Iterable[Address]) -> None:
-        """Hold the files at these addresses, but nothing of another place, and nothing twice."""
+        """Hold the files at these addresses, but nothing that this process can't open, and nothing twice."""
         for address in addresses:
-            if address.place != self._place or not self._place or address.pid == os.getpid():
+            if address.process.pid_domain != self._own.pid_domain or address.process == self._own:
                 continue
             with suppress(OSError):  # the process has just died
-                for fd in _opened(address):
+                for fd in open_files(address.process, address.files):
                     if address.is_written:
                         self._written.add(os.fstat(fd).st_ino)
                     self._keep(address.share, fd)
@@ -175,7 +175,7 @@ class Held:
 
     def addresses(self) -> list[Address]:
         """Return where others find these files."""
-        return [Address(share, self._place, os.getpid(), files) for share, files in self.files().items()]
+        return [Address(share, self._own, files) for share, files in self.files().items()]
 
     def close(self) -> None:
         """Let go of all files."""
@@ -295,7 +295,7 @@ class _Slot:
         self._room.clear()
         self._map = None  # the room's tensors are gone, and the old mapping with them
         os.ftruncate(self.fd, 0)
-        os.ftruncate(self.fd, size)
+        reserve(self.fd, 0, size)
         os.pwrite(self.fd, len(text).to_bytes(8, "little") + text, 0)
         self._map, self._mark_at = mmap.mmap(self.fd, size), 8 + mark
         data = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -373,16 +373,3 @@ def _step_of(fd: int) -> int | None:
         step = _Header.of(fd).step
         return step if any(os.pread(fd, 8, 0)) else None
     return None
-
-
-def _opened(address: Address) -> tuple[int, ...]:
-    """Open the files of another process. Raises OSError."""
-    opened = list[int]()
-    try:
-        for fd in address.files:
-            opened.append(os.open(f"/proc/{address.pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-        return tuple(opened)
-    except OSError:
-        for one in opened:
-            os.close(one)
-        raise

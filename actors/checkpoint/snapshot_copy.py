@@ -19,6 +19,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.memory_files import reserve
 
 SILENCE = 10.0  # seconds in which a copy gets further, or else its connection is given up
 _LENGTH = struct.Struct("<Q")
@@ -226,7 +227,7 @@ class _Room:
             os.pwrite(self.fd, _NOT_WHOLE, 0)
         else:
             os.ftruncate(self.fd, 0)
-            os.ftruncate(self.fd, size)
+            reserve(self.fd, 0, size)
         with mmap.mmap(self.fd, size) as content, memoryview(content) as view, view[_LENGTH.size :] as rest:
             _fill(rest, connection)
         connection.sendall(_ACK)

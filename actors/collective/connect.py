@@ -20,7 +20,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.collective.hierarchical import HierarchicalGroup
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.links import places
+from raypar.actors.collective.shm.rendezvous import members_by_node
 from raypar.actors.collective.staged import StagedGroup
 
 Backend = Literal["cpu", "nccl", "cupy", "staged"]
@@ -116,7 +116,7 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
         GroupError: The members could not be connected.
     """
     try:
-        nodes = places(store, rank, size)
+        nodes = members_by_node(store, rank, size)
     except (OSError, RuntimeError) as error:
         raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
     if len(nodes) == 1:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from raypar.actors.process_identity import ProcessIdentity
 from raypar.schedules.action import Action
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]
@@ -189,14 +190,12 @@ class Located(NamedTuple):
 
     Attributes:
         machine: The name of its machine.
-        pid: Its process there.
-        place: What processes have in common that can open one another's files; see ``shm.links.place``.
+        process: Its process.
         last_action: The descriptor in it of the file with its last action (``LastAction``); -1 if there is none.
     """
 
     machine: str
-    pid: int
-    place: str = ""
+    process: ProcessIdentity
     last_action: int = -1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from raypar.actors.checkpoint.snapshot_copy import Recipient
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.collective.shm import links
 from raypar.actors.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
@@ -36,6 +34,7 @@ from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
+from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, Holding, Kind, Meeting, Move
 from raypar.actors.sharding import Shard
@@ -315,7 +314,7 @@ class Hosted:
 
     def located(self) -> Located:
         """Return where this actor is."""
-        return Located(socket.gethostname(), os.getpid(), links.place(), self._last_action.share())
+        return Located(socket.gethostname(), own_identity(), self._last_action.share())
 
     def now(self) -> float:
         """Return the time of this machine's clock, in seconds."""

@@ -10,7 +10,7 @@ from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient, send_copy
 from raypar.actors.checkpoint.snapshot_shard import write_snapshots
-from raypar.actors.collective.shm.links import place
+from raypar.actors.process_identity import own_identity
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.parameter_server import Server
@@ -32,7 +32,7 @@ class SnapshotKeeper:
     def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
         self._share, self._every, self._taken = Share(plan.layout, plan.rank), plan.run.snapshot_every, taken
         self._files_each = _COPIED_FILES if plan.run.buddy_every else 2
-        self._slots, self._held = Slots(plan.rank, self._files_each), Held(place())
+        self._slots, self._held = Slots(plan.rank, self._files_each), Held(own_identity())
         self._receiver: CopyReceiver | None = None
         self._outgoing: OutgoingCopies | None = None
 
@@ -200,7 +200,7 @@ class SnapshotKeeper:
         self._slots.close()
 
     def _written(self, share: Share, files: tuple[int, ...]) -> Address:
-        return Address(share, place(), os.getpid(), files, is_written=True)
+        return Address(share, own_identity(), files, is_written=True)
 
     def _files(self) -> SnapshotFiles:
         others: Mapping[Share, Sequence[int]] = self._held.files()

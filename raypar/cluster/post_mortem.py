@@ -91,6 +91,12 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
 
 
 def _number_here(told: str) -> int | None:
-    """Return the number of a process that Ray tells, if it tells that it was on this node; else None."""
+    """Return the number of a process in Ray's text, if it was certainly on this node; else None.
+
+    Ray's text has the address of the node. Containers with the host's network share one, so that the number may be
+    another process's here: then it is not used.
+    """
     pid, ip = _PID.search(told), _IP.search(told)
-    return int(pid[1]) if pid is not None and ip is not None and ip[1] == ray.util.get_node_ip_address() else None
+    if pid is None or ip is None or ip[1] != ray.util.get_node_ip_address():
+        return None
+    return int(pid[1]) if [node["NodeManagerAddress"] for node in ray.nodes()].count(ip[1]) == 1 else None

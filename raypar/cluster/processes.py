@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.last_action import last_action_in, opened
+from raypar.actors.last_action import last_action_in
+from raypar.actors.process_identity import open_files, open_process
 from raypar.actors.specs.results import Located
 from raypar.cluster.worker_logs import log_of
 
@@ -80,8 +81,8 @@ class _Opened:
 class Processes:
     """The processes of actors on this node, by rank.
 
-    It knows them by descriptors and not by their numbers, which another process may have got meanwhile. So it can end
-    one without its help: one that is stopped would not end for seconds.
+    It knows them by descriptors and not by their numbers, which another process may have got meanwhile, or may have in
+    this PID namespace. So it can end one without its help: one that is stopped would not end for seconds.
 
     Args:
         vmstat: The kernel's counts of what it does about memory.
@@ -96,11 +97,11 @@ class Processes:
         self.close()
         self._kills = self._count_kills()
         for rank, at in located.items():
-            with suppress(OSError):  # it has just died
-                process, note = os.pidfd_open(at.pid), -1
+            with suppress(OSError):  # it has just died, or its number is one of another PID namespace
+                process, note = open_process(at.process), -1
                 with suppress(OSError):
-                    note = opened(at.pid, at.last_action)
-                self._opened[rank] = _Opened(process, note, at.pid)
+                    (note,) = open_files(at.process, [at.last_action])
+                self._opened[rank] = _Opened(process, note, at.process.pid)
 
     def number(self, rank: int) -> int | None:
         """Return the number of a process; None if it is not known."""

@@ -22,9 +22,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raypar.actors.process_identity import own_identity
+
 log = logging.getLogger(__name__)
 
-# In the session folder: the driver that started this Ray, when it began, and the namespace of its number.
+# In the session folder: the pid of the driver that started this Ray, when it began, and its ``pid_domain``.
 OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.12")  # of Ray, below its folder
@@ -57,8 +59,8 @@ def start_on_loopback(**settings: Any) -> None:
     session = Path(started.address_info["session_dir"])
     with suppress(OSError):
         session.chmod(0o700)
-        began = process_began(os.getpid()) or 0
-        (session / OWNER_FILE).write_text(f"{os.getpid()} {began} {namespace()}")
+        own = own_identity()
+        (session / OWNER_FILE).write_text(f"{own.pid} {own.began} {own.pid_domain}")
 
 
 def silence_deaths() -> None:
@@ -72,26 +74,6 @@ def silence_deaths() -> None:
         log.warning("this Ray has no %s: it prints a text of its own when an actor or node dies", _PRINTED)
     elif printed.skip_re is None:
         printed.skip_re = _DEATH
-
-
-def process_began(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Return when a process began, in clock ticks since the boot; None if it is over.
-
-    Its number alone may be another's later.
-    """
-    try:
-        words = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        return None if words[0] == "Z" else int(words[19])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def namespace() -> int:
-    """Return what tells this process's numbering of processes from that of a container that shares its folders."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
 
 
 def ray_folder() -> Path:

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypar.actors.process_identity import open_process, own_identity, process_began
 from raypar.actors.system_features import has_feature
-from raypar.cluster.ray_private import OWNER_FILE, namespace, process_began, ray_folder
+from raypar.cluster.ray_private import OWNER_FILE, ray_folder
 from raypar.doctor.finding import Finding
 
 _PROC = Path("/proc")
@@ -34,46 +35,49 @@ class Leftover:
     processes: dict[int, int]
 
 
-def leftovers(root: Path | None = None, proc: Path = _PROC) -> list[Leftover]:
+def leftovers(root: Path | None = None) -> list[Leftover]:
     """Return the leftovers of this user; none where the system has no list of processes that can be read.
 
     Args:
         root: The folder of Ray's sessions; None for the usual one.
-        proc: Where the system tells of processes.
     """
-    if not has_feature("process_list"):
+    if not has_feature("process_list") or not own_identity().pid_domain:
         return []
-    gone = (folder for folder, driver, began in _owned(root) if process_began(driver, proc) != began)
-    return [Leftover(folder, _processes(folder, proc)) for folder in gone]
+    gone = (folder for folder, driver, began in _owned(root) if process_began(driver) != began)
+    return [Leftover(folder, _processes(folder)) for folder in gone]
 
 
 def own_sessions() -> set[Path]:
     """Return the session folders of the Rays that this process has started."""
-    return {folder for folder, driver, _ in _owned(None) if driver == os.getpid()}
+    own = own_identity()
+    return {folder for folder, *driver in _owned(None) if driver == [own.pid, own.began]}
 
 
 def _owned(root: Path | None) -> list[tuple[Path, int, int]]:
-    """Return the session folders of this user's Rays that raypar started, and the driver of each, and when it began."""
-    found = []
+    """Return the session folders of this user's Rays that raypar started, and the driver of each, and when it began.
+
+    Those of other machines and containers that share the folder are not among them, nor those of an earlier boot.
+    """
+    found, here = [], own_identity().pid_domain
     for owner in sorted((ray_folder() if root is None else root).glob(f"session_*/{OWNER_FILE}")):
         with suppress(OSError, ValueError):
             if owner.stat().st_uid != os.getuid() or owner.is_symlink():
                 continue
-            driver, began, where = map(int, owner.read_text().split())
-            if where == namespace():
-                found.append((owner.parent, driver, began))
+            driver, began, where = owner.read_text().split(" ")  # the last one is empty on other systems than Linux
+            if where == here:
+                found.append((owner.parent, int(driver), int(began)))
     return found
 
 
-def _processes(folder: Path, proc: Path) -> dict[int, int]:
+def _processes(folder: Path) -> dict[int, int]:
     """Return this user's processes whose command line names a session folder, and when they began."""
     found, named = {}, re.compile(re.escape(str(folder)) + r"(?![\w.-])")
-    for entry in proc.iterdir():
+    for entry in _PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 own = entry.stat().st_uid == os.getuid()
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                began = process_began(int(entry.name), proc)
+                began = process_began(int(entry.name))
                 if own and began is not None and named.search(words):
                     found[int(entry.name)] = began
     return found
@@ -95,7 +99,7 @@ def leftover_findings(found: list[Leftover]) -> Iterator[Finding]:
         yield Finding("ok", "leftovers", "none")
 
 
-def sweep(found: list[Leftover], proc: Path = _PROC) -> Iterator[Finding]:
+def sweep(found: list[Leftover]) -> Iterator[Finding]:
     """End leftover processes and remove their folders; yield what was done."""
     if not has_feature("process_list"):
         yield from leftover_findings(found)
@@ -104,25 +108,28 @@ def sweep(found: list[Leftover], proc: Path = _PROC) -> Iterator[Finding]:
     for one in found:
         for number in (signal.SIGTERM, signal.SIGKILL):
             ended += number == signal.SIGTERM and len(one.processes)
-            _signal(one.processes, number, proc)
-            _await_end(one.processes, proc)
+            _signal(one.processes, number)
+            _await_end(one.processes)
         shutil.rmtree(one.folder, ignore_errors=True)
-    left = [pid for one in found for pid, began in one.processes.items() if process_began(pid, proc) == began]
+    left = [pid for one in found for pid, began in one.processes.items() if process_began(pid) == began]
     if left:
         text = f"processes {', '.join(map(str, left))} do not end"
         yield Finding("wrong", "leftovers", text, "they wait for a device or a disk: see their state in top")
     yield Finding("ok", "leftovers", f"{ended - len(left)} processes were ended, {len(found)} folders removed")
 
 
-def _signal(processes: dict[int, int], number: signal.Signals, proc: Path) -> None:
+def _signal(processes: dict[int, int], number: signal.Signals) -> None:
     """Send a signal to those processes that are still the same ones."""
     for pid, began in processes.items():
-        if process_began(pid, proc) == began:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        with suppress(OSError):
+            opened = open_process(own_identity()._replace(pid=pid, began=began))
+            try:
+                signal.pidfd_send_signal(opened, number)
+            finally:
+                os.close(opened)
 
 
-def _await_end(processes: dict[int, int], proc: Path) -> None:
+def _await_end(processes: dict[int, int]) -> None:
     end = time.monotonic() + _GRACE
-    while time.monotonic() < end and any(process_began(pid, proc) == began for pid, began in processes.items()):
+    while time.monotonic() < end and any(process_began(pid) == began for pid, began in processes.items()):
         time.sleep(0.05)

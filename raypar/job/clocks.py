@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from raypar.actors.collective.shm.links import place
+from raypar.actors.process_identity import own_identity
 from raypar.actors.specs.results import Located
 from raypar.cluster.calls import Calls
 
@@ -16,17 +16,17 @@ _HEARD = 2.5  # seconds in which an actor answers
 def align(calls: Calls, located: Mapping[int, Located]) -> None:
     """Make actors on other machines tell times by the clock of this one (``time.perf_counter``).
 
-    Such a clock counts from the machine's boot. Who asks for the time and waits for the answer knows it within half of
-    the wait, so the shortest of a few waits counts: on a local network that is within half a millisecond.
+    Such a clock counts from the machine's boot, in all containers without a time namespace of their own. Who asks for
+    the time and waits for the answer knows it within half of the wait, so the shortest of a few waits counts: on a local network that is within half a millisecond.
 
     Args:
         calls: Calls to the actors.
         located: Where they are, by rank.
     """
-    here, elsewhere = place(), dict[str, list[int]]()
+    here, elsewhere = own_identity().clock_domain, dict[str, list[int]]()
     for rank, at in located.items():
-        if at.place != here:
-            elsewhere.setdefault(at.place, []).append(rank)
+        if (domain := at.process.clock_domain) != here:
+            elsewhere.setdefault(domain, []).append(rank)
     for ranks in elsewhere.values():
         asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
         if asked:

@@ -178,14 +178,14 @@ class _State:
         self.wanted: Sequence[Boxes] = ()
         self.needed = self.least = 0
 
-    def better(self, handles: Sequence[Any], places: Sequence[str]) -> list[int] | None:
+    def better(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[int] | None:
         """Return by rank the number of an actor, if so fewer bytes move than with the actors in their order.
 
         Actors change ranks on their node only, so that tensor groups stay together.
 
         Args:
             handles: The actors: by rank, and then those without one.
-            places: By rank, what the actors of one node have in common.
+            nodes: By rank, what the actors of one node have in common.
         """
         sizes, held = self._sizes, [self._held(handle) for handle in handles]
         self.needed = sum(
@@ -193,7 +193,7 @@ class _State:
         )
         costs = lacking(held, self.wanted, sizes)
         self.least = sum(costs[rank][number] for rank, number in enumerate(assigned(costs)))
-        where = [*places, *[""] * (len(handles) - len(places))]
+        where = [*nodes, *[""] * (len(handles) - len(nodes))]
         near = [
             [cost if where[number] == where[rank] else math.inf for number, cost in enumerate(row)]
             for rank, row in enumerate(costs)
@@ -202,10 +202,10 @@ class _State:
         now = sum(row[rank] for rank, row in enumerate(costs))
         return found if now > _WORTH * sum(costs[rank][number] for rank, number in enumerate(found)) else None
 
-    def moves(self, handles: Sequence[Any], places: Sequence[str]) -> list[Move]:
+    def moves(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[Move]:
         """Plan what each actor gets from whom; see ``moves_between``. Raises JobError if nobody has a part."""
         rest = len(handles) - len(self.wanted)
-        held, where = [self._held(handle) for handle in handles], [*places, *[""] * rest]
+        held, where = [self._held(handle) for handle in handles], [*nodes, *[""] * rest]
         try:
             return moves_between(held, [*self.wanted, *[{}] * rest], self._sizes, where)
         except LookupError as error:
@@ -239,8 +239,9 @@ def _passed_on(standing: Standing, actors: Actors, layout: Layout, state: _State
         standing.change(layout, numbers)
         holds = standing.join(None, unguarded, has_begun=True)
         state.wanted = standing.loaded.calls.all("want", state.kinds, what="telling what is needed")
-        numbers = state.better(actors.handles, standing.places) if is_first else None
-    moves = state.moves(actors.handles, standing.places)
+        nodes = [one.memory_domain for one in standing.processes]
+        numbers = state.better(actors.handles, nodes) if is_first else None
+    moves = state.moves(actors.handles, nodes)
     ranked = layout.world.size
     taking_part = [*range(ranked), *sorted({move.source for move in moves} - {*range(ranked)})]
     rank_of = {number: rank for rank, number in enumerate(taking_part)}

@@ -9,12 +9,12 @@ from typing import Any
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
 from raypar.actors.checkpoint.snapshot_copy import SILENCE, Recipient
-from raypar.actors.collective.shm.links import place
+from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 from raypar.planner.snapshots import kept_copies
-from raypar.recovery.buddies import CopyPace, buddies_of
+from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
 from raypar.recovery.transfers import transfers
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
@@ -31,7 +31,7 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._held = Held(place())
+        self._held = Held(own_identity())
         self.source: tuple[Share, ...] = ()
         self.pace: CopyPace | None = None
 
@@ -70,7 +70,9 @@ class Snapshots:
         there = [{step for of_one in steps for step in of_one.get(share, ())} for share in self.source]
         return max((step for step in set.intersection(*there) if step <= most), default=None)
 
-    def restore(self, loaded: LoadedRun, others: Calls, steps: Steps, step: int, places: Sequence[str]) -> None:
+    def restore(
+        self, loaded: LoadedRun, others: Calls, steps: Steps, step: int, processes: Sequence[ProcessIdentity]
+    ) -> None:
         """Send the snapshots of a step to the nodes that lack some, and make all actors go back to it.
 
         Args:
@@ -78,10 +80,13 @@ class Snapshots:
             others: Calls to actors without a rank.
             steps: What ``share`` returned.
             step: Number of steps taken.
-            places: By rank, the place of its actor (see ``Located``); "" if it is not known.
+            processes: By rank, the process of its actor.
         """
         calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
-        going = {secrets.token_hex(16): one for one in transfers(places, steps, self.source, step)}
+        going = {
+            secrets.token_hex(16): one
+            for one in transfers([process.pid_domain for process in processes], steps, self.source, step)
+        }
         expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
         for token, one in going.items():
             expected.setdefault(one.receiver, {})[token] = one.share
@@ -96,7 +101,9 @@ class Snapshots:
         arrived = [replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one]
         calls.all("restore", step, self.source, arrived, *done.values(), what=f"going back to step {step}")
 
-    def begin(self, loaded: LoadedRun, layout: int, others: Calls, step: int, places: Sequence[str]) -> None:
+    def begin(
+        self, loaded: LoadedRun, layout: int, others: Calls, step: int, processes: Sequence[ProcessIdentity]
+    ) -> None:
         """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.
 
         Args:
@@ -104,7 +111,7 @@ class Snapshots:
             layout: The number of its layout.
             others: Calls to actors without a rank.
             step: Number of steps taken.
-            places: By rank, the place of its actor (see ``Located``); "" if it is not known.
+            processes: By rank, the process of its actor.
         """
         if takes_snapshots(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
@@ -112,12 +119,12 @@ class Snapshots:
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
             self._held.drop_old()
             others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
-            self._copy(loaded, step, places)
+            self._copy(loaded, step, processes)
 
-    def _copy(self, loaded: LoadedRun, step: int, places: Sequence[str]) -> None:
+    def _copy(self, loaded: LoadedRun, step: int, processes: Sequence[ProcessIdentity]) -> None:
         """Choose a buddy on another node for each actor, and let copies of snapshots begin with that of a step."""
         run, calls, ranks = loaded.run, loaded.calls, range(loaded.world.size)
-        buddies = buddies_of(places) if run.buddy_every else ()
+        buddies = buddies_of(failure_domains(processes)) if run.buddy_every else ()
         self.pace = CopyPace(run) if any(buddy is not None for buddy in buddies) else None
         if self.pace is None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypar.actors.collective.shm.links import place
+from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
@@ -51,7 +51,7 @@ class Standing:
         self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
         self.snapshots, self._witnesses = Snapshots(), lifetime.witnesses
-        self.places = list[str]()  # by rank
+        self.processes = list[ProcessIdentity]()  # by rank
 
     def load(self, loaded: LoadedRun, layouts: Layouts, found: Found | None) -> None:
         """Let another run stand on the actors, without calling them yet.
@@ -127,7 +127,7 @@ class Standing:
         common = self.snapshots.common(steps, taken)
         from_memory = common is not None and common >= saved
         if common is not None and from_memory:
-            self.snapshots.restore(loaded, others, steps, common, self.places)
+            self.snapshots.restore(loaded, others, steps, common, self.processes)
         elif found is not None:
             if not found.path.exists():
                 raise JobError(
@@ -155,16 +155,17 @@ class Standing:
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, guard, again=guard is unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
-        self.places = [located[rank].place if rank in located else "" for rank in range(loaded.world.size)]
-        homes, here = self._lifetime.actors.homes, place()
-        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.place != here}
-        self._witnesses.know({rank: at for rank, at in located.items() if at.place}, elsewhere)
+        unknown, ranks = ProcessIdentity(), range(loaded.world.size)
+        self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
+        homes, here = self._lifetime.actors.homes, own_identity().pid_domain
+        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.process.pid_domain != here}
+        self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
         align(loaded.calls, located)
         return holds
 
     def begin(self, step: int) -> None:
         """Make the actors go on after a step with snapshots of it; see ``Snapshots.begin``."""
-        self.snapshots.begin(self.loaded, self._number, self.others, step, self.places)
+        self.snapshots.begin(self.loaded, self._number, self.others, step, self.processes)
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 
@@ -13,31 +14,44 @@ log = logging.getLogger(__name__)
 _SHARE, _SECONDS = 0.05, 1.0
 
 
-def buddies_of(places: Sequence[str]) -> tuple[int | None, ...]:
+def failure_domains(processes: Sequence[ProcessIdentity]) -> list[str]:
+    """Return by rank what tells what its snapshots are lost with, for ``buddies_of``; "" if that is not known.
+
+    That is its machine, whatever containers run on it. Where all are on one machine, it is the container or node whose
+    processes hold one another's snapshots: a copy in another one is all the safety there is.
+
+    Args:
+        processes: By rank, the process of its actor.
+    """
+    machines = [process.boot for process in processes]
+    return machines if len({*machines} - {""}) > 1 else [process.pid_domain for process in processes]
+
+
+def buddies_of(nodes: Sequence[str]) -> tuple[int | None, ...]:
     """Choose for each rank a rank of another node that keeps a copy of its snapshots.
 
     The nodes are a ring, the largest first, and each copy goes as many ranks further as that one has. So every rank
     keeps one copy, unless one node has more than half of all: then the others share out its copies evenly.
 
     Args:
-        places: By rank, what tells its node; "" if that is not known.
+        nodes: By rank, what tells its node; "" if that is not known.
 
     Returns:
         By rank, its buddy; None if there is no other node, or if its own is not known.
     """
-    nodes = dict[str, list[int]]()
-    for rank, place in enumerate(places):
-        if place:
-            nodes.setdefault(place, []).append(rank)
-    ring = [rank for node in sorted(nodes.values(), key=lambda ranks: (-len(ranks), ranks)) for rank in node]
-    buddies: list[int | None] = [None] * len(places)
-    if len(nodes) < 2:
+    ranks_on = dict[str, list[int]]()
+    for rank, node in enumerate(nodes):
+        if node:
+            ranks_on.setdefault(node, []).append(rank)
+    ring = [rank for of_one in sorted(ranks_on.values(), key=lambda ranks: (-len(ranks), ranks)) for rank in of_one]
+    buddies: list[int | None] = [None] * len(nodes)
+    if len(ranks_on) < 2:
         return tuple(buddies)
-    largest = max(map(len, nodes.values()))
+    largest = max(map(len, ranks_on.values()))
     others = ring[largest:]
     for at, rank in enumerate(ring):
         further = ring[(at + largest) % len(ring)]
-        buddies[rank] = further if places[further] != places[rank] else others[at % len(others)]
+        buddies[rank] = further if nodes[further] != nodes[rank] else others[at % len(others)]
     return tuple(buddies)
 
 

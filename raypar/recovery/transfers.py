@@ -23,23 +23,23 @@ class Transfer(NamedTuple):
 
 
 def transfers(
-    places: Sequence[str], steps: Sequence[Mapping[Share, Sequence[int]]], shares: Sequence[Share], step: int
+    nodes: Sequence[str], steps: Sequence[Mapping[Share, Sequence[int]]], shares: Sequence[Share], step: int
 ) -> Iterator[Transfer]:
     """Yield what is sent so that every rank can go back to a step: each share once to each node that lacks it.
 
     The work is spread: the ranks of a node receive in turn, and those that have a share send it in turn.
 
     Args:
-        places: By rank, the place of its actor (see ``Located``); "" if it is not known.
+        nodes: By rank, what processes have in common that can open one another's snapshots; "" if it is not known.
         steps: By actor, the steps of which it has snapshots: by rank first, then those without a rank.
         shares: All shares of the state.
         step: Number of steps taken; somebody has each share of it.
     """
-    nodes = dict[str, list[int]]()
-    for rank, place in enumerate(places):
-        nodes.setdefault(place or f"rank {rank}", []).append(rank)
+    ranks_on = dict[str, list[int]]()
+    for rank, node in enumerate(nodes):
+        ranks_on.setdefault(node or f"rank {rank}", []).append(rank)
     for number, share in enumerate(shares):
         having = [actor for actor, has in enumerate(steps) if step in has.get(share, ())]
-        lacking = [ranks for ranks in nodes.values() if not {*ranks} <= {*having}]
+        lacking = [ranks for ranks in ranks_on.values() if not {*ranks} <= {*having}]
         for turn, ranks in enumerate(lacking, number):
             yield Transfer(share, having[turn % len(having)], ranks[number % len(ranks)])

@@ -66,13 +66,17 @@ def actor_of(label: str, at: Located | None, progress: Progress | None, events: 
             seconds[spelled] = sum(spans) / len(spans)
     if at is None or progress is None:
         return Actor(label, "", 0, 0, "no answer", 0, seconds)
-    return Actor(label, at.machine, at.pid, progress.step + 1, str(progress.action or ""), progress.done, seconds)
+    return Actor(
+        label, at.machine, at.process.pid, progress.step + 1, str(progress.action or ""), progress.done, seconds
+    )
 
 
 def without_rank(at: Located | None) -> Actor:
     """Describe an actor that waits to take a rank. ``at`` is its machine and process; None if it does not answer."""
     return (
-        Actor("spare", "", 0, 0, "no answer", 0, {}) if at is None else Actor("spare", at.machine, at.pid, 0, "", 0, {})
+        Actor("spare", "", 0, 0, "no answer", 0, {})
+        if at is None
+        else Actor("spare", at.machine, at.process.pid, 0, "", 0, {})
     )
 
 

@@ -18,9 +18,10 @@ from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
-from raypar.actors.collective.shm.links import INLINE, connect
+from raypar.actors.collective.shm.links import INLINE
 from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
+from raypar.actors.collective.shm.rendezvous import connect
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
@@ -30,7 +31,7 @@ Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
-    """A group whose members are all in one ``links.place()``. See ``Group`` for the arguments.
+    """A group whose members can all exchange memory (``memory_domain``). See ``Group`` for the arguments.
 
     An op in progress advances whenever any op of the group is started or waited for.
     """

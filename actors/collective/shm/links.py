@@ -8,19 +8,13 @@ notice at once.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import struct
-import sys
-import time
 from collections import deque
-from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.shm.slabs import Slab
 
@@ -28,7 +22,6 @@ INLINE = 1 << 13  # bytes up to which a message carries its data: two kernel cop
 NOTHING = torch.empty(0, dtype=torch.uint8)  # the data of a message without contents
 _HEAD = struct.Struct("<qqiqqi")  # channel, total, slab (or _NO_SLAB), start in it, bytes, awaited
 _NO_SLAB = -1
-_HELLO = struct.Struct("<i")
 _ROOM = INLINE + _HEAD.size
 _FD_ROOM = socket.CMSG_SPACE(4)
 _BUFFER = 1 << 22  # bytes of send buffer to request; the system may grant less
@@ -50,48 +43,23 @@ class Message(NamedTuple):
     awaited: bool = False
 
 
-def place() -> str:
-    """Identify where this process can be reached by local sockets and descriptors: boot, network namespace and user.
-
-    Returns "" if it cannot be reached so (not on Linux).
-    """
-    if not sys.platform.startswith("linux"):
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
-    except OSError:
-        return ""
-
-
-def places(store: Store, rank: int, size: int) -> list[list[int]]:
-    """Return the ranks in each ``place``, ordered by their first. Every member must call it.
-
-    Who cannot be reached by local sockets is alone in his.
-    """
-    store.set(f"place/{rank}", place())
-    found: dict[str, list[int]] = {}
-    for peer in range(size):
-        found.setdefault(store.get(f"place/{peer}").decode() or f"alone {peer}", []).append(peer)
-    return list(found.values())
-
-
 class Link:
     """The connection to one peer.
 
     Args:
         sock: The connected socket (SOCK_SEQPACKET).
+        members: Number of members of the group.
 
     Attributes:
         lost: Whether the peer has closed the connection or died.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, members: int) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.lost = False
         self._broken = False  # sending fails, but what the peer sent earlier can still be read
-        self._socket = sock
+        self._socket, self._members = sock, members
         self._slabs: dict[int, Slab] = {}  # the peer's slabs, by number
         self._known: set[int] = set()  # numbers of own slabs that the peer has mapped
         self._queue: deque[tuple[bytes, int | None]] = deque()
@@ -149,7 +117,7 @@ class Link:
         channel, total, number, start, count, awaited = _HEAD.unpack_from(raw)
         for _, _, packed in control:
             (fd,) = struct.unpack("i", packed[:4])
-            self._slabs[number] = Slab(fd, number)
+            self._slabs[number] = Slab(fd, number, self._members)
             os.close(fd)
         if number == _NO_SLAB:
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else NOTHING
@@ -185,53 +153,3 @@ class Link:
             self._broken = True
             return False
         return True
-
-
-def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:
-    """Connect to every other member.
-
-    Each listener has a random name that only the store tells.
-
-    Args:
-        store: Where the members exchange names; its keys must be new.
-        rank: Rank of this member.
-        size: Number of members.
-        seconds: Timeout.
-
-    Returns:
-        A link per other member, by rank.
-
-    Raises:
-        TimeoutError: A member did not come in time.
-        OSError: A connection failed.
-    """
-    deadline = time.monotonic() + seconds
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        name = f"raypar-{secrets.token_hex(16)}"
-        listener.bind(f"\0{name}")  # an abstract name, which vanishes with the socket: no file
-        listener.listen(size)
-        store.set(f"local/{rank}", name)
-        earlier = [f"local/{peer}" for peer in range(rank)]
-        store.wait(earlier, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        links = {peer: _dial(store.get(key).decode(), rank) for peer, key in enumerate(earlier)}
-        while len(links) < size - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            peer, link = _accept(listener)
-            links[peer] = link
-    return dict(sorted(links.items()))
-
-
-def _dial(name: str, rank: int) -> Link:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect(f"\0{name}")
-    sock.send(_HELLO.pack(rank))
-    return Link(sock)
-
-
-def _accept(listener: socket.socket) -> tuple[int, Link]:
-    sock, _ = listener.accept()
-    sock.settimeout(listener.gettimeout())
-    hello = sock.recv(_HELLO.size)
-    if not hello:
-        raise ConnectionError("a member closed the connection while it was made")
-    return int(_HELLO.unpack(hello)[0]), Link(sock)

@@ -1,0 +1,228 @@
+"""How the members of a group find those of their node and connect to them by local sockets.
+
+The name of a listening socket is abstract: it vanishes with the socket, but any user of the machine can read it in
+/proc/net/unix and connect. So both sides ask the kernel for the other's user (SO_PEERCRED), and who connects has to say
+the listener's token, which only the store has. Others are closed, and nobody waits for one that says nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from raypar.actors.collective.shm.links import Link
+from raypar.actors.process_identity import own_identity
+
+log = logging.getLogger(__name__)
+
+_TOKEN = 32  # bytes
+_HELLO = struct.Struct(f"<i{_TOKEN}s")  # the rank of who connects, and the token of the listener
+_PEER = struct.Struct("iII")  # pid, uid and gid of a peer
+_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
+_WAITING = 128  # connections of others that may wait to be closed, besides those of all members
+
+
+class Contact(NamedTuple):
+    """What the store has of a member's listener: its name, and its token in hexadecimal digits."""
+
+    name: str
+    token: str
+
+
+def members_by_node(store: Store, rank: int, size: int) -> list[list[int]]:
+    """Return the ranks that can exchange memory with one another, node by node, ordered by the first of each.
+
+    Every member must call it. A member that can exchange memory with no other is alone.
+
+    Args:
+        store: Where the members exchange it; its keys must be new.
+        rank: Rank of this member.
+        size: Number of members.
+    """
+    store.set(f"memory_domain/{rank}", own_identity().memory_domain)
+    found: dict[str, list[int]] = {}
+    for peer in range(size):
+        found.setdefault(store.get(f"memory_domain/{peer}").decode() or f"alone {peer}", []).append(peer)
+    return list(found.values())
+
+
+def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:
+    """Connect to every other member: to those of lower rank, and then those of higher rank connect to this one.
+
+    Args:
+        store: Where the members exchange names and tokens; its keys must be new.
+        rank: Rank of this member.
+        size: Number of members.
+        seconds: Timeout.
+
+    Returns:
+        A link per other member, by rank.
+
+    Raises:
+        TimeoutError: A member did not come in time.
+        OSError: A connection failed.
+    """
+    deadline = time.monotonic() + seconds
+    with ExitStack() as made, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        own = Contact(f"raypar-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN))
+        listener.bind(f"\0{own.name}")
+        listener.listen(size + _WAITING)
+        _publish(store, rank, own)
+        connected = dict[int, socket.socket]()
+        for peer, contact in _contacts(store, range(rank), deadline).items():
+            connected[peer] = made.enter_context(_dial(peer, contact, rank, deadline))
+        acceptor = _Acceptor(listener, bytes.fromhex(own.token), range(rank + 1, size))
+        for peer, sock in acceptor.accept(deadline).items():
+            connected[peer] = made.enter_context(sock)
+        made.pop_all()
+    return {peer: Link(sock, size) for peer, sock in connected.items()}
+
+
+# --- what the members exchange over the store ---
+
+
+def _publish(store: Store, rank: int, own: Contact) -> None:
+    store.set(f"local/{rank}", " ".join(own))
+
+
+def _contacts(store: Store, ranks: Iterable[int], deadline: float) -> dict[int, Contact]:
+    """Return the contacts of other members, once all of them have published theirs."""
+    keys = {rank: f"local/{rank}" for rank in ranks}
+    store.wait([*keys.values()], timedelta(seconds=_left(deadline)))
+    return {rank: Contact(*store.get(key).decode().split()) for rank, key in keys.items()}
+
+
+# --- connections ---
+
+
+def _dial(peer: int, contact: Contact, rank: int, deadline: float) -> socket.socket:
+    """Connect to a member of lower rank, and say who this is. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # connect() waits while the queue is full, and AF_UNIX knows no other timeout than this.
+        seconds = _left(deadline)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+        sock.connect(f"\0{contact.name}")
+        if (user := _user_of(sock)) != os.geteuid():
+            raise ConnectionError(f"the socket of rank {peer} is one of user {user}")
+        sock.send(_HELLO.pack(rank, bytes.fromhex(contact.token)))
+    except BlockingIOError as error:
+        sock.close()
+        raise TimeoutError(f"rank {peer} did not accept the connection in time") from error
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _Acceptor:
+    """Accepts the connections of members and closes all others, however many wait at a time.
+
+    Args:
+        listener: The listening socket.
+        token: What a member has to say.
+        expected: The ranks that connect, each once.
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes, expected: Iterable[int]) -> None:
+        listener.setblocking(False)
+        self._listener, self._token, self._missing = listener, token, set(expected)
+        self._silent = set[socket.socket]()  # those that have not said who they are
+        self._accepted = dict[int, socket.socket]()
+        self._refused = list[str]()  # why, of each connection that was closed
+        self._selector = selectors.DefaultSelector()
+
+    def accept(self, deadline: float) -> dict[int, socket.socket]:
+        """Return the sockets of the members, by rank. Raises TimeoutError if some have not come by the deadline."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while self._missing:
+                ready = [key.fileobj for key, _ in self._selector.select(_left(deadline))]
+                for sock in ready:
+                    if sock is self._listener:
+                        self._take()
+                    elif isinstance(sock, socket.socket):
+                        self._hear(sock)
+                if self._missing and time.monotonic() >= deadline:
+                    raise TimeoutError(self._late())
+            return self._accepted
+        except BaseException:
+            self._silent.update(self._accepted.values())
+            raise
+        finally:
+            self._selector.close()
+            for sock in self._silent:
+                sock.close()
+            if self._refused:
+                log.warning("%d connections to a group were no member's and were closed: %s", *self._told())
+
+    def _take(self) -> None:
+        """Take a connection that waits, and close it if it is of another user."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # it was closed meanwhile
+        if (user := _user_of(sock)) != os.geteuid():
+            self._refuse(sock, f"user {user}")
+            return
+        sock.setblocking(False)
+        self._silent.add(sock)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Read what a connection says first, and close it if that is not what an expected member says."""
+        try:
+            said = sock.recv(_HELLO.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        self._selector.unregister(sock)
+        self._silent.remove(sock)
+        if len(said) != _HELLO.size:
+            self._refuse(sock, f"{len(said)} bytes")
+            return
+        rank, token = _HELLO.unpack(said)
+        if not hmac.compare_digest(token, self._token):
+            self._refuse(sock, "a wrong token")
+        elif rank not in self._missing:
+            self._refuse(sock, f"rank {rank}, which is not expected")
+        else:
+            self._missing.remove(rank)
+            self._accepted[rank] = sock
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        sock.close()
+        self._refused.append(why)
+
+    def _late(self) -> str:
+        """Say which members have not connected."""
+        who = f"rank{'s' if len(self._missing) > 1 else ''} {', '.join(map(str, sorted(self._missing)))}"
+        return f"{who} did not connect in time"
+
+    def _told(self) -> tuple[int, str]:
+        return len(self._refused), ", ".join(f"{why} ({count})" for why, count in Counter(self._refused).most_common(5))
+
+
+def _user_of(sock: socket.socket) -> int:
+    """Return the uid of the process at the other end of a connection."""
+    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(user)
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline, at least a millisecond."""
+    return max(0.001, deadline - time.monotonic())

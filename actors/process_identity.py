@@ -1,0 +1,185 @@
+"""Which process of all machines a process is, and safe access to processes that others have named.
+
+The number of a process (pid) means something only in one PID namespace of one boot of one machine, and only until the
+process has ended: then another one may get the number. Containers may share a network or a user namespace and not the
+others, so what two processes have in common is asked for each use by itself:
+
+- ``memory_domain``: they can exchange memory through local sockets;
+- ``pid_domain``: a pid means the same process for both, and each may signal the other and open its files;
+- ``clock_domain``: ``time.perf_counter`` counts from the same moment;
+- ``boot``: they run on one machine, and so fail together with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+_PROC = Path("/proc")
+_STAT = 4096  # bytes, more than the text of /proc/PID/stat has
+_UNUSABLE = -1  # in the place of a namespace: /proc does not show the processes by their numbers in it
+
+
+class ProcessIdentity(NamedTuple):
+    """What tells a process from all others. Unknown by default, as on other systems than Linux.
+
+    Attributes:
+        boot: The id of its machine's present boot; "" if it is not known. Then the domains below are "" too.
+        user_namespace: The inode of its user namespace, in which its uid is counted; 0 if the kernel has none.
+        uid: The user that it runs as.
+        network_namespace: The inode of its network namespace.
+        pid_namespace: The inode of its PID namespace; -1 if its /proc is another one's.
+        time_namespace: The inode of its time namespace.
+        pid: Its number in its PID namespace.
+        began: When it began, in clock ticks since the boot.
+    """
+
+    boot: str = ""
+    user_namespace: int = 0
+    uid: int = 0
+    network_namespace: int = 0
+    pid_namespace: int = 0
+    time_namespace: int = 0
+    pid: int = 0
+    began: int = 0
+
+    @property
+    def memory_domain(self) -> str:
+        """What processes have in common that can exchange memory through local sockets; "" if it can with none.
+
+        Abstract names of sockets belong to the network namespace. Uids are part of it because a peer must be the same
+        user; the kernel translates them between user namespaces, so that only those of one can be compared.
+        """
+        return self._domain(self.network_namespace)
+
+    @property
+    def pid_domain(self) -> str:
+        """What processes have in common that can use one another's pids and files; "" if no other process can.
+
+        The time namespace belongs to it because start times are read in it.
+        """
+        return "" if self.pid_namespace == _UNUSABLE else self._domain(self.pid_namespace, self.time_namespace)
+
+    @property
+    def clock_domain(self) -> str:
+        """What processes have in common whose clocks count from one moment; "" if it is not known."""
+        return f"{self.boot}/{self.time_namespace}" if self.boot else ""
+
+    def _domain(self, *namespaces: int) -> str:
+        return "/".join(map(str, (self.boot, self.user_namespace, self.uid, *namespaces))) if self.boot else ""
+
+
+def own_identity() -> ProcessIdentity:
+    """Return the identity of this process."""
+    unknown = ProcessIdentity(pid=os.getpid())
+    if not sys.platform.startswith("linux"):
+        return unknown
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        pids = _namespace("pid") if (_PROC / "self").readlink().name == str(os.getpid()) else _UNUSABLE
+        others = _namespace("user"), os.geteuid(), _namespace("net"), pids, _namespace("time")
+    except OSError:
+        return unknown
+    return ProcessIdentity(boot, *others, os.getpid(), process_began("self") or 0)
+
+
+def process_began(process: int | Literal["self"]) -> int | None:
+    """Return when a process of this PID namespace began, in clock ticks since the boot; None if it is over."""
+    try:
+        return _began((_PROC / str(process) / "stat").read_text(errors="replace"))
+    except OSError:
+        return None
+
+
+def open_process(process: ProcessIdentity) -> int:
+    """Open a process, to signal it or to see how it ends. The signal can reach no other process.
+
+    Returns:
+        Its descriptor (pidfd).
+
+    Raises:
+        OSError: It has ended, or this process can't use its pid.
+    """
+    _check_domain(process)
+    opened = os.pidfd_open(process.pid)
+    try:
+        with _verified(process):  # only after it was opened: who has this identity now had the number then
+            return opened
+    except OSError:
+        os.close(opened)
+        raise
+
+
+def open_files(process: ProcessIdentity, files: Sequence[int]) -> tuple[int, ...]:
+    """Open files that another process has open, to read them.
+
+    Args:
+        process: The process.
+        files: Their descriptors in it.
+
+    Returns:
+        Their descriptors in this process.
+
+    Raises:
+        OSError: The process has ended, or closed one, or this process can't use its pid.
+    """
+    opened = list[int]()
+    try:
+        with _verified(process) as folder:
+            for file in files:
+                opened.append(os.open(f"fd/{file}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder))
+    except OSError:
+        for one in opened:
+            os.close(one)
+        raise
+    return tuple(opened)
+
+
+@contextmanager
+def _verified(process: ProcessIdentity) -> Iterator[int]:
+    """Open the folder of a process in /proc, which stays that of this process, and see that its identity is right.
+
+    Raises OSError if there is no such process.
+    """
+    _check_domain(process)
+    folder = os.open(_PROC / str(process.pid), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        stat = os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            began = _began(os.read(stat, _STAT).decode(errors="replace"))
+        finally:
+            os.close(stat)
+        if began != process.began or os.fstat(folder).st_uid != process.uid:
+            raise _none(process)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check_domain(process: ProcessIdentity) -> None:
+    """Raise OSError if the number of a process is not one of this process's PID namespace."""
+    if not process.pid_domain or process.pid_domain != own_identity().pid_domain:
+        raise _none(process)
+
+
+def _began(stat: str) -> int | None:
+    """Return the start time in the text of /proc/PID/stat; None of a process that has ended and not been waited for."""
+    words = stat.rpartition(")")[2].split()
+    return None if len(words) < 20 or words[0] in "ZX" else int(words[19])
+
+
+def _namespace(kind: str) -> int:
+    """Return the inode of a namespace of this process; 0 if the kernel has none of the kind. Raises OSError."""
+    try:
+        return (_PROC / "self" / "ns" / kind).stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _none(process: ProcessIdentity) -> ProcessLookupError:
+    return ProcessLookupError(errno.ESRCH, f"process {process.pid} is not there, or not counted here")
