@@ -28,6 +28,6 @@ def reserve(fd: int, start: int, count: int) -> None:
         os.posix_fallocate(fd, start, count)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENOSPC):
-            text = f"no memory for another {count / (1 << 20):.1f} MiB that processes share: {_ADVICE}"
+            text = f"no memory for {count:,} more bytes that processes share: {_ADVICE}"
             raise OSError(errno.ENOMEM, text) from error
         raise

@@ -17,7 +17,8 @@ def align(calls: Calls, located: Mapping[int, Located]) -> None:
     """Make actors on other machines tell times by the clock of this one (``time.perf_counter``).
 
     Such a clock counts from the machine's boot, in all containers without a time namespace of their own. Who asks for
-    the time and waits for the answer knows it within half of the wait, so the shortest of a few waits counts: on a local network that is within half a millisecond.
+    the time and waits for the answer knows it within half of the wait, so the shortest of a few waits counts: on a
+    local network that is within half a millisecond.
 
     Args:
         calls: Calls to the actors.

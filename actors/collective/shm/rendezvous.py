@@ -32,6 +32,7 @@ _TOKEN = 32  # bytes
 _HELLO = struct.Struct(f"<i{_TOKEN}s")  # the rank of who connects, and the token of the listener
 _PEER = struct.Struct("iII")  # pid, uid and gid of a peer
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
+_NAME = "raypar"  # how names of listeners begin
 _WAITING = 128  # connections of others that may wait to be closed, besides those of all members
 
 
@@ -77,7 +78,7 @@ def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Lin
     """
     deadline = time.monotonic() + seconds
     with ExitStack() as made, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        own = Contact(f"raypar-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN))
+        own = Contact(f"{_NAME}-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN))
         listener.bind(f"\0{own.name}")
         listener.listen(size + _WAITING)
         _publish(store, rank, own)

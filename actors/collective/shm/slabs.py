@@ -5,7 +5,7 @@ The files have no name, in /dev/shm or elsewhere, so nothing is left behind howe
 Memory ordering, on any CPU: a reader sees what the owner has written because the message about it goes through a socket
 of the kernel, whose locks order both sides. What a reader still reads does not change because it posts a semaphore when
 it has read, and the owner takes that before it writes again: ``sem_post`` and ``sem_trywait`` synchronize memory
-(POSIX.1-2017, 4.12). A plain counter would do on x86; on aarch64 its store may become visible before the loads are done.
+(POSIX.1-2017, 4.12). A plain counter would do on x86; on aarch64 its store may be seen before the loads are done.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
+from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, linears
@@ -101,17 +102,19 @@ def test_a_snapshot_outlives_the_process_that_took_it():
     writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=subprocess.PIPE, text=True)
     try:
         files = tuple(map(int, writer.stdout.readline().split()))
-        held = Held("here")
-        far = Address(Share(0, 1), "far", writer.pid, files)
-        held.hold([Address(SHARE, "here", writer.pid, files, is_written=True), far])
-        held.hold([Address(SHARE, "here", writer.pid, files)])
+        own = own_identity()
+        process, held = own._replace(pid=writer.pid, began=process_began(writer.pid)), Held(own)
+        foreign = process._replace(pid_namespace=1), process._replace(began=1), process._replace(boot="another")
+        far = [Address(Share(0, 1), other, files) for other in foreign]
+        held.hold([Address(SHARE, process, files, is_written=True), *far])
+        held.hold([Address(SHARE, process, files)])
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
     assert {share: len(fds) for share, fds in held.files().items()} == {SHARE: 2}, "nothing twice, nothing of elsewhere"
     found = SnapshotFiles(held.files())
     assert torch.equal(Assembler(found).read(found.at(5, [SHARE])["w"]), torch.full((1000,), 5.0))
-    held.hold([Address(SHARE, "here", writer.pid, files)])  # of a process that is no more
+    held.hold([Address(SHARE, process, files)])  # of a process that is no more
     held.drop_old()
     assert len(held.files()[SHARE]) == 2, "they are those of an actor that was alive"
     held.expect_new()

@@ -14,6 +14,8 @@ from raypar.actors.collective import connect, hierarchical
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
+from raypar.actors.collective.shm import rendezvous
+from raypar.actors.process_identity import ProcessIdentity
 from tests.actors.collective.test_group import REDUCED
 from tests.gpu.ops import together
 
@@ -155,14 +157,14 @@ def test_a_sum_that_a_member_never_joins_misses_its_deadline():
 @pytest.mark.parametrize(
     ("of", "kind"), [("aabb", HierarchicalGroup), ("abab", HierarchicalGroup), ("abcd", GlooGroup)]
 )
-def test_the_places_of_the_members_choose_the_kind_of_group(of, kind, monkeypatch):
-    """Threads are in one place: each says another one."""
-    place = threading.local()
-    monkeypatch.setattr("raypar.actors.collective.shm.links.place", lambda: place.its)
+def test_the_nodes_of_the_members_choose_the_kind_of_group(of, kind, monkeypatch):
+    """Threads are on one node: each says another one."""
+    node = threading.local()
+    monkeypatch.setattr(rendezvous, "own_identity", lambda: ProcessIdentity(node.its))
     store = dist.HashStore()
 
     def member(rank):
-        place.its = of[rank]
+        node.its = of[rank]
         return connect.cpu_group("g", rank, 4, store, "127.0.0.1")
 
     groups = together(4, member)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -19,9 +21,9 @@ from hypothesis import strategies as st
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.reductions import reduce_in_order
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.links import INLINE, place, places
+from raypar.actors.collective.shm.links import INLINE
 from raypar.actors.collective.shm.mailbox import LENT
-from raypar.actors.collective.shm.slabs import SLAB
+from raypar.actors.collective.shm.slabs import SLAB, Pool, Slab
 from raypar.actors.tensors import nbytes
 
 EDGES = [0, 1, INLINE // 4, INLINE // 4 + 1, 30_001, LENT // 4 - 1, LENT // 4, SLAB // 4, SLAB // 4 + 1, 700_001]
@@ -389,12 +391,43 @@ def test_memory_is_used_again_and_given_back():
     assert files() == before
 
 
-def test_members_elsewhere_are_told_apart(monkeypatch):
-    store = dist.HashStore()
-    assert together(2, lambda rank: places(dist.PrefixStore("a", store), rank, 2)) == [[[0, 1]]] * 2
-    assert place()
-    store.set("b/place/1", "another node")
-    assert places(dist.PrefixStore("b", store), 0, 2) == [[0], [1]]
+def test_memory_is_used_again_once_every_reader_has_returned_it_also_of_a_thousand_members():
+    pool = Pool(1000)
+    slab, start = pool.put(torch.arange(100, dtype=torch.uint8))
+    theirs = Slab(pool.fd(slab), slab.number, 1000)  # a mapping of its own, as another process has
+    for reader in (0, 999, 999):
+        slab.lend(reader)
+    assert torch.equal(theirs.data[start : start + 100], torch.arange(100, dtype=torch.uint8))
+    for reader in (999, 0):
+        theirs.give_back(reader)
+        assert not slab.free
+    theirs.give_back(999)
+    assert slab.free and slab.free
+    assert (theirs.data[:SLAB] == 0).sum() == SLAB - 99, "its semaphores are before its data"
+
+
+def test_a_slab_takes_memory_as_it_is_used_and_a_window_at_once():
+    pool = Pool(2)
+    slab, _ = pool.put(torch.ones(100, dtype=torch.uint8))
+    window = pool.window_of(pool.window(3 << 20))
+    taken = [os.fstat(pool.fd(one)).st_blocks * 512 for one in (slab, window)]
+    assert taken[0] < SLAB // 2 and taken[1] >= 3 << 20
+
+
+def test_no_memory_is_said_before_anything_is_written(monkeypatch):
+    def full(fd, start, count):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    groups, tensor = shm_groups(2, timeout=3.0), torch.ones(30_000)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def fails(rank):
+        with pytest.raises(GroupError, match=r"no memory for 4,096 more bytes .* vm.overcommit_memory"):
+            groups[rank].all_reduce(tensor.clone()).wait()
+
+    together(2, fails)
+    with pytest.raises(OSError, match="no memory for 4,096 more bytes"):
+        groups[0].empty(100, torch.float32)
 
 
 def test_members_that_are_killed_or_stopped():

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RaySystemError
 from torch import nn
 
@@ -131,6 +132,16 @@ def test_a_log_is_told_without_rays_lines_and_a_crash_from_its_innermost_frame(t
     assert not death_of(died("\tpid: 77\n\tip: 9.9.9.9\n"), 0, ended()).log, "another node's process"
     monkeypatch.setattr(worker_logs, "logs_folder", lambda: None)
     assert not death_of(died(""), 0, ended(number=77)).log
+
+
+@pytest.mark.parametrize(("addresses", "is_used"), [(["9.9.9.8", "9.9.9.9"], True), (["9.9.9.9", "9.9.9.9"], False)])
+def test_a_number_in_rays_text_is_not_used_where_containers_share_an_address(addresses, is_used, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_logs, "logs_folder", lambda: tmp_path)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "9.9.9.9")
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": address} for address in addresses])
+    (tmp_path / "worker-abc-01-77.err").write_text("hello\n")
+    death = death_of(died("\tpid: 77\n\tip: 9.9.9.9\n"), 0, ended())
+    assert death.log == (("hello",) if is_used else ())
 
 
 def test_an_actor_that_rays_memory_monitor_ends_has_died():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.last_action import LastAction, last_action_in, opened
+from raypar.actors.last_action import LastAction, last_action_in
+from raypar.actors.process_identity import open_files, own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster.processes import Exit, Processes
 from raypar.schedules.action import STEP, Action, Op
@@ -26,6 +27,10 @@ sys.stdin.read()
 """
 
 
+def located(pid):
+    return Located("here", own_identity()._replace(pid=pid, began=process_began(pid) or 1))
+
+
 def num_open():
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -36,12 +41,12 @@ def test_a_stopped_process_is_ended_and_a_dead_one_harms_nobody():
     dead.wait()
     before = num_open()
     processes = Processes()
-    processes.know({0: Located("here", stopped.pid), 1: Located("here", dead.pid)})
+    processes.know({0: located(stopped.pid), 1: located(dead.pid)})
     os.kill(stopped.pid, signal.SIGSTOP)
     for rank in (0, 1, 2, 0):
         processes.kill(rank)
     assert stopped.wait(10) == -signal.SIGKILL
-    processes.know({0: Located("here", os.getpid())})
+    processes.know({0: located(os.getpid())})
     assert processes.number(0) == os.getpid()
     processes.close()
     processes.kill(0)
@@ -63,7 +68,7 @@ def test_how_a_process_of_another_parent_has_ended(end, exit_):
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         processes = Processes()
-        processes.know({0: Located("here", int(parent.stdout.readline()))})
+        processes.know({0: located(int(parent.stdout.readline()))})
         print(file=parent.stdin, flush=True)
         assert parent.stdout.readline() == "over\n"
         found = processes.exit_of(0)
@@ -88,7 +93,7 @@ def test_the_kernels_own_kills_are_counted_since_the_last_time(tmp_path):
 def test_the_last_action_is_read_from_outside():
     before, last = num_open(), LastAction()
     last.begin(2, STEP)
-    fd = opened(os.getpid(), last.share())
+    (fd,) = open_files(own_identity(), [last.share()])
     assert last_action_in(fd) == "STEP of step 3"
     last.begin(3, Action(11, Op.REDUCE_GRAD, None))
     last.begin(3, Action(1, Op.B, 3))
@@ -101,3 +106,18 @@ def test_the_last_action_is_read_from_outside():
     assert last_action_in(fd) == ""
     del last
     assert num_open() <= before + 1  # the mapping has a descriptor of its own
+
+
+@pytest.mark.parametrize("differs", ["pid_namespace", "user_namespace", "uid", "boot", "began"])
+def test_nobody_else_is_ended_who_has_the_number_of_an_actor(differs):
+    """As where driver and actors are in containers with one network, or where an actor's number was given anew."""
+    with subprocess.Popen(["sleep", "60"]) as innocent:
+        its = located(innocent.pid).process
+        other = its._replace(**{differs: "another" if differs == "boot" else getattr(its, differs) + 1})
+        processes = Processes()
+        processes.know({0: Located("here", other)})
+        processes.kill(0)
+        assert processes.number(0) is None and innocent.poll() is None
+        processes.know({0: Located("here", its)})
+        processes.kill(0)
+        assert innocent.wait(10) == -signal.SIGKILL

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster import witnesses as module
 from raypar.cluster.nodes import own_node
@@ -19,6 +20,10 @@ from raypar.cluster.witnesses import Witnesses
 from tests.support.kernel import TELLS_EXITS
 
 pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def identity_of(child):
+    return own_identity()._replace(pid=child.pid, began=process_began(child.pid))
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def children():
 def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(children, monkeypatch):
     node, first = own_node(), children[0]
     witnesses = Witnesses()
-    located = {rank: Located("there", child.pid, "elsewhere") for rank, child in enumerate(children)}
+    located = {rank: Located("there", identity_of(child)) for rank, child in enumerate(children)}
     witnesses.know(located, dict.fromkeys(located, node))
     ray.get(witnesses._there[node].know.remote(located), timeout=30)  # it has started
     first.send_signal(signal.SIGSTOP)
@@ -59,7 +64,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
 
 def test_there_is_none_where_all_actors_are_on_the_drivers_node(children):
     witnesses = Witnesses()
-    witnesses.know({0: Located("here", children[0].pid, "here")}, {})
+    witnesses.know({0: Located("here", identity_of(children[0]))}, {})
     assert not witnesses._there
     children[0].kill()
     children[0].wait()

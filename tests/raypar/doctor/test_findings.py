@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from raypar.actors.process_identity import own_identity, process_began
 from raypar.cluster.nodes import version_faults, versions_teller
 from raypar.cluster.placement import Node
-from raypar.cluster.ray_private import OWNER_FILE, namespace, process_began
+from raypar.cluster.ray_private import OWNER_FILE
 from raypar.doctor import examination, exposure
 from raypar.doctor import leftovers as left
 from raypar.doctor.examination import cluster_findings
@@ -235,14 +236,14 @@ def test_leftovers_are_not_looked_for_where_processes_can_not_be_read(monkeypatc
 def session(root, name, driver, began, where=None):
     folder = root / f"session_{name}"
     folder.mkdir(parents=True)
-    (folder / OWNER_FILE).write_text(f"{driver} {began} {namespace() if where is None else where}")
+    (folder / OWNER_FILE).write_text(f"{driver} {began} {where or own_identity().pid_domain}")
     return folder
 
 
 def test_leftovers_are_found_and_swept_and_nothing_else_is(tmp_path):
     root, gone = tmp_path / "ray", 2**22 + 5
     dead, alive = session(root, "dead", gone, 1), session(root, "alive", os.getpid(), process_began(os.getpid()))
-    elsewhere = session(root, "elsewhere", gone, 1, where=17)
+    elsewhere = session(root, "elsewhere", gone, 1, where=own_identity()._replace(boot="another").pid_domain)
     longer = session(root, "dead-2", os.getpid(), process_began(os.getpid()))  # a name that begins with another's
     foreign = root / "session_foreign"
     foreign.mkdir()

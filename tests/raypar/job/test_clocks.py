@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.actors.collective.shm.links import place
+from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.results import Located
 from raypar.job import clocks
 
-HERE, FAR, SILENT = place() or "here", "another boot/1/0", "a third/1/0"
+HERE = own_identity()
+BESIDE = HERE._replace(network_namespace=1, pid_namespace=2, uid=3)  # another container of this machine
+FAR, SILENT = ProcessIdentity("another boot"), ProcessIdentity("a third")
+SHIFTED = HERE._replace(time_namespace=7)
 
 
 class Machines:
@@ -17,7 +20,6 @@ class Machines:
     def __init__(self, monkeypatch):
         self.time, self.told, self._waits = 1000.0, {}, iter([0.2, 0.5, 0.01, 0.3, 0.4] * 2)
         monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.time)
-        monkeypatch.setattr(clocks, "place", lambda: HERE)
 
     def answers(self, ranks, method, *args, seconds, group=""):
         if method == "set_clock":
@@ -35,12 +37,18 @@ class Machines:
 
 def test_other_machines_learn_what_to_add(monkeypatch):
     machines = Machines(monkeypatch)
-    at = enumerate([HERE, FAR, FAR, SILENT, HERE])
-    clocks.align(machines, {rank: Located("a", 1, place) for rank, place in at})
+    at = enumerate([HERE, FAR, FAR, SILENT, BESIDE])
+    clocks.align(machines, {rank: Located("a", process) for rank, process in at})
     assert machines.told == {1: pytest.approx(700.0, abs=0.005), 2: machines.told[1]}, "the shortest wait counts"
 
 
 def test_one_machine_asks_nobody(monkeypatch):
     machines = Machines(monkeypatch)
-    clocks.align(machines, {rank: Located("a", 1, HERE) for rank in range(3)})
+    clocks.align(machines, {rank: Located("a", process) for rank, process in enumerate([HERE, BESIDE, HERE])})
     assert (machines.told, machines.time) == ({}, 1000.0)
+
+
+def test_a_container_with_clocks_of_its_own_is_asked(monkeypatch):
+    machines = Machines(monkeypatch)
+    clocks.align(machines, {0: Located("a", HERE), 1: Located("a", SHIFTED)})
+    assert machines.told == {1: pytest.approx(700.0, abs=0.005)}

@@ -11,10 +11,11 @@ import pytest
 
 import raypar as rp
 from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
 from raypar.config.validate.parallel import idle_fields
 from raypar.job.snapshots import Snapshots
-from raypar.recovery.buddies import CopyPace, buddies_of
+from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,22 @@ def test_copies_are_shared_out_evenly(sizes):
     else:
         others = [kept[rank] for rank, place in enumerate(places) if place != f"node {sizes.index(max(sizes))}"]
         assert max(others) - min(others) <= 1
+
+
+@pytest.mark.parametrize(
+    ("processes", "buddies"),
+    [
+        (("m1", "m1"), (None, None)),
+        (("m1", "m2"), (1, 0)),  # two containers of one machine
+        (("m1", "m2", "n1", "n2"), (2, 3, 0, 1)),
+        (("m1", "m2", "n1"), (2, 2, 1)),
+        (("m1", "..", "m2"), (2, None, 0)),
+    ],
+)
+def test_a_buddy_is_on_another_machine_and_in_another_container_if_there_is_only_one(processes, buddies):
+    """The letter is a machine, and the number a PID namespace on it; of dots nothing was heard."""
+    found = [ProcessIdentity(*[] if one == ".." else [one[0], 1, 0, 5, int(one[1])]) for one in processes]
+    assert buddies_of(failure_domains(found)) == buddies
 
 
 def test_a_step_whose_shares_are_partly_copies_is_one_to_go_back_to():

@@ -8,6 +8,7 @@ import socket
 import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Located, Progress, Span
 from raypar.reporting.stragglers import Stragglers
 from raypar.reporting.whereabouts import Whereabouts, actor_of
@@ -34,8 +35,8 @@ def test_a_pause_is_no_straggler_nor_is_an_actor_without_peers():
 
 def test_a_table_says_who_is_where():
     events = [Span(Action(1, Op.F, 0), 0.0, 0.002), Span(Action(1, Op.F, 1), 0.0, 0.004)]
-    busy = actor_of("pp=1", Located("host", 7), Progress(4, 12, Action(1, Op.F, 3)), [])
-    idle = actor_of("pp=0", Located("host", 8), Progress(4, 20, None), events)
+    busy = actor_of("pp=1", Located("host", ProcessIdentity(pid=7)), Progress(4, 12, Action(1, Op.F, 3)), [])
+    idle = actor_of("pp=0", Located("host", ProcessIdentity(pid=8)), Progress(4, 20, None), events)
     table = Whereabouts([busy, idle, actor_of("pp=2", None, None, [])])
     lines = repr(table).splitlines()
     assert lines[0].split() == ["actor", "node", "pid", "step", "action", "done", "F", "ms", "B", "ms", "W", "ms"]

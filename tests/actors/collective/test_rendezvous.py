@@ -1,0 +1,282 @@
+"""How members of a node find each other: strangers, silent clients and late ones get nothing and delay nobody."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.shm import rendezvous
+from raypar.actors.collective.shm.group import ShmGroup
+from raypar.actors.collective.shm.rendezvous import connect, members_by_node
+from raypar.actors.process_identity import own_identity
+from tests.support.namespaces import OTHER_USER
+
+IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+SOON = 5.0  # seconds, far below the deadline of a join, on a busy machine
+DEADLINE = 30.0
+
+
+def together(size, work):
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(60) for future in [pool.submit(work, rank) for rank in range(size)]]
+
+
+class Watched:
+    """A store that calls a function when a member has published how to reach it, before the member goes on.
+
+    Args:
+        published: Called with the member's rank, name and token.
+    """
+
+    def __init__(self, published):
+        self._store, self._published = dist.HashStore(), published
+        self.get, self.wait = self._store.get, self._store.wait
+
+    def set(self, key, value):
+        if key.startswith("local/"):
+            self._published(int(key.removeprefix("local/")), *value.split())
+        self._store.set(key, value)
+
+
+def client(name, said=b""):
+    """Connect to a listener and say something."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(10.0)
+    sock.connect(f"\0{name}")
+    if said:
+        sock.send(said)
+    return sock
+
+
+def hello(rank, token):
+    return struct.pack("<i32s", rank, bytes.fromhex(token))
+
+
+def is_closed(sock):
+    """Whether the other end has closed a connection without a word."""
+    try:
+        return sock.recv(99) == b""
+    except ConnectionResetError:
+        return True
+
+
+def joined(store, size=3):
+    """Let members join, and exchange a message each, in far less than the deadline."""
+    begin = time.monotonic()
+    groups = together(size, lambda rank: ShmGroup("g", "x", rank, size, 10.0, store=store, connect_timeout=DEADLINE))
+    assert time.monotonic() - begin < SOON
+    got = [torch.full((5,), float(rank)) for rank in range(size)]
+    together(size, lambda rank: groups[rank].all_reduce(got[rank]).wait())
+    assert all(torch.equal(one, torch.full((5,), sum(range(size)) + 0.0)) for one in got)
+    for group in groups:
+        group.abort()
+
+
+SAID = {
+    "silent": lambda rank, token: b"",
+    "short": lambda rank, token: b"\1\0\0\0",
+    "long": lambda rank, token: hello(rank + 1, token) + b"!",
+    "wrong token": lambda rank, token: hello(rank + 1, "00" * 32),
+    "own rank": hello,
+    "lower rank": lambda rank, token: hello(-1, token),
+    "rank beyond": lambda rank, token: hello(3, token),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_a_client_that_is_no_member_gets_nothing_and_delays_nobody(what, caplog):
+    """It connects to every member before any other one does, and stays."""
+    clients, others, lock = [], [], threading.Lock()
+
+    def published(rank, name, token):
+        with lock:
+            clients.append(client(name, SAID[what](rank, token)))
+            others.append(rank)
+
+    with caplog.at_level(logging.WARNING, "raypar"):
+        joined(Watched(published))
+    assert sorted(others) == [0, 1, 2] and all(map(is_closed, clients))
+    reasons = {"silent": None, "short": "4 bytes", "long": "37 bytes", "wrong token": "a wrong token"}
+    told = reasons.get(what, "which is not expected")
+    assert ("were no member's" in caplog.text) is (told is not None) and (told or "") in caplog.text
+    for one in clients:
+        one.close()
+
+
+def test_a_rank_is_given_once():
+    """Who comes later with everything right gets nothing: the rank is taken, or the group is whole."""
+    first, token_of = threading.Event(), {}
+
+    def published(rank, name, token):
+        token_of[rank] = name, token
+        first.set()
+
+    store = Watched(published)
+    with ThreadPoolExecutor(1) as pool:
+        root = pool.submit(connect, store, 0, 3, DEADLINE)
+        assert first.wait(10)
+        name, token = token_of[0]
+        taken, late = client(name, hello(2, token)), client(name, hello(2, token))
+        assert is_closed(late)
+        connect_as_one = client(name, hello(1, token))
+        links = root.result(10)
+    assert sorted(links) == [1, 2]
+    for sock in (taken, connect_as_one):
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+    with pytest.raises(OSError):
+        client(name)
+    for one in (taken, late, connect_as_one):
+        one.close()
+
+
+def test_a_full_queue_of_strangers_is_worked_off():
+    clients, lock = [], threading.Lock()
+
+    def published(rank, name, token):
+        with lock:
+            while rank == 0:
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sock.setblocking(False)
+                clients.append(sock)
+                try:
+                    sock.connect(f"\0{name}")
+                except BlockingIOError:
+                    return
+
+    joined(Watched(published))
+    assert len(clients) > 100
+    for one in clients:
+        one.close()
+
+
+def test_a_member_whose_place_only_others_want_is_named_in_time(caplog):
+    clients = []
+    store = Watched(lambda rank, name, token: clients.extend(client(name, hello(1, "11" * 32)) for _ in range(3)))
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match=r"connect failed: ranks 1, 2 did not connect in time"):
+        ShmGroup("g", "x", 0, 3, 5.0, store=store, connect_timeout=0.3)
+    assert 0.3 <= time.monotonic() - begin < SOON
+    assert all(map(is_closed, clients))
+    assert "3 connections to a group were no member's and were closed: a wrong token (3)" in caplog.text
+    for one in clients:
+        one.close()
+
+
+def test_a_member_that_does_not_accept_is_named_in_time():
+    """Its queue is full: it is stopped, or others fill it."""
+    store, clients = dist.HashStore(), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        name = f"raypar-full-{os.getpid()}"
+        listener.bind(f"\0{name}")
+        listener.listen(1)
+        store.set("local/0", f"{name} {'00' * 32}")
+        clients += [client(name), client(name)]
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="rank 0 did not accept the connection in time"):
+            connect(store, 1, 2, 0.3)
+    assert 0.3 <= time.monotonic() - begin < SOON
+    for one in clients:
+        one.close()
+
+
+def test_members_elsewhere_are_told_apart():
+    store = dist.HashStore()
+    assert together(2, lambda rank: members_by_node(dist.PrefixStore("a", store), rank, 2)) == [[[0, 1]]] * 2
+    own = own_identity()
+    for number, other in enumerate([own._replace(user_namespace=1), own._replace(network_namespace=1)]):
+        store.set(f"{number}/memory_domain/1", other.memory_domain)
+        assert members_by_node(dist.PrefixStore(str(number), store), 0, 2) == [[0], [1]]
+    store.set("c/memory_domain/1", "")
+    assert members_by_node(dist.PrefixStore("c", store), 0, 2) == [[0], [1]]
+
+
+# --- another user ----------------------------------------------------------------------------------------------------
+
+# Takes every listener whose name it finds, again and again, and says that it is a member; ends with its input.
+STRANGER = """
+import os, select, socket, struct, sys
+os.setuid(int(sys.argv[2]))
+prefix, made, closed, got = sys.argv[1], [], 0, 0
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    for line in open("/proc/net/unix"):
+        name = line.split()[-1]
+        if name.startswith("@" + prefix):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.setblocking(False)
+            try:
+                sock.connect(chr(0) + name[1:])
+            except OSError:
+                continue
+            made.append(sock)
+            try:
+                sock.send(struct.pack("<i32s", 1 + len(made) % 2, b"?" * 32)) if len(made) % 3 else None
+            except OSError:
+                pass
+for sock in made:
+    sock.settimeout(5)
+    try:
+        raw = sock.recv(99)
+        closed, got = closed + (not raw), got + len(raw)
+    except ConnectionResetError:
+        closed += 1
+print(len(made), closed, got)
+"""
+
+
+@IS_ROOT
+def test_another_user_of_the_machine_gets_no_rank_and_delays_nobody(monkeypatch):
+    """It tries at all times while groups are made: before the members come, between two of them, and after."""
+    prefix = f"raypar-strange-{os.getpid()}"
+    monkeypatch.setattr(rendezvous, "_NAME", prefix)
+    seen = threading.Event()
+
+    def published(rank, name, token):
+        if rank == 2:  # the others wait for this one
+            seen.wait(0.05)
+
+    kept = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", STRANGER, prefix, str(OTHER_USER)], **kept) as stranger:
+        assert stranger.stdout.readline() == "ready\n"
+        for _ in range(5):
+            joined(Watched(published))
+        made, closed, got = map(int, stranger.communicate("over\n", timeout=20)[0].split())
+    assert made >= 5 and (closed, got) == (made, 0)
+
+
+LISTENER = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    listener.bind(chr(0) + sys.argv[1])
+    listener.listen(1)
+    print("ready", flush=True)
+    sock, _ = listener.accept()
+    print(len(sock.recv(99)))
+"""
+
+
+@IS_ROOT
+def test_a_listener_of_another_user_is_told_nothing():
+    name, store = f"raypar-listener-{os.getpid()}", dist.HashStore()
+    kept = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", LISTENER, name, str(OTHER_USER)], **kept) as listener:
+        assert listener.stdout.readline() == "ready\n"
+        store.set("local/0", f"{name} {'00' * 32}")
+        with pytest.raises(ConnectionError, match=f"the socket of rank 0 is one of user {OTHER_USER}"):
+            connect(store, 1, 2, DEADLINE)
+        assert listener.communicate(timeout=10)[0] == "0\n"
