@@ -13,6 +13,7 @@ others, so what two processes have in common is asked for each use by itself:
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -76,16 +77,19 @@ class ProcessIdentity(NamedTuple):
 
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    unknown = ProcessIdentity(pid=os.getpid())
-    if not sys.platform.startswith("linux"):
-        return unknown
+    return _own(os.getpid(), os.geteuid()) if sys.platform.startswith("linux") else ProcessIdentity(pid=os.getpid())
+
+
+@functools.cache
+def _own(pid: int, uid: int) -> ProcessIdentity:
+    """Read the identity of this process, once for each child that is forked: it takes 0.3 ms."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        pids = _namespace("pid") if (_PROC / "self").readlink().name == str(os.getpid()) else _UNUSABLE
-        others = _namespace("user"), os.geteuid(), _namespace("net"), pids, _namespace("time")
+        pids = _namespace("pid") if (_PROC / "self").readlink().name == str(pid) else _UNUSABLE
+        others = _namespace("user"), uid, _namespace("net"), pids, _namespace("time")
     except OSError:
-        return unknown
-    return ProcessIdentity(boot, *others, os.getpid(), process_began("self") or 0)
+        return ProcessIdentity(pid=pid)
+    return ProcessIdentity(boot, *others, pid, process_began("self") or 0)
 
 
 def process_began(process: int | Literal["self"]) -> int | None:

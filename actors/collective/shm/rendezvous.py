@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import os
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
@@ -141,31 +142,30 @@ class _Acceptor:
     def __init__(self, listener: socket.socket, token: bytes, expected: Iterable[int]) -> None:
         listener.setblocking(False)
         self._listener, self._token, self._missing = listener, token, set(expected)
-        self._silent = set[socket.socket]()  # those that have not said who they are
+        self._silent = dict[int, socket.socket]()  # those that have not said who they are, by descriptor
         self._accepted = dict[int, socket.socket]()
         self._refused = list[str]()  # why, of each connection that was closed
-        self._selector = selectors.DefaultSelector()
+        self._poll = select.poll()
 
     def accept(self, deadline: float) -> dict[int, socket.socket]:
         """Return the sockets of the members, by rank. Raises TimeoutError if some have not come by the deadline."""
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._poll.register(self._listener, select.POLLIN)
         try:
             while self._missing:
-                ready = [key.fileobj for key, _ in self._selector.select(_left(deadline))]
-                for sock in ready:
-                    if sock is self._listener:
+                for fd, _ in self._poll.poll(math.ceil(1e3 * _left(deadline))):
+                    if fd in self._silent:
+                        self._hear(fd)
+                    else:
                         self._take()
-                    elif isinstance(sock, socket.socket):
-                        self._hear(sock)
                 if self._missing and time.monotonic() >= deadline:
                     raise TimeoutError(self._late())
             return self._accepted
         except BaseException:
-            self._silent.update(self._accepted.values())
+            for sock in self._accepted.values():
+                sock.close()
             raise
         finally:
-            self._selector.close()
-            for sock in self._silent:
+            for sock in self._silent.values():
                 sock.close()
             if self._refused:
                 log.warning("%d connections to a group were no member's and were closed: %s", *self._told())
@@ -180,19 +180,17 @@ class _Acceptor:
             self._refuse(sock, f"user {user}")
             return
         sock.setblocking(False)
-        self._silent.add(sock)
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._silent[sock.fileno()] = sock
+        self._poll.register(sock, select.POLLIN)
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _hear(self, fd: int) -> None:
         """Read what a connection says first, and close it if that is not what an expected member says."""
+        sock = self._silent.pop(fd)
+        self._poll.unregister(fd)
         try:
             said = sock.recv(_HELLO.size + 1)
-        except BlockingIOError:
-            return
         except OSError:
-            said = b""
-        self._selector.unregister(sock)
-        self._silent.remove(sock)
+            said = b""  # it has closed the connection
         if len(said) != _HELLO.size:
             self._refuse(sock, f"{len(said)} bytes")
             return
