@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.hosts import Host, Network, hosts_on_a_network
+from tests.support.hosts import Host, Network, containers_on_one_host, hosts_on_a_network
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
@@ -66,6 +66,7 @@ def cluster_of_hosts(
     env: Mapping[str, str] = ENV,
     head: Sequence[str] = ("--include-dashboard=false",),
     blocks: Sequence[str] = (),
+    first_pids: Sequence[int] = (),
 ) -> Iterator[HostCluster]:
     """Start Ray on hosts that are made for it; all of it ends with them.
 
@@ -74,11 +75,14 @@ def cluster_of_hosts(
         cpus: The number of CPUs that each tells Ray it has.
         env: Environment variables of Ray's processes.
         head: Further options of ``ray start --head``.
+        first_pids: If given, the hosts are containers that share one network, and their pids begin with these.
         blocks: The hosts, but the head, whose ``ray start`` stays in the foreground, as a container's first process.
     """
-    with hosts_on_a_network(*names) as network:
+    with (containers_on_one_host if first_pids else hosts_on_a_network)(*names) as network:
         first = network.hosts[0]
-        for host in network.hosts:
+        for host, pid in zip(network.hosts, first_pids, strict=False):
+            host.run("sh", "-c", f"echo {pid} > /proc/sys/kernel/ns_last_pid")
+        for host in () if first_pids else network.hosts:
             for line in _ASTRAY:
                 host.run("ip", *line.split())
 

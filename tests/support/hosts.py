@@ -19,6 +19,7 @@ from pathlib import Path
 
 NETWORK = "10.77.0"
 _OWN = ["--fork", "--pid", "--mount-proc", "--net", "--mount", "--uts", "--ipc", "--kill-child=KILL"]
+_IN_CONTAINER = [flag for flag in _OWN if flag != "--net"]
 _PRIVATE_FOLDERS = ("/tmp", "/dev/shm", "/run")  # every host mounts an empty file system on each
 # Mount an empty file system on the folder $1, in which the folders that follow, which are below it, can still be seen.
 # An open descriptor is what is left of a folder that a mount hides.
@@ -42,7 +43,7 @@ class Host:
         name: Its host name.
         address: Its address.
         pid: Its first process, as this process sees it.
-        link: The end of its cable at the bridge.
+        link: The end of its cable at the bridge; "" if it shares the network of the bridge.
     """
 
     name: str
@@ -125,8 +126,27 @@ def missing(*programs: str) -> str:
 
 
 @contextmanager
+def containers_on_one_host(*names: str) -> Iterator[Network]:
+    """Make containers that share a host's network, as with ``docker run --network host``, and so have its address.
+
+    Each has processes and folders of its own.
+    """
+    with _bridge() as first:
+        _inside(first, "ip", "link", "set", "lo", "up")
+        _inside(first, "ip", "route", "add", "default", "dev", "bridge")  # without it Ray does not know its own address
+        yield Network([_container(first, name) for name in names], first)
+
+
+@contextmanager
 def hosts_on_a_network(*names: str) -> Iterator[Network]:
     """Make hosts on one network, with addresses from 10.77.0.1 on, and end all that runs on them at the end."""
+    with _bridge() as first:
+        yield Network([_host(first, number, name) for number, name in enumerate(names, 1)], first)
+
+
+@contextmanager
+def _bridge() -> Iterator[int]:
+    """Make a bridge, with an address, and yield a process in its network, with which all inside end."""
     ends_with_us = ["setpriv", "--pdeathsig", "KILL"]  # also where nothing here is asked to clean up
     bridge = subprocess.Popen(
         [*ends_with_us, "unshare", *_user(), *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL
@@ -135,7 +155,7 @@ def hosts_on_a_network(*names: str) -> Iterator[Network]:
         first = _first_process(bridge.pid)
         for line in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):
             _inside(first, "ip", *line.split())
-        yield Network([_host(first, number, name) for number, name in enumerate(names, 1)], first)
+        yield first
     finally:
         bridge.kill()
         bridge.wait()
@@ -143,17 +163,32 @@ def hosts_on_a_network(*names: str) -> Iterator[Network]:
 
 def _host(bridge: int, number: int, name: str) -> Host:
     """Make a host: its namespaces, its cable and its folders."""
-    made = subprocess.Popen(
-        ["nsenter", f"--target={bridge}", "--all", "unshare", *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL
-    )
-    pid, link, address = _first_process(made.pid), f"host{number}", f"{NETWORK}.{number}"
+    pid, link, address = _apart(bridge, _OWN), f"host{number}", f"{NETWORK}.{number}"
     _inside(bridge, "ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     _inside(bridge, "ip", "link", "set", link, "master", "bridge", "up")
     up = (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up")
     for line in (*up, f"route add default via {NETWORK}.254"):  # without it Ray does not know its own address
         _inside(pid, "ip", *line.split())
-    host = Host(name, address, pid, link)
-    host.run("hostname", name)
+    return _furnished(Host(name, address, pid, link))
+
+
+def _container(bridge: int, name: str) -> Host:
+    """Make a container: its namespaces and its folders."""
+    return _furnished(Host(name, f"{NETWORK}.254", _apart(bridge, _IN_CONTAINER), ""))
+
+
+def _apart(bridge: int, namespaces: Sequence[str]) -> int:
+    """Return the first process of new namespaces below those of a bridge."""
+    made = subprocess.Popen(
+        ["nsenter", f"--target={bridge}", "--all", "unshare", *namespaces, "bash", "-c", _INIT],
+        stdin=subprocess.DEVNULL,
+    )
+    return _first_process(made.pid)
+
+
+def _furnished(host: Host) -> Host:
+    """Give a host its name and its folders."""
+    host.run("hostname", host.name)
     for folder in _PRIVATE_FOLDERS:
         host.run("bash", "-ec", _MOUNT_PRIVATE, "mount-private", folder, *_seen_below(folder))
     return host
