@@ -154,7 +154,7 @@ class _Acceptor:
             while self._missing:
                 for fd, _ in self._poll.poll(math.ceil(1e3 * _left(deadline))):
                     if fd in self._silent:
-                        self._hear(fd)
+                        self._hear(self._silent[fd])
                     else:
                         self._take()
                 if self._missing and time.monotonic() >= deadline:
@@ -180,17 +180,20 @@ class _Acceptor:
             self._refuse(sock, f"user {user}")
             return
         sock.setblocking(False)
-        self._silent[sock.fileno()] = sock
-        self._poll.register(sock, select.POLLIN)
+        self._hear(sock)
 
-    def _hear(self, fd: int) -> None:
+    def _hear(self, sock: socket.socket) -> None:
         """Read what a connection says first, and close it if that is not what an expected member says."""
-        sock = self._silent.pop(fd)
-        self._poll.unregister(fd)
         try:
             said = sock.recv(_HELLO.size + 1)
+        except BlockingIOError:
+            self._silent[sock.fileno()] = sock
+            self._poll.register(sock, select.POLLIN)
+            return
         except OSError:
             said = b""  # it has closed the connection
+        if self._silent.pop(sock.fileno(), None) is not None:
+            self._poll.unregister(sock)
         if len(said) != _HELLO.size:
             self._refuse(sock, f"{len(said)} bytes")
             return
