@@ -58,7 +58,7 @@ REQUIREMENTS: Mapping[Feature, Requirement] = {
     # A thread that does not preempt others. Without: Gloo's threads may preempt the computing one.
     "batch_threads": Requirement(((os, "sched_setscheduler"), (os, "SCHED_BATCH")), ("/proc/self/task",)),
     # Files in memory that other processes open. Without: no recovery, and no last action of an actor that has died.
-    "memory_files": Requirement(((os, "memfd_create"),), ("/proc/self/fd",)),
+    "memory_files": Requirement(((os, "memfd_create"), (os, "posix_fallocate")), ("/proc/self/fd",)),
     # A process that is ended by a descriptor, and never another with its number. Without: no recovery.
     "process_handles": Requirement(((os, "pidfd_open"), (signal, "pidfd_send_signal"))),
     # Processes and when each began. Without: doctor does not look for what earlier Rays left behind.
