@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +76,7 @@ class ProcessIdentity(NamedTuple):
 
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    return _own(os.getpid(), os.geteuid()) if sys.platform.startswith("linux") else ProcessIdentity(pid=os.getpid())
+    return _own(os.getpid(), os.geteuid())
 
 
 @functools.cache
@@ -87,7 +86,7 @@ def _own(pid: int, uid: int) -> ProcessIdentity:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         pids = _namespace("pid") if (_PROC / "self").readlink().name == str(pid) else _UNUSABLE
         others = _namespace("user"), uid, _namespace("net"), pids, _namespace("time")
-    except OSError:
+    except OSError:  # as on other systems than Linux
         return ProcessIdentity(pid=pid)
     return ProcessIdentity(boot, *others, pid, process_began("self") or 0)
 

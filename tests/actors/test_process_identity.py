@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from raypar.actors import process_identity
 from raypar.actors.process_identity import ProcessIdentity, open_files, open_process, own_identity, process_began
 from tests.support.namespaces import CONTAINER, OTHER_USER, missing, unshared
 
@@ -78,8 +79,9 @@ def test_another_machine_or_user_has_nothing_in_common_and_who_is_unknown_neithe
         open_process(ProcessIdentity(pid=os.getpid()))
 
 
-def test_elsewhere_than_on_linux_nothing_is_known(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
+def test_elsewhere_than_on_linux_nothing_is_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_identity, "_PROC", tmp_path)
+    monkeypatch.setattr(process_identity, "_own", process_identity._own.__wrapped__)  # not what is cached
     assert own_identity() == ProcessIdentity(pid=os.getpid())
     assert (own_identity().memory_domain, own_identity().pid_domain, own_identity().clock_domain) == ("", "", "")
 

@@ -24,7 +24,6 @@ SHARED_MEMORY = "actors/collective/shm/"
 PLATFORM = {
     "actors/system_features.py",  # the table
     "actors/device.py",  # the unit of getrusage
-    "actors/collective/shm/links.py",  # as above
     "raypar/config/validate/recovery.py",  # these say which system it is
     "raypar/doctor/leftovers.py",
     "raypar/doctor/node_facts.py",

@@ -82,6 +82,9 @@ def test_a_run_trains_is_verified_saved_and_resumed_and_its_end_is_noticed(tmp_p
 def test_a_run_that_could_not_recover_is_refused_before_its_launch():
     code, said = on_macos("-m", "raypar.cli.main", "train", "gpt-tiny", "--max-failures", "2", "--mesh.pp", "0")
     assert code == 2
-    assert "--max-failures is 2, but recovery needs os.memfd_create, /proc/self/fd, os.pidfd_open" in said
+    assert (
+        "--max-failures is 2, but recovery needs os.memfd_create, os.posix_fallocate, /proc/self/fd, os.pidfd_open"
+        in said
+    )
     assert "set max_failures to 0 and give save_every" in said
     assert "mesh.pp" in said  # with all other faults
