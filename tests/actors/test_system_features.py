@@ -19,7 +19,7 @@ from tests.support.linux_only import linux_only_names
 
 ROOT = Path(__file__).parents[2]
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is another system")
-# Files that use what only Linux has, behind a question of their own: ``place`` of shm/links.py.
+# Files that use what only Linux has, behind a question of their own: whether members have a ``memory_domain``.
 SHARED_MEMORY = "actors/collective/shm/"
 PLATFORM = {
     "actors/system_features.py",  # the table
