@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raypar.schedules.action import COMPUTE, MOVES, Action, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
@@ -107,7 +108,7 @@ class Timeline:
 
     def busy(self, rank: int | None = None) -> float:
         """Return the seconds that one rank, or all ranks together, spend computing (F, B, I, W)."""
-        return sum(
+        return float_sum(
             event.end - event.start
             for event in self.events
             if event.action.op in COMPUTE and (rank is None or event.rank == rank)

@@ -298,11 +298,11 @@ MAY_IMPORT = {
     "actors/collective": "actors actors/autograd actors/collective/shm",
     "actors/collective/shm": "actors actors/collective",
     "actors/context_parallel": ("actors actors/autograd actors/collective actors/layers actors/models actors/specs"),
-    "actors/data": "actors actors/models actors/specs",
+    "actors/data": "actors actors/models actors/specs schedules",
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs",
+    "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/specs schedules",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
@@ -373,7 +373,7 @@ MAY_IMPORT = {
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",
     "raypar/planner/operators": (
-        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing"
+        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
     ),
     "raypar/planner/search": (
         "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
@@ -391,7 +391,7 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
-        "raypar/reporting/run_folder schedules/drawing"
+        "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "

@@ -14,6 +14,7 @@ from raypar.actors.data.packing import Int64s
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
 from raypar.actors.specs.data import Examples
+from raypar.schedules.float_sum import float_sum
 
 _SPLIT_SEED = 0  # which examples are for validation does not depend on the run's seed
 
@@ -75,7 +76,7 @@ def _weight_faults(weights: Mapping[str, float]) -> list[str]:
     """Return what is wrong with the weights of sets of examples."""
     if not weights:
         return ["path: it names nothing: give a file, or files with their weights"]
-    whole = sum(weights.values())
+    whole = float_sum(weights.values())
     return [
         f"path: the weight of {path!r}, {weight:g}, is less than one in {LARGEST:,} of all: leave it out, or give more"
         for path, weight in weights.items()

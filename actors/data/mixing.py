@@ -12,6 +12,7 @@ import numpy as np
 
 from raypar.actors.data.packing import Int64s
 from raypar.actors.data.token_batches import shuffled
+from raypar.schedules.float_sum import float_sum
 
 LARGEST = 10_000  # samples of a block; a data set of a smaller share than one of these would have none
 _EXACT = 1e-3  # how far a share may be from what is asked for, of that
@@ -26,7 +27,7 @@ def shares_of(weights: Sequence[float]) -> Int64s:
     Returns:
         The samples, (n,), each at least 1 unless its weight is less than one in ``LARGEST`` of all.
     """
-    wanted = np.array(weights, np.float64) / sum(weights)
+    wanted = np.array(weights, np.float64) / float_sum(weights)
     sizes = np.arange(1, LARGEST + 1)
     for first in range(0, LARGEST, 500):
         some = sizes[first : first + 500, None]

@@ -19,6 +19,7 @@ from raypar.actors.device import Place
 from raypar.actors.specs.results import Span
 from raypar.actors.tensors import nbytes
 from raypar.schedules.action import Action, Op
+from raypar.schedules.float_sum import float_sum
 
 
 class Channel(NamedTuple):
@@ -266,7 +267,7 @@ class Reducer:
             start, end = when(transfer.start), when(transfer.end)
             under_way += max(0.0, end - max(reached, start))
             reached = max(reached, end)
-        spent = sum(when(end) - when(start) for start, end in self._spent)
+        spent = float_sum(when(end) - when(start) for start, end in self._spent)
         return max(0.0, 1.0 - spent / under_way) if under_way else None
 
     def _empty(self, number: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypar.actors.expert_parallel.shadowing import Choice
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed
+from raypar.schedules.float_sum import float_sum
 
 Attach = Callable[[Tensor, Tensor], Tensor]  # an output and an auxiliary loss -> the output
 
@@ -116,7 +117,7 @@ class RouterRecord:
         m = max(1, len(self._microbatches))
         read = _read(self._losses)
         return tuple(
-            AddedLoss(layer, kind, sum(value for _, value in told) / m) for (layer, kind), told in read.items()
+            AddedLoss(layer, kind, float_sum(value for _, value in told) / m) for (layer, kind), told in read.items()
         )
 
     def loads(self) -> tuple[ExpertLoad, ...]:

@@ -35,6 +35,7 @@ from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.actors.worker.stream import Stream
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.passes.first_steps import first_steps
 
 
@@ -236,7 +237,7 @@ class Worker:
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
             **(step.updates[-1] if step.updates else Updated())._asdict(),
-            busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
+            busy=float_sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             start=events[0].start if events else 0.0,
             end=events[-1].end if events else 0.0,
             overlap=reducer.overlap if reducer is not None and step.is_train and "dp" in self.seat.groups else None,

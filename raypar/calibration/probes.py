@@ -18,6 +18,7 @@ from raypar.job.launch import launch
 from raypar.planner.calibration import Family, Kind
 from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.timeline import Timeline
 
 
@@ -182,7 +183,7 @@ def _taken(job: Job, run: Run) -> Measured:
     timelines: list[Timeline] = []
     reports: list[Report] = []
     while len(reports) < _MOST_STEPS and (
-        len(reports) < _LEAST_STEPS or sum(report.step_ms for report in reports) < 1e3 * _ENOUGH
+        len(reports) < _LEAST_STEPS or float_sum(report.step_ms for report in reports) < 1e3 * _ENOUGH
     ):
         reports.append(job.step())
         timelines.append(job.timeline())

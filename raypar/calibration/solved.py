@@ -20,6 +20,7 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.products import head_products, num_logits
 from raypar.reporting.needs import counts_of
 from raypar.schedules.action import Op
+from raypar.schedules.float_sum import float_sum
 
 
 class Passes(NamedTuple):
@@ -63,7 +64,7 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
 
 def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) -> float:
     """Return how much longer runs take while all cores compute: as long as on one core, at worst."""
-    both = [sum(one.forward + one.backward for one in each) for each in (together, alone)]
+    both = [float_sum(one.forward + one.backward for one in each) for each in (together, alone)]
     return min(max(1.0, both[0] / both[1]), float(actors))
 
 

@@ -34,6 +34,7 @@ from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.vacancies import Home
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_slots, room_faults, starts_own_ray
+from raypar.schedules.float_sum import float_sum
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def start_actors(
         owns = _connect()
     try:
         nodes = _roomy(world, world.size + spares, grows=wait_for_nodes > 0)
-        gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
+        gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
         share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
         claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
@@ -125,7 +126,7 @@ def start_actors(
 def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:
     """Return the living nodes. Raises ConfigError if they have too few CPUs, and no other nodes are to come."""
     nodes = living_nodes()
-    if not grows and sum(node.total.get("CPU", 0.0) for node in nodes) < actors:
+    if not grows and float_sum(node.total.get("CPU", 0.0) for node in nodes) < actors:
         raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
     return nodes
 
@@ -170,7 +171,7 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[
     Raises:
         ConfigError: A GPU is demanded, and there can be none.
     """
-    gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
+    gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
     share = gpu_share(device, world.size, gpus, built=torch.backends.cuda.is_built(), grows=False)
     found = place(world, nodes, share, free=False)
     if found.missing:
@@ -381,7 +382,10 @@ def _no_room(world: World, nodes: Sequence[Node], why: str, share: Share) -> str
     need = " and ".join(f"{world.size * amount:g} {name}s" for name, amount in wanted.items())
     have = []
     for name in wanted:
-        total, free = sum(node.total.get(name, 0.0) for node in nodes), sum(node.free.get(name, 0.0) for node in nodes)
+        total, free = (
+            float_sum(node.total.get(name, 0.0) for node in nodes),
+            float_sum(node.free.get(name, 0.0) for node in nodes),
+        )
         have.append(f"{total:g}{f' {name}s' if share.gpus else ''} ({free:g} free)")
     others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     if world.mesh.expert_actors:

@@ -18,6 +18,7 @@ from raypar.cluster.tasks import in_tasks, is_connected
 from raypar.config.fields import field_faults, right_fields
 from raypar.errors import JobError
 from raypar.planner.host import starts_own_ray
+from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger(__name__)
 
@@ -56,5 +57,5 @@ def _on_cluster(conversion: Conversion, blocks: Iterable[bytes], size: int) -> C
             yield from by_size(conversion, blocks, size)
             return
         alone: Any = replace(conversion)  # without what it keeps open here
-        cpus = max(1, int(sum(node.total.get("CPU", 0.0) for node in nodes)))
+        cpus = max(1, int(float_sum(node.total.get("CPU", 0.0) for node in nodes)))
         yield from in_tasks(alone, blocks, cpus)

@@ -10,6 +10,7 @@ from raypar.config.arguments import checked_arguments
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.generation import tokenizer_of
+from raypar.schedules.float_sum import float_sum
 
 if TYPE_CHECKING:
     from raypar.job.job import Job
@@ -85,7 +86,7 @@ class Adapter:
         cut = [[ids[at : at + self._seq] for at in range(0, len(ids) - 1, step)] for ids in every]
         pieces = [piece for one in cut for piece in one]
         found = iter(self._score(pieces) if pieces else [])
-        return [sum(sum(next(found).logs) for _ in one) for one in cut]
+        return [float_sum(float_sum(next(found).logs) for _ in one) for one in cut]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what goes on with each (context, settings).
@@ -121,4 +122,4 @@ class Adapter:
 
 def _of_last(scored: Any, count: int) -> tuple[float, bool]:
     """Return the logarithm of the probability of the last tokens together, and whether each is the likeliest."""
-    return sum(scored.logs[-count:]), all(scored.likeliest[-count:])
+    return float_sum(scored.logs[-count:]), all(scored.likeliest[-count:])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.reporting.report import Report
+from raypar.schedules.float_sum import float_sum
 
 Loads = Mapping[str, Sequence[int]]  # tokens of each expert, by the list's logical name
 
@@ -23,7 +24,7 @@ def balanced(loads: Sequence[int], parts: int) -> tuple[int, ...]:
     slices: list[list[int]] = [[] for _ in range(parts)]
     for number in sorted(range(len(loads)), key=lambda number: (-loads[number], number)):
         free = [one for one in slices if len(one) < room]
-        min(free, key=lambda one: sum(loads[number] for number in one)).append(number)
+        min(free, key=lambda one: float_sum(loads[number] for number in one)).append(number)
     return tuple(number for one in slices for number in sorted(one))
 
 

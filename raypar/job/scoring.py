@@ -14,6 +14,7 @@ from raypar.errors import ConfigError, JobError
 from raypar.job.generation import Read, forwards_of, request_of, seats_of
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.training_loop import TrainingLoop
+from raypar.schedules.float_sum import float_sum
 
 _FILLER = Prompt(-1, (0, 0))  # for groups without texts, as all replicas take part in every step
 
@@ -39,7 +40,7 @@ class Scored:
         """The bits of all tokens but the first by the bytes of the text. Raises ValueError if these are not known."""
         if not self.num_bytes:
             raise ValueError("bits per byte are of a text with bytes, and this one was given as token ids: give texts")
-        return -sum(self.logs) / log(2) / self.num_bytes
+        return -float_sum(self.logs) / log(2) / self.num_bytes
 
 
 class TextScorer:

@@ -12,6 +12,7 @@ from torch import Tensor
 from raypar.parity.case import Case
 from raypar.parity.compare import are_alike, norm_of
 from raypar.parity.expert_causes import other_experts, wrong_auxiliary
+from raypar.schedules.float_sum import float_sum
 
 FIT = 1e-3  # relative residual below which an explanation fits
 
@@ -97,15 +98,15 @@ def _not_finite(case: Case) -> str | None:
 
 def _zero(case: Case) -> str | None:
     """Explain a tensor that is 0 everywhere."""
-    if sum(map(norm_of, case.ours)) > 1e-6 * sum(map(norm_of, case.wanted)):
+    if float_sum(map(norm_of, case.ours)) > 1e-6 * float_sum(map(norm_of, case.wanted)):
         return None
     return "0 everywhere: detached, or masked"
 
 
 def _multiple(case: Case) -> str | None:
     """Explain a tensor that is r times the right one."""
-    products = sum(float((o.double() * w.double()).sum()) for o, w in zip(case.ours, case.wanted, strict=True))
-    r = products / (sum(norm_of(wanted) ** 2 for wanted in case.wanted) or math.inf)
+    products = float_sum(float((o.double() * w.double()).sum()) for o, w in zip(case.ours, case.wanted, strict=True))
+    r = products / (float_sum(norm_of(wanted) ** 2 for wanted in case.wanted) or math.inf)
     if not r or not are_alike(case.ours, [r * wanted.double() for wanted in case.wanted], FIT):
         return None
     if abs(r - 1) < FIT:
@@ -170,8 +171,8 @@ def _added(case: Case) -> str | None:
         if any(difference.shape[-1:] != vector.shape for difference in differences) or not norm_of(vector):
             continue
         rows = [vector.double().expand_as(difference) for difference in differences]
-        times = sum(float((d * row).sum()) for d, row in zip(differences, rows, strict=True))
-        times /= sum(norm_of(row) ** 2 for row in rows)
+        times = float_sum(float((d * row).sum()) for d, row in zip(differences, rows, strict=True))
+        times /= float_sum(norm_of(row) ** 2 for row in rows)
         if (
             round(times)
             and abs(times - round(times)) < 0.01

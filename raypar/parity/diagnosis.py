@@ -22,6 +22,7 @@ from raypar.parity.case import Case, Piece
 from raypar.parity.causes import cause_of
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.reference import Watched, watch_plainly
+from raypar.schedules.float_sum import float_sum
 
 if TYPE_CHECKING:
     from raypar.job.job import Job
@@ -79,7 +80,7 @@ class _Compared(NamedTuple):
         """Compute the relative norm of the difference; if several actors have the same part, their root mean square."""
         if any(piece.ours is None for piece in self.pieces):
             return math.inf
-        apart = sum(
+        apart = float_sum(
             relative_error(piece.ours, piece.wanted, 1.0) ** 2 for piece in self.pieces if piece.ours is not None
         )
         copies = sum(piece.wanted.numel() for piece in self.pieces) / max(1, self.wanted.numel())

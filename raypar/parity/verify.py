@@ -26,6 +26,7 @@ from raypar.parity.diagnosis import Diagnosis, diagnose
 from raypar.parity.reference import Trained, train_plainly
 from raypar.reporting.report import Report
 from raypar.schedules.action import Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.schedule import Schedule
 
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
@@ -333,7 +334,7 @@ def _apart(run: Run, name: str, weight: Tensor) -> float:
     scaled learning rate.
     """
     rule = rule_of(run.optim, name, weight.dim())
-    moved = 2 * rule.rate * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps))
+    moved = 2 * rule.rate * float_sum(lr_at(run.optim, step, run.steps) for step in range(run.steps))
     if isinstance(run.optim, Muon) and is_matrix(run.optim, name, weight.dim()):
         return moved * 1.2 * scale_of(run.optim.scale, *weight.shape) * math.sqrt(min(weight.shape))
     return moved * math.sqrt(weight.numel())

@@ -26,6 +26,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.schedules.action import Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import MAKES_INPUT_GRADIENTS, held_bytes
 from raypar.schedules.timeline import Timeline
 
@@ -134,13 +135,13 @@ def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: i
         ends += 2 * own + _norms(run, model, count=1) + _FP32 * logits + own_numbers
         if isinstance(model, Llama) and model.logit_cap is not None:
             ends += element * logits
-    kept = sum(own for own, _ in each) + ends
+    kept = float_sum(own for own, _ in each) + ends
     passing = max((full - own for own, full in each), default=0.0)  # a layer run again
     if run.recompute == "full":  # the whole stage is run again from its inputs
-        kept, passing = (own if layers.start else 0), sum(full for _, full in each) + ends
+        kept, passing = (own if layers.start else 0), float_sum(full for _, full in each) + ends
     passing += (_FP32 + element) * logits if head else 0  # the layers' logits, and the gradient of those in fp32
     left = [experts for word, experts in kinds if run.recompute == "full" or word != "full"]  # blocks that leave a W
-    deferred = sum(_deferred(run, model, experts) for experts in left) + (own + element * logits if head else 0.0)
+    deferred = float_sum(_deferred(run, model, experts) for experts in left) + (own + element * logits if head else 0.0)
     inputs = own if layers.start else 0.0
     return StageBytes(*(round(part / run.mesh.cp) for part in (kept, passing, deferred, inputs)))
 

@@ -25,6 +25,7 @@ from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.products import block_products, head_products, num_logits
 from raypar.planner.rates import Rates
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, simulate
@@ -139,9 +140,9 @@ def stage_seconds(
         one = block_products(run, model, block, calibration, tp)
         sent = _messages(run, model, block, tp, calibration)
         besides = [*(calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)), *moved]
-        own = one.forward + sent + sum(there for there, _ in besides)
+        own = one.forward + sent + float_sum(there for there, _ in besides)
         forward += own
-        backward += one.backward + sent + sum(back for _, back in besides)
+        backward += one.backward + sent + float_sum(back for _, back in besides)
         again = word_of(run.recompute, range(model.layers), block)
         backward += own if again == "full" else one.core if again == "selective" else 0.0
         split, apart = calibration.beside("split", size)

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from raypar.actors.bounds import Count
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.least_squares import relative_fit
+from raypar.schedules.float_sum import float_sum
 
 FORMAT = 4
 
@@ -211,7 +212,7 @@ class Calibration:
         The coefficients are those that fit the measured products best. Nothing is faster than the fastest of these.
         """
         terms = _terms(rows, inner, columns)
-        found = (sum(each * term for each, term in zip(fit, terms, strict=True)) for fit in self._fits)
+        found = (float_sum(each * term for each, term in zip(fit, terms, strict=True)) for fit in self._fits)
         forward, backward = (
             max(seconds, terms[1] * least) for seconds, least in zip(found, self._fastest, strict=True)
         )

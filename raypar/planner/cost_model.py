@@ -22,6 +22,7 @@ from raypar.actors.specs.types import Split
 from raypar.planner.memory import Counts, element_bytes
 from raypar.planner.rates import Rates, halving_seconds, rates_of
 from raypar.schedules.action import Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
@@ -173,6 +174,6 @@ def _works(model: GPT | Llama | Layers, num_stages: int, split: Split, recompute
     alone = [word == "full" and recompute != "full" for word in words]
     of_weights = [0.0 if own else cost - core for cost, own in zip(costs, alone, strict=True)]
     return [
-        _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, of_weights)))
+        _Work(*(float_sum(each[layer] for layer in layers) for each in (costs, again, of_weights)))
         for layers in split_layers(split, costs, num_stages)
     ]

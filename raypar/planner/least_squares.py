@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypar.schedules.float_sum import float_sum
+
 _RIDGE = 1e-12  # added to the diagonal of normal equations of columns between 0 and 1: few points, no division by zero
 
 
@@ -23,8 +25,8 @@ def relative_fit(terms: Sequence[Sequence[float]], values: Sequence[float]) -> l
     scaled = [[one / size for one, size in zip(row, sizes, strict=True)] for row in rows]
     equations = [
         [
-            *(sum(row[i] * row[j] for row in scaled) + (_RIDGE if i == j else 0.0) for j in range(count)),
-            sum(row[i] for row in scaled),
+            *(float_sum(row[i] * row[j] for row in scaled) + (_RIDGE if i == j else 0.0) for j in range(count)),
+            float_sum(row[i] for row in scaled),
         ]
         for i in range(count)
     ]
@@ -43,6 +45,6 @@ def _solved(equations: list[list[float]]) -> list[float]:
                 equations[row][column] -= part * equations[place][column]
     found = [0.0] * count
     for place in reversed(range(count)):
-        known = sum(equations[place][column] * found[column] for column in range(place + 1, count))
+        known = float_sum(equations[place][column] * found[column] for column in range(place + 1, count))
         found[place] = (equations[place][count] - known) / equations[place][place]
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.planner.calibration import Calibration
+from raypar.schedules.float_sum import float_sum
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def block_products(run: Run, model: Transformer, block: int, calibration: Calibr
     queries = model.seq / run.mesh.cp
     core = calibration.core(model.seq, run.micro_batch_size * model.heads / tp, model.head_size)
     core = core[0] * queries / model.seq, core[1] * queries / model.seq
-    forward, backward = sum(one for one, _ in each), sum(two for _, two in each)
+    forward, backward = float_sum(one for one, _ in each), float_sum(two for _, two in each)
     return Seconds(forward + core[0], backward + core[1], core[0], backward / 2)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import ExpertLoad, Shadowed, StepResult
+from raypar.schedules.float_sum import float_sum
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +103,7 @@ def losses_of_layers(results: Sequence[StepResult], world: World) -> dict[str, d
 
 def totals(losses: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return auxiliary losses by kind, summed over the layers."""
-    return {kind: sum(by_layer.values()) for kind, by_layer in losses.items()}
+    return {kind: float_sum(by_layer.values()) for kind, by_layer in losses.items()}
 
 
 def figures(aux: Mapping[str, float], loads: Loads | None) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
+from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger("raypar")
 
@@ -118,7 +119,7 @@ def _figures(report: Report, unit: str) -> str:
 
 def _experts(report: Report) -> str:
     """Format the auxiliary losses, added up, and the load of the experts: max/mean, and the share of drops."""
-    aux = f"  aux {_short(sum(report.aux.values()), 4)}" if report.aux else ""
+    aux = f"  aux {_short(float_sum(report.aux.values()), 4)}" if report.aux else ""
     if report.loads is None:
         return aux
     return f"{aux}  load {report.loads.max_load:.2f}" + (

@@ -17,6 +17,7 @@ from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.action import Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
@@ -234,8 +235,8 @@ def report_of(
         tokens=tokens,
         tokens_per_s=tokens / seconds,
         step_ms=seconds * 1e3,
-        bubble=1.0 - sum(result.busy for result in workers) / whole if whole else 0.0,
-        overlap=sum(overlaps) / len(overlaps) if overlaps else None,
+        bubble=1.0 - float_sum(result.busy for result in workers) / whole if whole else 0.0,
+        overlap=float_sum(overlaps) / len(overlaps) if overlaps else None,
         in_flight=tuple(max(result.in_flight for result in replicas) for replicas in ranks),
         peak_memory=tuple(max(result.peak_memory for result in replicas) for replicas in ranks),
         samples=sum(result.samples for result in workers) // world.mesh.cp,  # cp divides the sequences of a sample
@@ -343,4 +344,4 @@ def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
         return 0.0
     # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
     shares = [count / most for count in counts]
-    return sum(share * loss for share, loss in zip(shares, losses, strict=True)) / sum(shares)
+    return float_sum(share * loss for share, loss in zip(shares, losses, strict=True)) / float_sum(shares)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from array import array
 
+from raypar.schedules.float_sum import float_sum
+
 
 class StepTimes:
     """Keeps how long each step took, to know what it costs to take it again."""
@@ -25,7 +27,7 @@ class StepTimes:
             back_to: Number of steps taken that the run goes on after; later ones are taken again.
         """
         again = (seconds for step, seconds in zip(self._steps, self._seconds, strict=True) if step >= back_to)
-        return time.perf_counter() - start + sum(again)
+        return time.perf_counter() - start + float_sum(again)
 
     def go_back(self, back_to: int) -> None:
         """Forget the steps that are taken again."""

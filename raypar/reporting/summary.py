@@ -32,6 +32,7 @@ from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import grid, milliseconds
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
 from raypar.schedules.versions import staleness
@@ -286,8 +287,8 @@ def failures_told(reports: Sequence[Report], lost: Sequence[float]) -> str:
         reports: The reports of the steps that were kept.
         lost: Seconds that each failure has cost.
     """
-    share = effective_share(sum(report.step_ms for report in reports) / 1e3, lost)
-    return f"{len(lost):,}, which cost {sum(lost):.1f} s: effective training time {share:.1%} (ETTR)"
+    share = effective_share(float_sum(report.step_ms for report in reports) / 1e3, lost)
+    return f"{len(lost):,}, which cost {float_sum(lost):.1f} s: effective training time {share:.1%} (ETTR)"
 
 
 def _expert_rows(reports: Sequence[Report]) -> Rows:

@@ -9,6 +9,7 @@ from raypar.actors.specs.results import Located, Progress, Span
 from raypar.reporting.notebook import box, table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.float_sum import float_sum
 
 _HEAD = ("node", "pid", "step", "action", "done", "F ms", "B ms", "W ms")
 _SPELLED = {"F": (Op.F,), "B": (Op.B, Op.I), "W": (Op.W,)}
@@ -63,7 +64,7 @@ def actor_of(label: str, at: Located | None, progress: Progress | None, events: 
     for spelled, ops in _SPELLED.items():
         spans = [span.end - span.start for span in events if span.action.op in ops]
         if spans:
-            seconds[spelled] = sum(spans) / len(spans)
+            seconds[spelled] = float_sum(spans) / len(spans)
     if at is None or progress is None:
         return Actor(label, "", 0, 0, "no answer", 0, seconds)
     return Actor(

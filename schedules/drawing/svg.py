@@ -10,6 +10,7 @@ from heapq import nsmallest
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.text import plain, slot_length, spelling, summary
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import gathers
 from raypar.schedules.schedule import MOST_DRAWN, Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
@@ -142,7 +143,7 @@ class _Picture:
         self._bottom = self._top + self._schedule.num_ranks * self._pitch
         drawn = {event.action.op for _, _, event in self._boxes}
         self._keys = list(self._shades(drawn))
-        keys = sum(_KEY + _LETTER * len(name) for _, _, name in self._keys)
+        keys = float_sum(_KEY + _LETTER * len(name) for _, _, name in self._keys)
         least = max(_LETTER * max(map(len, headings)) + 2 * GAP, MARGIN + keys)
         self._width = max(MARGIN + self._scale * span + GAP, least)
 

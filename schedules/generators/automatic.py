@@ -7,6 +7,7 @@ from itertools import product
 from math import isfinite
 
 from raypar.schedules.action import Action, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.generators.critical_path import Timed, shortened, timed
 from raypar.schedules.generators.dual_pipe import dualpipe_v
 from raypar.schedules.generators.entry import Sizes
@@ -168,8 +169,8 @@ def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: fl
     last = num_microbatches - 1
     for stage, rank in enumerate(placement):
         starts.setdefault(rank, time)
-        halves = [sum(cost(Action(stage, op, at)) for at in range(num_microbatches)) for op in (Op.F, Op.I, Op.W)]
-        work[rank] += sum(halves)
+        halves = [float_sum(cost(Action(stage, op, at)) for at in range(num_microbatches)) for op in (Op.F, Op.I, Op.W)]
+        work[rank] += float_sum(halves)
         bound = max(bound, work[rank] + starts[rank] * flush)
         done = starts[rank] + halves[0] + halves[1]
         for other in range(stage, -1, -1) if len(work) == len(placement) else ():

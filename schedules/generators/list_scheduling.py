@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from raypar.schedules.action import Action, Op
+from raypar.schedules.float_sum import float_sum
 
 NEVER = math.inf
 _SAME = 1e-9  # microbatches: how exactly memory is counted
@@ -165,7 +166,7 @@ class ListScheduling:
         room, shares = self._memory.most + _SAME - rank.held, self._memory.shares
         for at, stage in enumerate(rank.stages):
             # Its microbatch comes back to the later stages of the rank, which must find room then.
-            back = sum((stage.forwards + 1 - other.forwards) * shares[other.number] for other in rank.stages[:at])
+            back = float_sum((stage.forwards + 1 - other.forwards) * shares[other.number] for other in rank.stages[:at])
             if shares[stage.number] + back > room:
                 continue
             if stage.activation <= time:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raypar.schedules.action import COMPUTE, MOVES, RECVS, SENDS, Action, Op
+from raypar.schedules.float_sum import float_sum
 from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.rules import (
     MAKES_GRADIENTS,
@@ -149,7 +150,7 @@ class Outcome:
     def bubble(self) -> float:
         """The part of all ranks' time in which nothing is computed, as ``Timeline.bubble``."""
         whole = self.schedule.num_ranks * self.makespan
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        return 1 - float_sum(self.busy) / whole if whole else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:

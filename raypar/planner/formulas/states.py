@@ -29,8 +29,8 @@ def bytes_per_parameter(
         1600.0
     """
     weights, gradients, states = (2, 4 if fp32_gradients else 2, 12) if half else (4, 4, 8)
-    parts = (states, gradients, weights)
-    return sum(part / (replicas if level > kind else 1) for kind, part in enumerate(parts))
+    of_states, of_gradients, of_weights = (replicas if level > kind else 1 for kind in range(3))
+    return states / of_states + gradients / of_gradients + weights / of_weights
 
 
 def gpus_for(static_bytes: float, activation_bytes: float, memory: float) -> int:

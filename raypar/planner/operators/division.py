@@ -11,6 +11,7 @@ from raypar.planner.operators.misfits import split_faults, way_fault
 from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import Choice
+from raypar.schedules.float_sum import float_sum
 
 _HEAD = ("module", "input", "output", "strategy", "weights", "sent", "time")
 _SHOWN = 60  # modules in a table
@@ -94,7 +95,7 @@ def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:
         return faults
     modules.sort(key=lambda pair: found.order[pair[0].name])
     annotated = frozenset({*found.kept, *(one.name for one, _ in modules if one.strategy)})
-    return Division(plan, modules, annotated, sum(prices.compute(one, "replicated") for one, _ in modules))
+    return Division(plan, modules, annotated, float_sum(prices.compute(one, "replicated") for one, _ in modules))
 
 
 def _short(seconds: float) -> str:

@@ -12,6 +12,7 @@ from raypar.actors.models.placed_step import FEATURES
 from raypar.planner.hardware.cluster import Route
 from raypar.planner.operators.operator import Operator
 from raypar.planner.timing.roofline import Product, Roofline, Work
+from raypar.schedules.float_sum import float_sum
 
 _SUM, _ID = 4, 8  # bytes of an element of a summed gradient, and of an id
 _MOVES = 5  # times that a forward and a backward read or write the elements of an operator without products
@@ -60,7 +61,7 @@ class Prices:
             rows, outputs, inputs = (size / ways if at == place else size for place, size in enumerate(sizes))
             does = Product(rows, outputs, inputs, self.element)
             back = (does.of_right, does.of_left) if one.learns else (does.of_right,)
-            return sum(map(self.roofline.seconds, (does, *back)))
+            return float_sum(map(self.roofline.seconds, (does, *back)))
         if one.kind == "view":
             return 0.0
         elements = max(math.prod(one.taken), math.prod(one.made))

@@ -10,6 +10,7 @@ from raypar.planner.memory import WORKING_OF, element_bytes, process_bytes
 from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import V_SHAPED, Paper
+from raypar.schedules.float_sum import float_sum
 
 _GATHERED = 2  # units that are whole at a time: one in use, and the next one
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
@@ -35,7 +36,7 @@ class Need(NamedTuple):
     @property
     def bytes(self) -> float:
         """All of them."""
-        return sum(self)
+        return float_sum(self)
 
 
 def need_of(paper: Paper) -> Need:

@@ -16,6 +16,7 @@ from raypar.planner.hardware.devices import Device
 from raypar.planner.timing.layer import Part, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
 from raypar.planner.timing.roofline import Roofline
+from raypar.schedules.float_sum import float_sum
 
 
 class Seconds(NamedTuple):
@@ -56,7 +57,7 @@ class Seconds(NamedTuple):
 def added(each: Iterable[tuple[Seconds, int]]) -> Seconds:
     """Return the sum of some, each so many times."""
     pairs = [*each]
-    return Seconds(*(sum(one[field] * times for one, times in pairs) for field in range(len(Seconds._fields))))
+    return Seconds(*(float_sum(one[field] * times for one, times in pairs) for field in range(len(Seconds._fields))))
 
 
 @lru_cache(maxsize=512)
@@ -127,7 +128,7 @@ def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) 
 def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
     """Return the seconds of operations, without messages."""
     parts = [*parts]
-    forward = sum(roofline.seconds(part.does) for part in parts)
-    backward = sum(roofline.seconds(each) for part in parts for each in part.backward)
-    weights = sum(roofline.seconds(part.of_weights) for part in parts if part.of_weights)
+    forward = float_sum(roofline.seconds(part.does) for part in parts)
+    backward = float_sum(roofline.seconds(each) for part in parts for each in part.backward)
+    weights = float_sum(roofline.seconds(part.of_weights) for part in parts if part.of_weights)
     return Seconds(forward, backward, weights)

@@ -15,6 +15,7 @@ from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, mess
 from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, num_states, update_bytes
 from raypar.planner.timing.roofline import Roofline
 from raypar.planner.timing.stages import Seconds, added, stages_of
+from raypar.schedules.float_sum import float_sum
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Step:
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return sum(self.shares.values())
+        return float_sum(self.shares.values())
 
     @property
     def shares(self) -> Mapping[str, float]:
@@ -188,16 +189,16 @@ def _waiting(paper: Paper, busy: Seconds, others: Sequence[Seconds]) -> float:
 def _empty(schedule: object, others: Sequence[Seconds]) -> float:
     """Return the seconds in which a rank computes nothing, if each other rank has these for a microbatch."""
     if schedule in ("zb-h1", "zb-interleaved"):
-        return sum(max(0.0, one.both - 2 * one.weights) for one in others)
+        return float_sum(max(0.0, one.both - 2 * one.weights) for one in others)
     if schedule in V_SHAPED:
-        return sum(max(0.0, one.both - 3 * one.weights) for one in others)
-    return sum(one.both for one in others)
+        return float_sum(max(0.0, one.both - 3 * one.weights) for one in others)
+    return float_sum(one.both for one in others)
 
 
 def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
     """Return the seconds in which a rank waits for replicas: in each microbatch, and once a step."""
     stages = paper.stages_on(rank)
-    gathers, reductions = (sum(each) for each in zip(*map(paper.exchanged, stages), strict=True))
+    gathers, reductions = (float_sum(each) for each in zip(*map(paper.exchanged, stages), strict=True))
     units = sum(paper.held[stage].units for stage in stages)
     beside = 1 - 1 / units
     if not paper.hides:

@@ -10,6 +10,7 @@ from raypar.reporting.html.charts import Line, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, share, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
 from raypar.reporting.html.markup import COLORS, Markup, element, note, section
+from raypar.schedules.float_sum import float_sum
 
 _EVEN = Scale((0.5, 0.8, 1.25, 2.0), ("under half the mean", "under 0.8", "0.8 to 1.25", "under 2 x the mean", "more"))
 _DROPS = Scale((0.01, 0.05, 0.1, 0.2), ("under 1 %", "under 5 %", "under 10 %", "under 20 %", "more"))
@@ -50,7 +51,7 @@ def experts(history: History, marks: Sequence[Mark]) -> list[Markup]:
 
 def aux_total(history: History) -> Points:
     """Return ``(number of steps taken, sum of the auxiliary losses)`` of every step that has some."""
-    return [(line["step"] + 1, sum(line["aux"].values())) for line in history.steps if line.get("aux")]
+    return [(line["step"] + 1, float_sum(line["aux"].values())) for line in history.steps if line.get("aux")]
 
 
 def _losses(history: History, kinds: Sequence[str], marks: Sequence[Mark]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
+from raypar.schedules.float_sum import float_sum
 
 Points = list[tuple[float, float]]
 
@@ -112,7 +113,7 @@ class History:
         What a failure has cost that ended the run is not known: then None, if no other one was survived.
         """
         lost = [one["lost"] for one in failures if not one["is_end"]]
-        return effective_share(sum(time for _, time in self.points("step_ms")) / 1e3, lost) if lost else None
+        return effective_share(float_sum(time for _, time in self.points("step_ms")) / 1e3, lost) if lost else None
 
     def median(self, name: str) -> float:
         """Return the median of a figure over all steps but the first, which also warms up."""
@@ -169,7 +170,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
             (f"{history.unit} seen{_since(history)}", f"{history.seen()[-1][1]:,.0f}"),
             *([speed, ("bubble, median", share(history.median("bubble")))] if times else []),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
-            *([("time in steps", duration(sum(times) / 1e3))] if times else []),
+            *([("time in steps", duration(float_sum(times) / 1e3))] if times else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
     if past.failures:

@@ -13,6 +13,7 @@ from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling
+from raypar.schedules.float_sum import float_sum
 
 _KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
 
@@ -34,7 +35,7 @@ def flops_per_token(config: dict[str, Any]) -> float | None:
         return None
     try:
         model = _reader(kind).validate_python(_known(kind, table))
-        return 3.0 * sum(transformer_costs(model))
+        return 3.0 * float_sum(transformer_costs(model))
     except (ValidationError, ArithmeticError):
         return None
 

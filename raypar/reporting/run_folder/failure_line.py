@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import FailFast
 
 from raypar.reporting.run_folder.metrics_line import Figure, Number
+from raypar.schedules.float_sum import float_sum
 
 Texts = Annotated[tuple[str, ...], FailFast()]
 
@@ -50,5 +51,5 @@ def effective_share(kept: float, lost: Sequence[float]) -> float:
         kept: Seconds of the steps that were kept.
         lost: Seconds that each failure has cost.
     """
-    whole = kept + sum(lost)
+    whole = kept + float_sum(lost)
     return kept / whole if whole else 1.0
