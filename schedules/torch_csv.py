@@ -1,8 +1,8 @@
 """The CSV files of ``torch.distributed.pipelining``, read and written: a line for each rank, an action in each cell.
 
-Since torch 2.15 a file with communication also names the waits for sends and for reductions: ``0WAIT_SEND_F3`` follows
-``0SEND_F3``, ``2WAIT_REDUCE_GRAD`` follows ``2REDUCE_GRAD``. They are no actions of raypar: its ranks wait for their own
-sends, and STEP waits for the reductions.
+Since torch 2.15 a file with communication also names the waits for sends and for reductions: ``0WAIT_SEND_F3`` comes
+after ``0SEND_F3``, ``2WAIT_REDUCE_GRAD`` after ``2REDUCE_GRAD``. They are no actions of raypar: its ranks wait for
+their own sends, and STEP waits for the reductions.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_the_lowest_versions_are_those_of_pyproject():
 
 
 def made_environment(folder):
-    """A new environment that has raypar's dependencies and hatchling, from the one that runs the tests, but no raypar."""
+    """A new environment with raypar's dependencies and hatchling, from the one that runs the tests, but no raypar."""
     venv.create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     others = [path for path in sys.path if Path(path).name == "site-packages"]
@@ -107,6 +107,8 @@ def test_an_installed_raypar_trains_and_draws(form, tmp_path):
         return done.stdout
 
     code = "import raypar, raypar.actors as a, raypar.schedules as s; print(*map(str, (raypar, a, s)), sep='\\n')"
-    assert all(str(tmp_path / "own environment") in line for line in run(bin_folder / "python", "-c", code).splitlines())
+    assert all(
+        str(tmp_path / "own environment") in line for line in run(bin_folder / "python", "-c", code).splitlines()
+    )
     assert "F0" in run(bin_folder / "raypar", "draw", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert "loss" in run(bin_folder / "raypar", "train", "gpt-tiny", "--steps", "2")

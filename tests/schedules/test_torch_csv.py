@@ -157,7 +157,13 @@ def test_bubbles_overlapped_pairs_and_a_byte_order_mark_are_read():
     assert spelled(from_csv(text, "mine")) == [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]]
 
 
-OF_TORCH_2_15 = @@@
+# What torch 2.15.0 dumps of ScheduleLoopedBFS on 2 ranks of 1 stage, with 2 microbatches.
+OF_TORCH_2_15 = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0WAIT_SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,\
+0RESHARD
+1UNSHARD,1RECV_F0,1F0,1RECV_F1,1F1,1B1,1SEND_B1,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B1,\
+1WAIT_SEND_B0
+"""
 
 
 def test_the_waits_of_torch_2_15_are_skipped_and_written_where_it_has_them():
