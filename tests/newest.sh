@@ -7,7 +7,7 @@ venv=.venv-newest
 version='import sys; print("%d.%02d" % sys.version_info[:2])'
 
 newest=$("$1" -c "$version") python=
-for one in python3.{12..19} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+for one in python3.{12..19} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do
     found=$("$one" -c "$version" 2>/dev/null) || continue
     if [[ $found > $newest ]]; then newest=$found python=$one; fi
 done
@@ -18,7 +18,7 @@ fi
 
 if [[ $("$venv/bin/python" -c "$version" 2>/dev/null) != "$newest" || constraints.txt -nt $venv/.installed ]]; then
     if ! { "$python" -m venv --clear $venv && $venv/bin/python -m pip install -qq --disable-pip-version-check \
-        --constraint constraints.txt pytest pytest-timeout hypothesis && touch $venv/.installed; }; then
+        --constraint constraints.txt pytest pytest-timeout hypothesis networkx && touch $venv/.installed; }; then
         rm -rf $venv
         echo "What needs no torch is not run on $("$python" --version): pytest can't be installed for it (see above)."
         exit 0

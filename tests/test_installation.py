@@ -112,3 +112,46 @@ def test_an_installed_raypar_trains_and_draws(form, tmp_path):
     )
     assert "F0" in run(bin_folder / "raypar", "draw", "1f1b", "--ranks", "2", "--microbatches", "2")
     assert "loss" in run(bin_folder / "raypar", "train", "gpt-tiny", "--steps", "2")
+
+
+def fake_python(path, version):
+    """A program that says it is a Python of this version."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, ""),
+        ("3.11.7", ""),
+        ("3.13.0", ".venv has Python 3.11.7: it is made anew with 3.13.0."),
+        ("", "raypar needs Python 3.11 or newer, and nothing is not here"),
+    ],
+    ids=["none", "same", "another", "missing"],
+)
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_a_python_that_is_given_is_the_python_of_the_environment(given, says, way, tmp_path):
+    folder = tmp_path / "a folder"
+    fake_python(folder / ".venv/bin/python", "3.11.7")
+    for name in (".venv/bin/pip", ".venv/.installed-dev", "pyproject.toml", "constraints.txt"):
+        (folder / name).touch()
+    os.utime(folder / "pyproject.toml", (0, 0))
+    os.utime(folder / "constraints.txt", (0, 0))
+    python = "nothing" if given == "" else str(fake_python(folder / "other python", given))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON"))}
+    env |= {"PYTHON": python} if given is not None and way == "environment" else {}
+    arguments = [f"PYTHON={python}"] if given is not None and way == "argument" else []
+    command = ["make", *([] if given == "" else ["-n"]), "-f", ROOT / "Makefile", "lint", *arguments]
+    made = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert made.returncode == (2 if given == "" else 0), made.stderr
+    assert says in made.stdout + made.stderr
+    assert ("made anew" in made.stdout) == ("made anew" in says)
+
+
+def test_without_a_newer_python_nothing_is_run_on_one(tmp_path):
+    newest = fake_python(tmp_path / "python", "3.99")
+    done = subprocess.run(["bash", ROOT / "tests/newest.sh", newest], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("What needs no torch is not run on a newer Python: none starts here")

@@ -5,9 +5,10 @@ import pytest
 from raypar.schedules import Schedule, ScheduleError, build, check, from_csv, lower, to_csv
 from raypar.schedules.action import COMPUTE, STEP, Action, Op
 from tests.support.thinned import thinned
-from tests.support.torch_schedules import make
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+from tests.support.torch_schedules import make  # noqa: E402  (it needs torch)
+
 HAS_WAITS = hasattr(theirs, "WAIT_SEND_F")  # since torch 2.15
 
 
