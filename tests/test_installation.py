@@ -80,7 +80,7 @@ def repository_of(folder):
     """A git repository with the files of the checkout."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
-    there = b"\0".join(name for name in files.split(b"\0") if name and (ROOT / os.fsdecode(name)).is_file())
+    there = b"\0".join(name for name in files.split(b"\0") if name and os.path.lexists(ROOT / os.fsdecode(name)))
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", folder]
     subprocess.run(["git", "init", "-q", folder], check=True)
     subprocess.run(["tar", "-C", ROOT, "--null", "-T-", "-cf", folder / "all.tar"], input=there, check=True)
@@ -88,7 +88,7 @@ def repository_of(folder):
     (folder / "all.tar").unlink()
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-qm", "all"], check=True)
-    return f"raypar @ git+file://{folder}"
+    return f"git+file://{folder}"
 
 
 @pytest.mark.long
