@@ -24,7 +24,6 @@ from raypar.job.snapshots import takes_snapshots
 from raypar.job.standing import Standing, unguarded
 from raypar.recovery.failures import reason_of
 from raypar.reporting.needs import size
-from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +200,7 @@ class _State:
         ]
         found = assigned(near)
         now = sum(row[rank] for rank, row in enumerate(costs))
-        return found if now > _WORTH * float_sum(costs[rank][number] for rank, number in enumerate(found)) else None
+        return found if now > _WORTH * sum(costs[rank][number] for rank, number in enumerate(found)) else None
 
     def moves(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[Move]:
         """Plan what each actor gets from whom; see ``moves_between``. Raises JobError if nobody has a part."""
