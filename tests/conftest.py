@@ -29,7 +29,7 @@ sys.setswitchinterval(0.0002)
 
 # Tests share a machine of two cores with Ray's processes: how long one example takes says nothing.
 ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("raypar", ANY_SPEED, max_examples=25)
+settings.register_profile("raypar", ANY_SPEED, max_examples=15)
 settings.register_profile("long", ANY_SPEED, max_examples=200)  # of make test-long
 settings.register_profile("few", ANY_SPEED, max_examples=3)  # of tests/newest.sh
 settings.load_profile("raypar")

@@ -52,6 +52,7 @@ def trained(tmp_path_factory):
     processes.kill()
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("name", thinned(PEERS, lambda name: name != "torch-tp"))  # -sequence does the same and more
 def test_a_peer_has_the_losses_of_one_process(trained, name):
     if "deepspeed" in CONTESTANTS[name].loop:
@@ -60,6 +61,7 @@ def test_a_peer_has_the_losses_of_one_process(trained, name):
     assert trained(name, size) == pytest.approx(trained(REFERENCE, size), rel=0.1 if drops else 1e-5)
 
 
+@pytest.mark.long
 def test_ray_train_has_the_losses_of_one_process(cluster, trained):
     skip_without("pandas", "pyarrow")
     trainer = build(CONTESTANTS["ray-train"], SIZES["smallest"], 0)
@@ -70,6 +72,7 @@ def test_ray_train_has_the_losses_of_one_process(cluster, trained):
         trainer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", thinned((one for one in OURS if one not in OWN_MODEL), OF_EACH_KIND.__contains__))
 def test_raypar_has_the_losses_of_one_process(cluster, kept_actors, trained, name):
     size = size_of(name)

@@ -161,6 +161,7 @@ def test_a_gpu_group_has_a_cpu_group_beside_it(cluster, actors):
         assert said == "group gpus: all_reduce failed: the group was closed after an earlier fault"
 
 
+@pytest.mark.long
 def test_overlapping_groups_sum_right_a_thousand_times_and_survive_a_death(cluster, actors):
     ranks = range(MESH.size)
     cluster.get([actors[rank].join.remote("g@1") for rank in ranks], timeout=60)

@@ -97,6 +97,7 @@ def test_two_tiles_are_whole_at_a_time(recompute):
     assert gathered == [largest] * 2
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("model", "tile"),
     [

@@ -46,6 +46,7 @@ def test_pipelines_and_two_replicas_have_the_bits_of_one_process(optim, mesh):
     assert verdict.bitwise, str(verdict)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     "changes",
     [

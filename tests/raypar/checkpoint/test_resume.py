@@ -101,6 +101,7 @@ def test_save_now_and_one_that_fails(trained, tmp_path):
     assert steps_in(tmp_path / "a") == [6]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     "changes",
     [

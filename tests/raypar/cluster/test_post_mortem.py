@@ -152,6 +152,7 @@ def test_an_actor_that_rays_memory_monitor_ends_has_died():
     assert verdict.__notes__[0].startswith("It was ended by Ray's memory monitor")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_crash_and_an_exit_are_told_in_the_failure_the_folder_and_the_error(tmp_path):
     class Dying(nn.Linear):

@@ -21,6 +21,7 @@ TINY = rp.recipe(
 )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster", "kept_actors")
 def test_a_run_flushes_where_it_evaluates_saves_and_fails(tmp_path):
     run = rp.Run(**{**vars(TINY), "folder": str(tmp_path / "run"), "save_every": 6, "eval_every": 6, "max_failures": 1})

@@ -206,6 +206,7 @@ def test_a_step_that_is_not_finite(job_of, nonfinite):
     assert job.next_step == 1
 
 
+@pytest.mark.long
 def test_actors_that_die_or_fail_are_survived(kept_actors):
     run = replace(TINY, steps=4, executor="tasks", order="dynamic", max_failures=2, timeout=60.0)
     chaos = [

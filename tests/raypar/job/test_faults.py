@@ -21,7 +21,6 @@ from torch import nn
 import raypar as rp
 from raypar.cluster.ray_cluster import _own_sigterm
 from tests.support.team import Team
-from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -510,7 +509,8 @@ def script_of(end, folder):
     return script, offload
 
 
-@pytest.mark.parametrize("end", thinned(ENDS, lambda end: end == "an actor killed"))
+@pytest.mark.long
+@pytest.mark.parametrize("end", ENDS)
 def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded_file(tmp_path, end):
     _, _, code, says = ENDS[end]
     script, offload = script_of(end, tmp_path)

@@ -92,6 +92,7 @@ MODELS = {
 }
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("model", thinned(MODELS, lambda model: model in ("learned", "alibi", "gemma", "experts")))
 def test_every_model_goes_on_as_whole_forwards_do(model):
     model = MODELS[model]

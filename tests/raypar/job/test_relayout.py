@@ -153,7 +153,7 @@ class TestOnActors:
 
             def kill(*args):
                 if not killed:
-                    killed.append(ray.get(job._lifetime.actors.handles[1].located.remote()).pid)
+                    killed.append(ray.get(job._lifetime.actors.handles[1].located.remote()).process.pid)
                     os.kill(killed[0], signal.SIGKILL)
                 return real(*args)
 
@@ -166,7 +166,7 @@ class TestOnActors:
             losses = [report.loss for report in job.train(1)]
             job.relayout(**TP)
             losses += [report.loss for report in job.train(1)]
-            os.kill(ray.get(job._lifetime.actors.handles[0].located.remote()).pid, signal.SIGKILL)
+            os.kill(ray.get(job._lifetime.actors.handles[0].located.remote()).process.pid, signal.SIGKILL)
             losses += [report.loss for report in job.train(2)]
             assert [failure.back_to for failure in job.failures] == [2, 4], "the second one in the new layout"
             assert job.failures[1].replaced == ("pp=0 tp=0",) and job.run.mesh.tp == 2

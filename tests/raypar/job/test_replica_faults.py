@@ -136,6 +136,7 @@ class Mixture(nn.Module):
         return rp.run_experts(x, self.experts, chosen, x[:, :2].sigmoid())
 
 
+@pytest.mark.long
 def test_an_actor_that_is_killed_or_stopped_is_named_with_the_exchange_in_which_others_wait(kept_actors, errors):
     """One run survives it: while tokens travel, and while replicas wait for one another."""
     plan = {"layers.*.experts": "expert"}

@@ -29,6 +29,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     run = tiny(**layout)
@@ -39,6 +40,7 @@ def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     assert len(set(verdict.losses)) == 3, "a run whose loss never moves proves nothing"
 
 
+@pytest.mark.long
 def test_a_llama_too(job_on):
     model = replace(rp.recipe("llama-tiny").model, kv_heads=1, dropout=0.1)
     run = tiny(2, model=model, sequence_parallel=True)
@@ -47,6 +49,7 @@ def test_a_llama_too(job_on):
     assert not verdict.bitwise
 
 
+@pytest.mark.long
 def test_a_square_too(job_on):
     run = tiny("2d:2x2", model=replace(rp.recipe("gpt-tiny").model, layers=2), steps=2, recompute="full")
     verdict = rp.verify(run, job_on(run.mesh.size))
@@ -54,6 +57,7 @@ def test_a_square_too(job_on):
     assert not verdict.bitwise
 
 
+@pytest.mark.long
 def test_a_lost_mask_is_found(job_on, monkeypatch):
     """The comparison can fail: one process with other dropout is not equal."""
     plain = trained(replace(tiny(2), seed=1))

@@ -16,6 +16,7 @@ RUN = replace(rp.recipe("gpt-tiny", microbatches=4, steps=2), device="cpu")
 RUN = replace(RUN, model=replace(RUN.model, tied=False), mesh=rp.Mesh(pp=2, rank_dp=(1, 2), rank_tp=(2, 1)))
 
 
+@pytest.mark.long
 def test_uneven_ranks_train_save_and_go_on_in_another_layout(job_of, tmp_path):
     plain, job = train_plainly(RUN), job_of(RUN)
     reports = job.train()

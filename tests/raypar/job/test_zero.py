@@ -60,6 +60,7 @@ def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
     ]
 
 
+@pytest.mark.long
 def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path):
     """On real actors, which hold only what they own; the numbers are those of level 1 to the bit."""
     run = tiny(zero=3, zero_reduce="step")
@@ -79,6 +80,7 @@ def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path)
         assert all(weight.equal(weights[name]) for name, weight in job.weights().items())
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("changes", [{"zero": 3, "schedule": "interleaved"}, {"zero": 2, "offload": "optimizer"}])
 def test_verify_says_that_what_is_sharded_or_offloaded_computes_what_one_process_does(job_on, changes):
     verdict = rp.verify(tiny(**changes), job_on(4))

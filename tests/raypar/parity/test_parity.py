@@ -177,6 +177,7 @@ def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
     is_bitwise(rp.verify(run, job_on(pp)), model, STEPS_ON_ACTORS)
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(
     ("model", "pp", "schedule", "m"), thinned([case for case in MODELS if case not in ON_ACTORS], is_short)
 )

@@ -23,6 +23,7 @@ def end_of(job, rank=1):
     time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_reads_and_steps_by_hand_survive_and_change_no_bit():
     with rp.launch(RUN) as job:
         losses = [report.loss for report in job.train()]

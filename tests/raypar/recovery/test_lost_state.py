@@ -26,7 +26,7 @@ def end_of(job, rank=1):
     address = next(
         one for one in job._loop.loaded.calls.one(rank, "snapshot_addresses", what="a test") if one.is_written
     )
-    os.kill(address.pid, signal.SIGKILL)
+    os.kill(address.process.pid, signal.SIGKILL)
     time.sleep(0.2)
 
 
@@ -110,7 +110,8 @@ def test_files_of_actors_that_were_replaced_are_let_go():
     with rp.launch(replace(RUN, steps=4), chaos=chaos) as job:
         job.train()
         assert len(job.failures) == 2
-        pids = [one.pid for one in job._loop.loaded.calls.one(0, "snapshot_addresses", what="a test") if one.is_written]
+        addresses = job._loop.loaded.calls.one(0, "snapshot_addresses", what="a test")
+        pids = [one.process.pid for one in addresses if one.is_written]
         assert [len(held()), *[len(held(pid)) for pid in pids]] == [6, 6]
 
 

@@ -59,6 +59,7 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
     assert not held, "the driver lets go of snapshots"
 
 
+@pytest.mark.long
 def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     monkeypatch.setattr("raypar.cluster.deadline._LOST", 3.0)
     monkeypatch.setattr("raypar.job.starter._HEARD", 1.0)
@@ -85,6 +86,7 @@ def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undistu
     assert alike(disturbed, undisturbed) and disturbed[2][0].replaced == ("pp=1",)
 
 
+@pytest.mark.long
 def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reason_at_last(
     undisturbed, kept_actors, monkeypatch, tmp_path
 ):
@@ -131,6 +133,7 @@ def test_the_same_fault_thrice_ends_the_run_with_its_reason(kept_actors):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.long
 def test_a_flipped_bit_is_found_named_and_undone(kept_actors):
     run = replace(RUN, mesh=rp.Mesh(dp=3), microbatches=1, max_failures=0)
     whole = trained(run)
