@@ -33,41 +33,49 @@ class DynamicOrder:
     def __init__(self, schedule: Schedule, send_window: int) -> None:
         self._schedule, self._window = schedule, send_window
         self._ranks = [_Rank(row, schedule) for row in schedule.rows]
-        self._sends: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)  # by sender and receiver
+        self._sends = [defaultdict[int, deque[Action]](deque) for _ in schedule.rows]  # by receiver and sender
+        self._num_left = sum(map(len, schedule.rows))
         self._under_way = Counter[tuple[int, int]]()  # likewise: values whose RECVs are not done
         self._sent = set[Action]()  # SENDs that are done, whose RECVs were not given yet
 
     def take(self, rank: int) -> Iterator[Action]:
         """Yield what a rank is given now, in its order."""
         here = self._ranks[rank]
-        for (_, receiver), sends in self._sends.items():
-            while receiver == rank and sends and sends[0] in self._sent:
+        for sends in self._sends[rank].values():
+            while sends and sends[0] in self._sent:
                 send = sends.popleft()
                 self._sent.discard(send)
+                self._num_left -= 1
                 yield here.give(here.places[partner(send)])
         while (place := self._first(here)) is not None:
             here.ready.remove(place)
+            self._num_left -= 1
             action = here.give(place)
             if action.op in COMPUTE:
                 here.is_computing = True
             elif action.op in SENDS:
-                self._sends[link := self._link(action)].append(action)
+                sender, receiver = link = self._link(action)
+                self._sends[receiver][sender].append(action)
                 self._under_way[link] += 1
             yield action
 
-    def done(self, rank: int, action: Action) -> None:
-        """Note that a rank has done an action, so that others may follow, here or there."""
+    def done(self, rank: int, action: Action) -> int:
+        """Note that a rank has done an action; return the rank that may be given others for it."""
         if action.op in COMPUTE:
             self._ranks[rank].is_computing = False
         elif action.op in SENDS:
             self._sent.add(action)
+            return self._link(action)[1]
         elif action.op in RECVS:
-            self._under_way[self._link(partner(action))] -= 1
+            link = self._link(partner(action))
+            self._under_way[link] -= 1
+            return link[0]
+        return rank
 
     @property
     def is_over(self) -> bool:
         """Whether every rank was given all its actions."""
-        return not any(rank.num_left for rank in self._ranks)
+        return not self._num_left
 
     def _first(self, here: _Rank) -> int | None:
         """Return the place of the first ready action that a rank may be given now; None if there is none."""
@@ -100,13 +108,12 @@ class _Rank:
     Attributes:
         row: The row.
         places: The place in the row of each action of a microbatch, and of each half of a backward.
-        num_left: How many of its actions the rank was not given yet.
         ready: The places of actions that are ready, in the order of the row; without RECVs, which wait for values.
         is_computing: Whether it computes an action.
     """
 
     def __init__(self, row: Sequence[Action], schedule: Schedule) -> None:
-        self.row, self.num_left, self.is_computing = row, len(row), False
+        self.row, self.is_computing = row, False
         self.places = {value: place for place, action in enumerate(row) for value in provides(action)}
         found = [_needed(action, self.places, schedule) for action in row]
         ranked = {one: place for place, one in enumerate(occurrences(row))}
@@ -130,7 +137,6 @@ class _Rank:
     def give(self, place: int) -> Action:
         """Give the rank an action that is ready and may go, and return it."""
         action = self.row[place]
-        self.num_left -= 1
         if held := HOLDS.get(action.op, 0):
             for length in range(place + 1):
                 self._held[length] += held

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
-from raypar.actors.specs.results import Progress
+from raypar.cluster.answers import LOOK, Answer, Answers, Watch
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
 from raypar.cluster.witnesses import Witnesses
 from raypar.errors import ActorDiedError, JobError, StalledError
-from raypar.schedules.action import Action
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
-_LOOK = 0.5  # seconds between two checks of actors that have not answered
+_SHORT = 0.5  # seconds up to which answers are awaited without looking at the actors
 
 
 class Named(Protocol):
@@ -103,17 +102,15 @@ class Calls:
             The answers by rank. A failed call has its exception in place of an answer. When an actor has been silent
             for the timeout, or ``given_up`` is set, the calls without an answer have a StalledError.
         """
-        pending, heard, silent = list(refs), dict.fromkeys(refs, time.monotonic()), False
-        while pending and ray.is_initialized() and not given_up.is_set() and not silent:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
-            ranks = [rank for rank, ref in enumerate(refs) if ref in pending]
-            answered = self.heard(ranks)
-            heard |= {refs[rank]: time.monotonic() for rank in ranks if rank in answered}
-            silent = any(time.monotonic() - heard[ref] > self._timeout for ref in pending)
+        waiting, taken, silent = self.waiting(zip(refs, range(len(refs)), strict=True)), dict[Any, Answer](), False
+        while waiting.late and ray.is_initialized() and not given_up.is_set() and not silent:
+            answers, has_looked = waiting.take()
+            taken |= {answer.ref: answer for answer in answers}
+            silent = has_looked and any(waiting.watch.silence(rank) > self._timeout for rank in waiting.late)
         late = StalledError("it did not answer" if silent else "it had not answered when the job ended")
-        if not ray.is_initialized():  # any call to Ray would start a new one
+        if not ray.is_initialized():
             return [late] * len(refs)
-        return [late if ref in pending else _cause(error) if (error := _error(ref)) else ray.get(ref) for ref in refs]
+        return [_outcome(taken[ref]) if ref in taken else late for ref in refs]
 
     def one(self, rank: int, method: str, *args: object, what: str) -> Any:
         """Call a method of one actor and return its answer. Raises what ``gather`` raises."""
@@ -151,13 +148,12 @@ class Calls:
         Returns:
             The answers by rank, of those who answered.
         """
-        called = {rank: getattr(self._handles[rank], method) for rank in ranks}
-        refs = {
-            rank: (call.options(concurrency_group=group) if group else call).remote(*args)
+        end, called = time.monotonic() + seconds, {rank: getattr(self._handles[rank], method) for rank in ranks}
+        answers = Answers(
+            ((call.options(concurrency_group=group) if group else call).remote(*args), rank)
             for rank, call in called.items()
-        }
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds) if refs else ([], [])
-        return {rank: ray.get(ref) for rank, ref in refs.items() if ref in ready and _error(ref) is None}
+        )
+        return {rank: answer.value for rank, answer in answers.take_until(end).items() if answer.error is None}
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose results do not matter, errors included, up to the timeout."""
@@ -180,90 +176,56 @@ class Calls:
             NonFiniteError: If an actor raised it.
         """
         try:
-            return list(ray.get(list(refs), timeout=_LOOK))
+            return list(ray.get(list(refs), timeout=_SHORT))
         except GetTimeoutError:
             pass  # a long step or a fault: watch the actors while they work
         except RayError:
             pass  # the first error may be a consequence of another one: wait for the others too
-        owners = list(range(len(refs))) if ranks is None else list(ranks)
-        pending = list(dict.fromkeys(refs))
-        watch = _Watch(owners)
+        owners = range(len(refs)) if ranks is None else ranks
+        waiting, taken = self.waiting(zip(refs, owners, strict=True)), dict[Any, Answer]()
         failed_at: float | None = None
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=_LOOK)
-            late = {owners[i] for i, ref in enumerate(refs) if ref in pending}
-            if failed_at is None and any(_error(ref) for ref in ready):
+        while waiting.late:
+            answers, has_looked = waiting.take(what if failed_at is None else None)
+            taken |= {answer.ref: answer for answer in answers}
+            if failed_at is None and any(answer.error for answer in answers):
                 failed_at = time.monotonic()
-            self._listen(watch, late)
-            if failed_at is None:
-                self._demand_progress(watch, late, what)
-            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > SILENT for rank in late):
+            if failed_at is not None and (
+                time.monotonic() - failed_at > _GRACE
+                or (has_looked and all(waiting.watch.silence(rank) > SILENT for rank in waiting.late))
+            ):
                 break
-        errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
-        if errors or pending:
-            errors |= self._died_idle(errors, late)
-            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > SILENT], what)
-        return list(ray.get(list(refs)))
+        errors = {taken[ref].rank: error for ref in refs if ref in taken and (error := taken[ref].error) is not None}
+        if errors or waiting.late:
+            errors |= self._died_idle(errors, waiting.late)
+            silent = [rank for rank in sorted(waiting.late) if waiting.watch.silence(rank) > SILENT]
+            raise self._verdict(errors, silent, what)
+        return [taken[ref].value for ref in refs]
 
-    def first(self, refs: Sequence[Any], what: str, ranks: Sequence[int]) -> tuple[list[Any], bool]:
-        """Wait until one of some calls is done.
+    def waiting(self, refs: Iterable[tuple[Any, int]] = ()) -> Waiting:
+        """Await calls, to which others may be added.
 
         Args:
-            refs: The object refs of the calls.
-            what: What is going on, for messages.
-            ranks: The rank that each call went to.
-
-        Returns:
-            The object refs of all calls that are done, and whether one of them has failed.
-
-        Raises:
-            StalledError: An actor does not answer, or has been in one action for too long.
+            refs: The object refs of calls, and the ranks that they went to.
         """
-        watch, late = _Watch(ranks), set(ranks)
-        while not (done := ray.wait(list(refs), num_returns=1, timeout=_LOOK)[0]):
-            self._listen(watch, late)
-            self._demand_progress(watch, late, what)
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        return done, any(_error(ref) is not None for ref in done)
+        return Waiting(Answers(refs), Watch(self._question), self._demand_progress)
 
     def abort(self) -> None:
         """Tell every actor to stop whatever it waits for. Waits only briefly for confirmation."""
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
-        ray.wait(refs, num_returns=len(refs), timeout=_LOOK)
+        ray.wait(refs, num_returns=len(refs), timeout=_SHORT)
 
-    def _ask(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Ask actors for their progress, which they answer even during a step; return the refs by rank."""
-        return {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in sorted(ranks)}
+    def _question(self, rank: int) -> Any:
+        """Ask an actor for its progress, which it answers even during a step; return the object ref of the call."""
+        return self._handles[rank].progress.options(concurrency_group="ctl").remote()
 
-    def heard(self, ranks: Sequence[int], seconds: float = _LOOK) -> set[int]:
-        """Return of which of these actors something is heard in so many seconds: an answer, or that they have died."""
-        refs, end, answered = self._ask(ranks), time.monotonic() + seconds, list[Any]()
-        while len(answered) < len(refs) and time.monotonic() < end:  # in short waits: Ray ignores Ctrl-C while waiting
-            left = max(0.0, min(_LOOK, end - time.monotonic()))
-            answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=left)
-        return {rank for rank, ref in refs.items() if ref in answered}
-
-    def _listen(self, watch: _Watch, ranks: set[int]) -> None:
-        """Note what actors have answered to the last question for their progress, and ask those again."""
-        now = time.monotonic()
-        for rank in ranks:
-            ref = watch.asked.get(rank)
-            if ref is not None:
-                if not ray.wait([ref], timeout=0)[0]:
-                    continue
-                watch.hear(rank, ray.get(ref) if _error(ref) is None else None, now)
-            if now - watch.asked_at.get(rank, 0.0) > _LOOK / 2:
-                watch.asked |= self._ask([rank])
-                watch.asked_at[rank] = now
-
-    def _demand_progress(self, watch: _Watch, ranks: set[int], what: str) -> None:
+    def _demand_progress(self, watch: Watch, ranks: Iterable[int], what: str) -> None:
         """Raise StalledError if an actor has been in one action for too long or does not answer."""
-        now = time.monotonic()
         for rank in ranks:
-            if watch.silence(rank) > self.deadline.silence:
-                doing, since = "silent", watch.silence(rank)
-            elif (since := now - watch.moved[rank]) > self.deadline.action:
-                doing = f"in action {watch.action[rank]}" if watch.action.get(rank) else "silent"
+            stay, action = watch.stay(rank)
+            if (silence := watch.silence(rank)) > self.deadline.silence:
+                doing, since = "silent", silence
+            elif stay > self.deadline.action:
+                doing, since = f"in action {action}" if action else "silent", stay
             else:
                 continue
             raise StalledError(f"actor {self._world.label(rank)} was {doing} for {since:.0f} s during {what}")
@@ -280,10 +242,10 @@ class Calls:
         causes = [_cause(error) for error in errors.values()]
         if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             return {}
-        asked = self._ask(rank for rank in range(len(self._handles)) if rank not in errors and rank not in late)
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_GRACE) if asked else ([], [])
-        found = {rank: error for rank, ref in asked.items() if ref in ready and (error := _error(ref)) is not None}
-        return {rank: error for rank, error in found.items() if _is_death(error)}
+        end, ranks = time.monotonic() + _GRACE, range(len(self._handles))
+        asked = Answers((self._question(rank), rank) for rank in ranks if rank not in errors and rank not in late)
+        found = asked.take_until(end)
+        return {rank: answer.error for rank, answer in found.items() if answer.error and _is_death(answer.error)}
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
         """Choose the error that caused the others. ``silent`` ranks have neither an error nor an answer."""
@@ -309,49 +271,57 @@ class Calls:
         return JobError(f"{what} failed: an actor did not answer")
 
 
-class _Watch:
-    """What actors that work have answered to questions for their progress.
+class Waiting:
+    """Waits for calls to a job's actors, and watches those that are late.
 
     Args:
-        ranks: The actors.
-
-    Attributes:
-        asked: By rank, the latest question.
-        asked_at: By rank, when it was asked, in seconds of time.monotonic.
-        moved: By rank, when the actor was first seen in the action that it is in, or was idle.
-        action: By rank, that action; None between two actions.
+        answers: The answers that are awaited.
+        watch: Asks actors that are late.
+        demand: Raises StalledError if one of them does not get on, of the watch, the ranks that are late, and what is
+            going on.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.asked: dict[int, Any] = {}
-        self.asked_at: dict[int, float] = {}
-        self.moved = dict.fromkeys(ranks, time.monotonic())
-        self.action: dict[int, Action | None] = {}
-        self._heard = dict(self.moved)
-        self._done: dict[int, tuple[int, int]] = {}
+    def __init__(self, answers: Answers, watch: Watch, demand: Callable[[Watch, Iterable[int], str], None]) -> None:
+        self.watch = watch
+        self._answers, self._demand = answers, demand
 
-    def hear(self, rank: int, progress: Progress | None, now: float) -> None:
-        """Note an answer, or None for an error, at a time of time.monotonic."""
-        self._heard[rank] = now
-        if progress is None:
-            return
-        done = progress.step, progress.done
-        if progress.idle or self._done.get(rank) != done:
-            self._done[rank], self.moved[rank] = done, now
-        self.action[rank] = progress.action
+    @property
+    def late(self) -> Mapping[int, int]:
+        """By rank, the number of its calls that are under way."""
+        return self._answers.late
 
-    def silence(self, rank: int) -> float:
-        """Return for how many seconds an actor has answered nothing."""
-        return time.monotonic() - self._heard[rank]
+    def expect(self, ref: Any, rank: int) -> None:
+        """Await one more call to a rank."""
+        self._answers.expect(ref, rank)
+
+    def take(self, what: str | None = None) -> tuple[list[Answer], bool]:
+        """Wait for answers, though not for long.
+
+        Args:
+            what: What is going on, for messages; None: an actor that does not get on is no error.
+
+        Returns:
+            The answers that have arrived, and whether the late actors were looked at.
+
+        Raises:
+            StalledError: An actor does not answer, or has been in one action for too long.
+        """
+        found = self._answers.take(LOOK)
+        has_looked = self.watch.listen(self.late)
+        if has_looked and what is not None:
+            self._demand(self.watch, self.late, what)
+        return found, has_looked
+
+    def next(self, what: str) -> list[Answer]:
+        """Wait until at least one call is done; return all that are. Raises what ``take`` raises."""
+        while not (found := self.take(what)[0]):
+            pass
+        return found
 
 
-def _error(ref: Any) -> Exception | None:
-    """Return the exception of a finished call, or None if it succeeded."""
-    try:
-        ray.get(ref)
-    except RayError as error:
-        return error
-    return None
+def _outcome(answer: Answer) -> Any:
+    """Return what a call has returned, or the exception that its actor has raised."""
+    return answer.value if answer.error is None else _cause(answer.error)
 
 
 def _is_death(error: Exception) -> TypeGuard[RayError]:

@@ -14,7 +14,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.worker.boundaries import peers_of
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls import Calls, Waiting
 from raypar.job.loaded_run import LoadedRun
 from raypar.schedules.action import RECVS, Action
 from raypar.schedules.dynamic_order import DynamicOrder
@@ -91,28 +91,36 @@ class Tasks(Executor):
         self._calls, self._world = loaded.calls, loaded.world
         self._schedule = schedule = loaded.schedule
         world, self._rows = loaded.world, self._rows_of(schedule)
+        sender = _Senders(world, schedule)
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
                 for need in awaited(action, schedule) if action.op in RECVS else ():  # its SEND
-                    self._needs[rank, action] = _sender(world, rank, action, schedule), need
+                    self._needs[rank, action] = sender.of(rank, action), need
         self._awaited = frozenset(self._needs.values())
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
         is_part = stream and stream != self._schedule.stream
         rows = self._rows_of(first_steps(self._schedule, stream)) if is_part else self._rows
         last = _started(self._calls, self._world, step, epoch, copy_within, stream)
-        return _Begun(step + max(0, stream - 1), copy_within, rows, [0] * len(rows), last)
+        return _Begun(step + max(0, stream - 1), copy_within, rows, last, self._calls.waiting())
 
     def results(self, begun: _Begun, what: str) -> list[StepResult]:
         """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
-        while self._submit(begun):
-            refs = list(begun.sends)
-            done, has_failed = self._calls.first(refs, what, [begun.sends[ref][0] for ref in refs])
-            if has_failed:
+        ready: list[int] = list(range(len(begun.rows)))
+        has_failed = False
+        while not has_failed:
+            for rank in ready:
+                self._submit(begun, rank)
+            if not begun.blocked:
                 break
-            begun.done |= {begun.sends.pop(ref): ref for ref in done}
-        # After a failure the other calls of that actor fail like the one that did, and those behind are not submitted.
+            ready = []
+            for answer in begun.sends.next(what):
+                has_failed = has_failed or answer.error is not None
+                send = begun.awaited.pop(answer.ref)
+                begun.done[send] = answer.ref
+                ready += begun.blocked.pop(send, ())
+        # After a failure the later calls of that actor fail like the one that did, and none is submitted after them.
         return self._calls.gather(begun.last, what)
 
     def drop(self, begun: _Begun) -> None:
@@ -124,25 +132,23 @@ class Tasks(Executor):
         ranks = range(world.size)
         return [() if rank in world.server_ranks else schedule.rows[world.row(rank)] for rank in ranks]
 
-    def _submit(self, begun: _Begun) -> bool:
-        """Submit all tasks whose needs are there. Returns whether some are left."""
-        left = False
-        for rank, row in enumerate(begun.rows):
-            handle = self._calls.handles[rank]
-            while begun.at[rank] < len(row):
-                action = row[begun.at[rank]]
-                need = self._needs.get((rank, action))
-                if need is not None and need not in begun.done:
-                    break
-                after = () if need is None else (begun.done[need],)
-                begun.last[rank] = handle.act.options(name=str(action)).remote(action, *after)
-                if (rank, action) in self._awaited:
-                    begun.sends[begun.last[rank]] = rank, action
-                begun.at[rank] += 1
-                if begun.at[rank] == len(row):
-                    begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
-            left = left or begun.at[rank] < len(row)
-        return left
+    def _submit(self, begun: _Begun, rank: int) -> None:
+        """Submit the tasks of a rank up to the first one that waits for a task of another rank."""
+        handle, row = self._calls.handles[rank], begun.rows[rank]
+        while begun.at[rank] < len(row):
+            action = row[begun.at[rank]]
+            need = self._needs.get((rank, action))
+            if need is not None and need not in begun.done:
+                begun.blocked.setdefault(need, []).append(rank)
+                return
+            after = () if need is None else (begun.done[need],)
+            ref = begun.last[rank] = handle.act.options(name=str(action)).remote(action, *after)
+            if (rank, action) in self._awaited:
+                begun.awaited[ref] = rank, action
+                begun.sends.expect(ref, rank)
+            begun.at[rank] += 1
+            if begun.at[rank] == len(row):
+                begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
 
 
 class Dynamic(Executor):
@@ -162,21 +168,20 @@ class Dynamic(Executor):
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _UnderWay:
         assert not stream
         last = _started(self._calls, self._world, step, epoch, copy_within)
-        return _UnderWay(step, copy_within, DynamicOrder(self._schedule, SEND_WINDOW), last)
+        return _UnderWay(step, copy_within, DynamicOrder(self._schedule, SEND_WINDOW), last, self._calls.waiting())
 
     def results(self, begun: _UnderWay, what: str) -> list[StepResult]:
         """Submit tasks as they become ready, and return the actors' results; see ``Executor``."""
-        for row in range(len(self._members)):
-            self._submit(begun, row)
-        while not begun.order.is_over:
-            refs = list(begun.tasks)
-            done, has_failed = self._calls.first(refs, what, [begun.tasks[ref][0] for ref in refs])
-            if has_failed:  # the other calls of that actor fail like the one that did
-                return self._calls.gather(begun.last, what)
-            for ref in done:
-                self._note(begun, *begun.tasks.pop(ref))
-            for row in range(len(self._members)):
+        rows = set(range(len(self._members)))
+        while True:
+            for row in sorted(rows):
                 self._submit(begun, row)
+            if begun.order.is_over:
+                break
+            answers = begun.waiting.next(what)
+            if any(answer.error for answer in answers):  # the other calls of that actor fail like the one that did
+                return self._calls.gather(begun.last, what)
+            rows = {row for answer in answers for row in self._note(begun, *begun.tasks.pop(answer.ref))}
         for rank, handle in enumerate(self._calls.handles):
             if rank not in self._world.server_ranks:
                 begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
@@ -189,15 +194,14 @@ class Dynamic(Executor):
         """Submit what the actors of a row are given now."""
         for action in begun.order.take(row):
             for rank in self._members[row]:
-                begun.last[rank] = self._calls.handles[rank].act.options(name=str(action)).remote(action)
-                begun.tasks[begun.last[rank]] = rank, action
+                ref = begun.last[rank] = self._calls.handles[rank].act.options(name=str(action)).remote(action)
+                begun.tasks[ref] = row, action
+                begun.waiting.expect(ref, rank)
 
-    def _note(self, begun: _UnderWay, rank: int, action: Action) -> None:
-        """Note that an actor has done an action, and its row, if all its actors have."""
-        row = self._world.row(rank)
+    def _note(self, begun: _UnderWay, row: int, action: Action) -> Sequence[int]:
+        """Note that an actor of a row has done an action; return the row that may go on, if all its actors have."""
         begun.num_done[row, action] += 1
-        if begun.num_done[row, action] == len(self._members[row]):
-            begun.order.done(row, action)
+        return [begun.order.done(row, action)] if begun.num_done[row, action] == len(self._members[row]) else []
 
 
 @dataclass
@@ -209,7 +213,8 @@ class _UnderWay:
         copy_within: See ``Executor.begin``.
         order: Its order.
         last: By rank, the object ref of its latest call.
-        tasks: The rank and the action of each task that is not done, by object ref.
+        waiting: The tasks that are not done.
+        tasks: The row and the action of each of them, by object ref.
         num_done: By row and action, how many of its actors have done it. Equal actions count together: only
             those of one microbatch are waited for.
     """
@@ -218,6 +223,7 @@ class _UnderWay:
     copy_within: int
     order: DynamicOrder
     last: list[Any]
+    waiting: Waiting
     tasks: dict[Any, tuple[int, Action]] = field(default_factory=dict)
     num_done: Counter[tuple[int, Action]] = field(default_factory=Counter)
 
@@ -230,27 +236,42 @@ class _Begun:
         number: The number of the last one, counted from 0.
         copy_within: See ``Executor.begin``.
         rows: By rank, its actions.
-        at: By rank, how many of its actions were submitted.
         last: By rank, the object ref of its latest call.
-        sends: The rank and the action of those for which another rank waits.
-        done: The object refs of those of them that are done, by rank and action.
+        sends: The tasks that are not done for which another rank waits.
+        awaited: The rank and the action of each of them, by object ref.
+        at: By rank, how many of its actions were submitted.
+        blocked: The ranks whose next task waits for a SEND, by the rank and the action of that.
+        done: The object refs of the SENDs that are done, by rank and action.
     """
 
     number: int
     copy_within: int
     rows: Sequence[Sequence[Action]]
-    at: list[int]
     last: list[Any]
-    sends: dict[Any, tuple[int, Action]] = field(default_factory=dict)
+    sends: Waiting
+    awaited: dict[Any, tuple[int, Action]] = field(default_factory=dict)
+    at: Counter[int] = field(default_factory=Counter)
+    blocked: dict[tuple[int, Action], list[int]] = field(default_factory=dict)
     done: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
 
-def _sender(world: World, rank: int, recv: Action, schedule: Schedule) -> int:
-    """Return the rank that sends what another one receives."""
-    (peer,) = peers_of(world, rank, recv, schedule)
-    if world.mesh.is_uneven:
-        return peer
-    return world.trainers_of(peer)[world.trainers_of(world.pp(rank)).index(rank)]
+class _Senders:
+    """Finds the ranks that send what others receive.
+
+    Args:
+        world: The ranks.
+        schedule: The schedule.
+    """
+
+    def __init__(self, world: World, schedule: Schedule) -> None:
+        self._world, self._schedule = world, schedule
+        self._trainers = [] if world.mesh.is_uneven else [world.trainers_of(pp) for pp in range(world.mesh.pp)]
+        self._places = {rank: place for trainers in self._trainers for place, rank in enumerate(trainers)}
+
+    def of(self, rank: int, recv: Action) -> int:
+        """Return the rank that sends what a rank receives."""
+        (peer,) = peers_of(self._world, rank, recv, self._schedule)
+        return self._trainers[peer][self._places[rank]] if self._trainers else peer
 
 
 def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:

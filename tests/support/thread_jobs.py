@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 
+from raypar.cluster.answers import Answers, Watch
+from raypar.cluster.calls import Waiting
 from raypar.config.schedule import programs_of
 from raypar.config.skeleton import Skeleton
 from raypar.job.executors import executor_of
@@ -14,6 +16,7 @@ from raypar.job.loaded_run import LoadedRun
 from raypar.reporting.report import report_of
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
+from tests.support.refs import Ref
 from tests.support.team import Team
 
 
@@ -44,7 +47,16 @@ class Method:
             there = [arg.result(0) if isinstance(arg, Future) else arg for arg in args]
             return deepcopy(self._method(*there))
 
-        return self._submit(call)
+        ref = Ref()
+        self._submit(_answer, ref, call)
+        return ref
+
+
+def _answer(ref, call):
+    try:
+        ref.set_result(call())
+    except BaseException as error:
+        ref.set_exception(error)
 
 
 class Calls:
@@ -63,9 +75,8 @@ class Calls:
     def one(self, rank, method, *args, what):
         return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
 
-    def first(self, refs, what, ranks):
-        done = [*wait(refs, 90, return_when=FIRST_COMPLETED).done]
-        return done, any(ref.exception(0) is not None for ref in done)
+    def waiting(self):
+        return Waiting(Answers(), Watch(lambda rank: Ref()), demand=lambda *_: None)
 
     def gather(self, refs, what, ranks=None):
         wait(refs, 90)

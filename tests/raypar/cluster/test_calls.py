@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +11,7 @@ import raypar as rp
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.world import World
 from raypar.cluster import calls
-
-
-def answer(value):
-    """A call that has returned a value, or has failed with it."""
-    future = Future()
-    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
-    return future
+from tests.support.refs import answered
 
 
 class Actor:
@@ -32,25 +25,20 @@ class Actor:
         return self
 
     def remote(self):
-        return answer(self.value)
+        return answered(self.value)
 
 
 def got(refs, timeout=None):
     return [ref.result(0) for ref in refs] if isinstance(refs, list) else refs.result(0)
 
 
-def waited(refs, num_returns=1, timeout=None):
-    done = wait(refs, timeout).done
-    return [ref for ref in refs if ref in done], [ref for ref in refs if ref not in done]
-
-
 def failing(monkeypatch, secondary, second):
     """What is told when actor 0 fails in a message, and actor 1, whose calls are done, answers so."""
-    monkeypatch.setattr(calls, "ray", SimpleNamespace(get=got, wait=waited))
+    monkeypatch.setattr(calls, "ray", SimpleNamespace(get=got))
     error = RayTaskError("act", "", ActionError("pp=0", "0SEND_F0", "pp=1", "the connection was closed", secondary, ""))
     actors = [Actor(SimpleNamespace(step=0, done=0, idle=True, action=None)), Actor(second)]
     with pytest.raises(rp.JobError) as raised:
-        calls.Calls(actors, World(rp.Mesh(pp=2)), 1.0).gather([answer(error), answer("done")], "step 3")
+        calls.Calls(actors, World(rp.Mesh(pp=2)), 1.0).gather([answered(error), answered("done")], "step 3")
     return raised.value
 
 

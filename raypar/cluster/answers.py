@@ -1,0 +1,174 @@
+"""The answers to calls that are under way, and questions for their progress to actors that are late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from heapq import nsmallest
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from raypar.actors.specs.results import Progress
+from raypar.cluster.deadline import SILENT
+from raypar.schedules.action import Action
+
+LOOK = 0.25  # seconds between two looks at the actors that have not answered
+_QUESTIONS = 500  # a second, to all actors together: each costs the driver some 0.2 ms
+_BURST = 250  # questions that may be asked at once
+
+
+class Answer(NamedTuple):
+    """What a call has returned or raised.
+
+    Attributes:
+        ref: The object ref of the call.
+        rank: The rank that it went to.
+        value: What it returned; None if it raised.
+        error: What it raised; None if it returned.
+    """
+
+    ref: Any
+    rank: int
+    value: Any
+    error: BaseException | None
+
+
+class Answers:
+    """The answers to calls, each of which is taken once, in the order in which they arrive.
+
+    Ray reports each answer by itself, so waiting costs as much as there are calls: no call is looked at while it is
+    under way. The methods are for one thread.
+
+    Args:
+        refs: The object refs of calls, and the ranks that they went to.
+
+    Attributes:
+        late: By rank, the number of its calls that are under way; ranks without any are not in it.
+    """
+
+    def __init__(self, refs: Iterable[tuple[Any, int]] = ()) -> None:
+        self.late: dict[int, int] = {}
+        self._pending: dict[Any, int] = {}
+        self._arrived: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+        for ref, rank in refs:
+            self.expect(ref, rank)
+
+    def expect(self, ref: Any, rank: int) -> None:
+        """Await the answer of a call to a rank. A call that is awaited already is awaited once."""
+        if ref not in self._pending:
+            self._pending[ref] = rank
+            self.late[rank] = self.late.get(rank, 0) + 1
+            ref.future().add_done_callback(partial(_arrive, self._arrived, ref))
+
+    @property
+    def pending(self) -> Mapping[Any, int]:
+        """The ranks of the calls whose answers have not been taken, by object ref."""
+        return self._pending
+
+    def take(self, seconds: float) -> list[Answer]:
+        """Return all answers that have arrived; if there are none, those that arrive next.
+
+        Args:
+            seconds: How long to wait for them.
+        """
+        found = list[Answer]()
+        try:
+            while self._pending:
+                ref, future = self._arrived.get(timeout=0.0 if found else max(0.0, seconds))
+                found.append(self._taken(ref, future))
+        except Empty:
+            pass
+        return found
+
+    def take_until(self, end: float) -> dict[int, Answer]:
+        """Wait for all answers until a time of time.monotonic; return by rank those that have arrived."""
+        found: dict[int, Answer] = {}
+        while self._pending:
+            left = end - time.monotonic()
+            found |= {answer.rank: answer for answer in self.take(left)}
+            if left <= 0:
+                break
+        return found
+
+    def _taken(self, ref: Any, future: Any) -> Answer:
+        rank = self._pending.pop(ref)
+        self.late[rank] -= 1
+        if not self.late[rank]:
+            del self.late[rank]
+        error = future.exception()
+        return Answer(ref, rank, None if error else future.result(), error)
+
+
+def _arrive(arrived: SimpleQueue[tuple[Any, Any]], ref: Any, future: Any) -> None:
+    arrived.put((ref, future))
+
+
+class Watch:
+    """Asks late actors for their progress, and knows which of them are silent or stay in one action.
+
+    All actors together are asked a bounded number of questions a second, so with thousands of late actors each is asked
+    every few seconds. What is concluded about an actor rests on its own answers, and on questions that it left
+    unanswered, never on a question that was not asked.
+
+    Args:
+        ask: Asks a rank for its progress; returns the object ref of the call.
+    """
+
+    def __init__(self, ask: Callable[[int], Any]) -> None:
+        self._ask = ask
+        self._questions = Answers()
+        self._asked: dict[int, float] = {}  # by rank, when its latest question was asked, in time.monotonic
+        self._heard: dict[int, float] = {}  # by rank, when its latest answer came
+        self._moved: dict[int, float] = {}  # by rank, when it was first seen in the action that it is in, or was idle
+        self._done: dict[int, tuple[int, int]] = {}
+        self._action: dict[int, Action | None] = {}
+        self._looked = time.monotonic() - LOOK
+        self._allowed = float(_BURST)
+
+    def listen(self, late: Iterable[int]) -> bool:
+        """Note what actors have answered, and ask some that are late, those first that were asked longest ago.
+
+        Args:
+            late: The ranks that are late.
+
+        Returns:
+            Whether it has looked, which it does every ``LOOK`` seconds.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return False
+        self._allowed = min(_BURST, self._allowed + (now - self._looked) * _QUESTIONS)
+        self._looked = now
+        for answer in self._questions.take(0.0):
+            self._hear(answer.rank, answer.value, now)
+        due = (rank for rank in late if rank not in self._questions.late and now - self._asked.get(rank, 0.0) >= LOOK)
+        for rank in nsmallest(int(self._allowed), due, key=lambda rank: self._asked.get(rank, 0.0)):
+            self._asked[rank] = now
+            self._questions.expect(self._ask(rank), rank)
+            self._allowed -= 1.0
+        return True
+
+    def silence(self, rank: int) -> float:
+        """Return for how many seconds an actor has left a question unanswered."""
+        return time.monotonic() - self._asked[rank] if rank in self._questions.late else 0.0
+
+    def stay(self, rank: int) -> tuple[float, Action | None]:
+        """Return for how many seconds an actor has been in one action, and that action; None between two actions.
+
+        An actor that answers is judged by its last answer, one that has become silent by the present time.
+        """
+        if rank not in self._asked:
+            return 0.0, None
+        seen = time.monotonic() if self.silence(rank) > SILENT else self._heard.get(rank, self._asked[rank])
+        return seen - self._moved.get(rank, self._asked[rank]), self._action.get(rank)
+
+    def _hear(self, rank: int, progress: Progress | None, now: float) -> None:
+        """Note an answer, or None for an error, at a time of time.monotonic."""
+        self._heard[rank] = now
+        if progress is None:
+            return
+        done = progress.step, progress.done
+        if progress.idle or self._done.get(rank) != done:
+            self._done[rank], self._moved[rank] = done, now
+        self._action[rank] = progress.action
