@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated
 
 import numpy as np
@@ -34,7 +36,8 @@ DTYPES = {  # torch's name to safetensors'
 }
 _BITS = re.compile(r"[0-9]+")  # in the name of a dtype; BOOL has a byte
 _MAX_DIMS = 64  # torch's own limit
-_MAX_SLICES = 4096  # of one tensor; every pair is compared
+_MAX_SLICES = 1 << 16  # of one tensor
+_MAX_CUT_DIMS = 4  # dims that slices divide, up to which corners are counted; sharding divides at most three
 _MAX_ELEMENTS = 1 << 60
 
 
@@ -102,6 +105,8 @@ class Logical:
                 else:
                     place = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
                     yield f"{stored} has {place}, which leaves the tensor's shape {list(self.shape)}"
+            if len(inside) == len(self.slices) and _tile(self.shape, inside):
+                return
             yield from _overlaps(inside, len(self.shape))
             missing = math.prod(self.shape) - sum(math.prod(stored.shape) for stored in inside)
             if missing > 0:
@@ -111,6 +116,29 @@ class Logical:
         if not len(stored.offset) == len(stored.shape) == len(self.shape):
             return False
         return all(o + s <= size for o, s, size in zip(stored.offset, stored.shape, self.shape, strict=True))
+
+
+def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:
+    """Return whether slices, none of which leaves a shape, have each element once; False may also mean: not known.
+
+    A box is determined by its corners with alternating signs, and so is a sum of boxes: it is the whole exactly if all
+    corners but those of the whole cancel out. This takes time in proportion to the number of slices.
+    """
+    cut = [
+        dim
+        for dim, size in enumerate(shape)
+        if any(stored.offset[dim] != 0 or stored.shape[dim] != size for stored in slices)
+    ]
+    if len(cut) > _MAX_CUT_DIMS or 0 in shape:
+        return False
+    corners = Counter[tuple[int, ...]]()
+    whole = Stored("", "", (0,) * len(shape), shape)
+    for sign, boxes in ((1, slices), (-1, [whole])):
+        for box in boxes:
+            for ends in product((0, 1), repeat=len(cut)):
+                corner = tuple(box.offset[dim] + end * box.shape[dim] for dim, end in zip(cut, ends, strict=True))
+                corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _overlaps(slices: Sequence[Stored], dims: int) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from raypar.actors.bounds import Count, Some
@@ -309,7 +310,13 @@ class Mesh:
         Raises:
             ValueError: The rank is outside the mesh.
         """
-        for index, members in enumerate(self.groups(axis)):
-            if rank in members:
-                return index, members
-        raise ValueError(f"rank {rank} is outside a mesh of {self.size} actors")
+        found = _by_rank(self, axis).get(rank)
+        if found is None:
+            raise ValueError(f"rank {rank} is outside a mesh of {self.size} actors")
+        return found
+
+
+@lru_cache(maxsize=64)
+def _by_rank(mesh: Mesh, axis: Axis) -> Mapping[int, tuple[int, tuple[int, ...]]]:
+    """Return by rank the index and the members of its group of an axis: all ranks of a mesh are asked for."""
+    return {rank: (index, members) for index, members in enumerate(mesh.groups(axis)) for rank in members}

@@ -84,6 +84,10 @@ class Calls:
         """Call a method of every actor without waiting; returns the object refs by rank, for ``gather``."""
         return [getattr(handle, method).remote(*args) for handle in self._handles]
 
+    def shared(self, value: object) -> Any:
+        """Return an argument for many calls in the place of a value, which is packed once, and once sent to a node."""
+        return ray.put(value)
+
     def beside(self, method: str, *args: object) -> list[Any]:
         """Call a method in the actors' "disk" concurrency group, which runs beside their steps, without waiting.
 

@@ -55,9 +55,12 @@ class Witnesses:
         self._own.know({rank: at for rank, at in located.items() if rank not in nodes})
         self._nodes = {rank: node for rank, node in nodes.items() if node}
         self.attend(self._nodes.values())
+        of_node = dict[str, dict[int, Located]]()
+        for rank, node in self._nodes.items():
+            of_node.setdefault(node, {})[rank] = located[rank]
         for node, witness in self._there.items():
             with suppress(RayError):
-                witness.know.remote({rank: located[rank] for rank, at in self._nodes.items() if at == node})
+                witness.know.remote(of_node.get(node, {}))
 
     def attend(self, nodes: Iterable[str]) -> None:
         """Have a witness on each of these other nodes, and on no more. They are not waited for."""

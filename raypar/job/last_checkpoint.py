@@ -14,6 +14,7 @@ from raypar.cluster.calls import Calls
 from raypar.config.toml import plain_of
 from raypar.job.snapshots import Snapshots, takes_snapshots
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
+from raypar.recovery.transfers import holders_of
 
 _HEARD = 2.5  # seconds in which an actor that lives answers
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
@@ -48,9 +49,9 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
     if step is None or step <= saved:
         return None
     writes: Mapping[int, list[object]] = {rank: [] for rank in there}
+    holders = holders_of(step, there)
     for share in snapshots.source:
-        holders = [rank for rank, steps in there.items() if step in steps.get(share, ())]
-        writes[min(holders, key=lambda rank: len(writes[rank]))].append(share)
+        writes[min(holders[share], key=lambda rank: len(writes[rank]))].append(share)
     with Save(folder, step) as save:
         refs = [
             calls.handles[rank].write_snapshots.remote(step, shares, str(save.path)) for rank, shares in writes.items()

@@ -70,8 +70,9 @@ class LoadedRun:
 
     def load(self, found: Found) -> list[Any]:
         """Make the actors load a checkpoint."""
-        state = str(found.path), found.manifest.tensors
-        return self._patient().all("load", *state, what=f"loading {found.path.name}")
+        calls = self._patient()
+        tensors = calls.shared(found.manifest.tensors)
+        return calls.all("load", str(found.path), tensors, what=f"loading {found.path.name}")
 
     def _patient(self, again: bool = False) -> Calls:
         """Return calls that give actors time to start, build and connect."""

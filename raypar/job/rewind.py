@@ -36,6 +36,6 @@ def rewound(loaded: LoadedRun, error: NonFiniteError, bad: int) -> int:
         raise error
     step = found.manifest.step
     log.warning("%s; back to step %d, and on with the data after step %d", error, step + 1, bad + 1)
-    state = str(found.path), found.manifest.tensors, step, bad
+    state = str(found.path), loaded.calls.shared(found.manifest.tensors), step, bad
     loaded.calls.all("rewind_to", *state, what=f"loading {found.path.name}")
     return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -37,26 +38,35 @@ def seats_of(before: World, after: World, present: Collection[int], others: Iter
         By rank, the rank before of the actor that takes it, or the number of another one.
     """
     there = sorted(present)
-    found = [sum(_role(before, rank).dp == dp for rank in there) for dp in range(before.mesh.dp)]
+    by_rank = dict(zip(there, _roles(before, there), strict=True))
+    found = Counter(role.dp for role in by_rank.values())
     fullest = sorted(range(before.mesh.dp), key=lambda dp: (-found[dp], dp))
     stays = dict(enumerate(sorted(fullest[: after.mesh.dp])))  # by replica, its number before
-    by_role = {_role(before, rank): rank for rank in there}
-    roles = [_role(after, rank, stays) for rank in range(after.size)]
+    by_role = {role: rank for rank, role in by_rank.items()}
+    roles = _roles(after, range(after.size), stays)
     staying = {by_role[role] for role in roles if role in by_role}
     free = iter([*(rank for rank in there if rank not in staying), *others])
     return [by_role[role] if role in by_role else next(free) for role in roles]
 
 
-def _role(world: World, rank: int, before: Mapping[int, int] | None = None) -> _Role:
-    """Return what a rank is.
+def _roles(world: World, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> list[_Role]:
+    """Return what ranks are.
 
     Args:
-        world: The ranks of its layout.
-        rank: The rank.
+        world: The ranks of their layout.
+        ranks: The ranks.
         before: By replica, its number in the layout before; None if this is the layout before.
     """
-    pp = world.pp(rank)
-    if rank >= world.mesh.size:
-        return _Role(pp, None, sum(world.pp(one) == pp for one in range(world.mesh.size, rank)))
-    dp, inner = divmod(rank % world.mesh.inner, world.mesh.cp * world.mesh.tensor_ranks)
-    return _Role(pp, dp if before is None else before.get(dp, -1), inner)
+    beyond = Counter[int]()  # by pipeline rank, how many servers and expert actors come before
+    numbers = dict[int, int]()
+    for rank in range(world.mesh.size, world.size):
+        numbers[rank] = beyond[world.pp(rank)]
+        beyond[world.pp(rank)] += 1
+    found = list[_Role]()
+    for rank in ranks:
+        if rank in numbers:
+            found.append(_Role(world.pp(rank), None, numbers[rank]))
+        else:
+            dp, inner = divmod(rank % world.mesh.inner, world.mesh.cp * world.mesh.tensor_ranks)
+            found.append(_Role(world.pp(rank), dp if before is None else before.get(dp, -1), inner))
+    return found

@@ -35,11 +35,26 @@ def transfers(
         shares: All shares of the state.
         step: Number of steps taken; somebody has each share of it.
     """
-    ranks_on = dict[str, list[int]]()
+    holders, ranks_on = holders_of(step, dict(enumerate(steps))), dict[str, list[int]]()
     for rank, node in enumerate(nodes):
         ranks_on.setdefault(node or f"rank {rank}", []).append(rank)
     for number, share in enumerate(shares):
-        having = [actor for actor, has in enumerate(steps) if step in has.get(share, ())]
+        having = holders[share]
         lacking = [ranks for ranks in ranks_on.values() if not {*ranks} <= {*having}]
         for turn, ranks in enumerate(lacking, number):
             yield Transfer(share, having[turn % len(having)], ranks[number % len(ranks)])
+
+
+def holders_of(step: int, steps: Mapping[int, Mapping[Share, Sequence[int]]]) -> dict[Share, list[int]]:
+    """Return by share the actors that have its snapshot of a step.
+
+    Args:
+        step: Number of steps taken.
+        steps: By actor, the steps of which it has snapshots, by share.
+    """
+    found = dict[Share, list[int]]()
+    for actor, has in steps.items():
+        for share, there in has.items():
+            if step in there:
+                found.setdefault(share, []).append(actor)
+    return found

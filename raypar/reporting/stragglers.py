@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -34,8 +33,7 @@ class Stragglers:
             busy: Seconds of compute of each actor in it, by rank.
         """
         for ranks in self._peers.values():
-            for rank in ranks:
-                usual = statistics.median([busy[one] for one in ranks if one != rank] or [busy[rank]])
+            for rank, usual in zip(ranks, _medians_of_others([busy[rank] for rank in ranks]), strict=True):
                 is_late = usual > 0 and busy[rank] > _TIMES * usual
                 self._late[rank] = self._late[rank] + 1 if is_late else 0
                 if self._late[rank] == _STEPS:
@@ -44,3 +42,17 @@ class Stragglers:
                         f"straggler: {self._world.label(rank)} has computed more than {_TIMES:g} times as long as its "
                         f"peers for {_STEPS} steps ({times}): see what else runs on its machine (job.who() names it)"
                     )
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of all others; of a single value, itself."""
+    if len(values) == 1:
+        return list(values)
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = {number: place for place, number in enumerate(order)}
+    below, above = (len(values) - 2) // 2, (len(values) - 1) // 2  # in the middle of the others
+
+    def other(place: int, number: int) -> float:
+        return values[order[place + (place >= places[number])]]
+
+    return [(other(below, number) + other(above, number)) / 2 for number in range(len(values))]

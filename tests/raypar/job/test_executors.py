@@ -16,6 +16,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.specs.types import SEND_WINDOW
+from raypar.cluster.answers import Answer
 from raypar.config.run import check_run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.job.executors import Dynamic, Tasks
@@ -35,7 +36,7 @@ class Refs:
         self.drawn = drawn or SimpleNamespace(choice=lambda refs: refs[0])
         self.got = [[] for _ in range(world_of(run).size)]
         self.handles = [SimpleNamespace(**self._methods(rank)) for rank in range(len(self.got))]
-        self.done = []
+        self.pending, self.done = [], []
 
     def _methods(self, rank):
         def method(name):
@@ -49,10 +50,18 @@ class Refs:
 
         return {name: method(name) for name in ("start_step", "act", "end_step", "run")}
 
-    def first(self, refs, what, ranks):
-        assert [int(ref.split()[0]) for ref in refs] == ranks
-        self.done.append(self.drawn.choice(refs))
-        return self.done[-1:], False
+    def waiting(self):
+        return self
+
+    def expect(self, ref, rank):
+        assert int(ref.split()[0]) == rank
+        self.pending.append(ref)
+
+    def next(self, what):
+        ref = self.drawn.choice(self.pending)
+        self.pending.remove(ref)
+        self.done.append(ref)
+        return [Answer(ref, int(ref.split()[0]), None, None)]
 
     def gather(self, refs, what):
         return refs
