@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import statistics
+
+import pytest
 
 import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Located, Progress, Span
-from raypar.reporting.stragglers import Stragglers
+from raypar.reporting.stragglers import Stragglers, _medians_of_others
 from raypar.reporting.whereabouts import Whereabouts, actor_of
 from raypar.schedules.action import Action, Op
 
@@ -24,6 +28,15 @@ def test_ten_steps_on_end_are_told_once_with_the_name():
     (line,) = told(Stragglers(World(Mesh(pp=2, dp=2))), slow)
     assert line.startswith("straggler: pp=0 dp=1 has computed more than 1.5 times as long as its peers for 10 steps ")
     assert "(160 and 100 ms in step 10)" in line and "job.who()" in line
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 9, 32])
+def test_the_usual_time_is_the_median_of_all_others(number):
+    draws = random.Random(number)
+    for _ in range(20):
+        values = [draws.choice((0.1, 0.2, 0.2, 0.5, draws.random())) for _ in range(number)]
+        others = [[*values[:at], *values[at + 1 :]] or values for at in range(number)]
+        assert _medians_of_others(values) == [statistics.median(of_one) for of_one in others], values
 
 
 def test_a_pause_is_no_straggler_nor_is_an_actor_without_peers():
