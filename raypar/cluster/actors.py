@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,7 +15,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_lasting
-from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, succeeded
+from raypar.cluster.together import together
+from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, nodes_of, succeeded
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers
@@ -83,8 +85,8 @@ class Actors:
             nodes: Ray's ids of the nodes.
             name: The new actors' name in Ray's dashboard, to which numbers are added.
         """
-        for number, home in enumerate(self.homes):
-            if self.stays(number) and home.where() in nodes:
+        for number, (home, node) in enumerate(zip(self.homes, nodes_of(self.homes), strict=True)):
+            if self.stays(number) and node in nodes:
                 self.homes[number] = replace(home, is_left=True)
                 self._claim_for(name, None)
 
@@ -207,9 +209,7 @@ class Actors:
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
         try:
-            for handle in handles:
-                if handle is not None:
-                    _try(ray.kill, handle)
+            together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
             for group in dict.fromkeys((self.group, *(home.group for home in self.homes))):

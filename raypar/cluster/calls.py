@@ -80,6 +80,20 @@ class Calls:
         """
         return self.gather(self.submit(method, *args), what)
 
+    def each(self, method: str, arguments: Sequence[tuple[object, ...]], *, what: str) -> list[Any]:
+        """Call a method of every actor with arguments of its own, and wait for the answers.
+
+        Args:
+            method: The name of the method.
+            arguments: The arguments for each actor, by rank.
+            what: What is going on, for messages.
+
+        Returns:
+            The answers by rank. Raises what ``gather`` raises.
+        """
+        calls = zip(self._handles, arguments, strict=True)
+        return self.gather([getattr(handle, method).remote(*its) for handle, its in calls], what)
+
     def submit(self, method: str, *args: object) -> list[Any]:
         """Call a method of every actor without waiting; returns the object refs by rank, for ``gather``."""
         return [getattr(handle, method).remote(*args) for handle in self._handles]

@@ -31,6 +31,7 @@ from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
+from raypar.cluster.together import together
 from raypar.cluster.vacancies import Home
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_slots, room_faults, starts_own_ray
@@ -111,7 +112,8 @@ def start_actors(
             demand_alike(claim.nodes, folder)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
-            handles = [create(f"{job} {name}", home) for name, home in zip(claim.names(world), homes, strict=True)]
+            names = [f"{job} {name}" for name in claim.names(world)]
+            handles = together(lambda its: create(*its), zip(names, homes, strict=True))
         except BaseException:
             remove_placement_group(group)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +36,24 @@ class Home:
     is_claimed: bool = False
     is_left: bool = False
 
-    def where(self) -> str:
-        """Return Ray's id of the node on which it is now; "" if there is none."""
-        if self.node:
-            return self.node
-        found: str = placement_group_table(self.group)["bundles_to_node_id"].get(self.bundle, "")
-        return found
-
     def give_back(self) -> None:
         """Give the home back, if it was claimed for this actor: Ray would keep it, also for no one, and move it."""
         if self.is_claimed:
             remove_placement_group(self.group)
+
+
+def nodes_of(homes: Iterable[Home]) -> list[str]:
+    """Return for each of some homes Ray's id of the node on which it is now; "" if there is none.
+
+    Ray is asked once for each placement group: its answer has all bundles.
+    """
+    tables = dict[PlacementGroup, dict[int, str]]()
+    found = list[str]()
+    for home in homes:
+        if not home.node and home.group not in tables:
+            tables[home.group] = placement_group_table(home.group)["bundles_to_node_id"]
+        found.append(home.node or tables[home.group].get(home.bundle, ""))
+    return found
 
 
 Create = Callable[[str, Home], Any]  # creates an actor of a name in a home

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from raypar.actors.process_identity import own_identity
 from raypar.actors.specs.results import Located
 from raypar.cluster.calls import Calls
+from raypar.cluster.together import together
 
 _ASKS = 5  # how often a machine is asked for its time
 _HEARD = 2.5  # seconds in which an actor answers
@@ -28,10 +30,14 @@ def align(calls: Calls, located: Mapping[int, Located]) -> None:
     for rank, at in located.items():
         if (domain := at.process.clock_domain) != here:
             elsewhere.setdefault(domain, []).append(rank)
-    for ranks in elsewhere.values():
-        asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
-        if asked:
-            calls.answers(ranks, "set_clock", min(asked)[1], seconds=_HEARD)
+    together(partial(_align, calls), elsewhere.values())
+
+
+def _align(calls: Calls, ranks: Sequence[int]) -> None:
+    """Make the actors of one machine tell times by the clock of this one."""
+    asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
+    if asked:
+        calls.answers(ranks, "set_clock", min(asked)[1], seconds=_HEARD)
 
 
 def _asked(calls: Calls, rank: int) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,9 @@ class Snapshots:
         beside = self._asked(others, "snapshot_addresses")
         addresses: list[Address] = [address for of_one in told for address in of_one]
         addresses += [replace(address, is_written=False) for of_one in beside for address in of_one or ()]
-        calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
+        there = _by_domain([*addresses, *self._held.addresses()])
+        domains = [of_one[0].process.pid_domain for of_one in told]  # the first address is the actor's own
+        calls.each("hold_snapshots", [(there.get(domain, ()),) for domain in domains], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)
         steps = calls.all("snapshot_steps", what="sharing snapshots")
@@ -67,8 +69,12 @@ class Snapshots:
         """Return the newest step, up to ``most``, of which all shares are there; None if there is none."""
         if not self.source:
             return None
-        there = [{step for of_one in steps for step in of_one.get(share, ())} for share in self.source]
-        return max((step for step in set.intersection(*there) if step <= most), default=None)
+        there: dict[Share, set[int]] = {share: set() for share in self.source}
+        for of_one in steps:
+            for share, its in of_one.items():
+                if share in there:
+                    there[share].update(its)
+        return max((step for step in set.intersection(*there.values()) if step <= most), default=None)
 
     def restore(
         self, loaded: LoadedRun, others: Calls, steps: Steps, step: int, processes: Sequence[ProcessIdentity]
@@ -83,10 +89,8 @@ class Snapshots:
             processes: By rank, the process of its actor.
         """
         calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
-        going = {
-            secrets.token_hex(16): one
-            for one in transfers([process.pid_domain for process in processes], steps, self.source, step)
-        }
+        domains = [process.pid_domain for process in processes]
+        going = {secrets.token_hex(16): one for one in transfers(domains, steps, self.source, step)}
         expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
         for token, one in going.items():
             expected.setdefault(one.receiver, {})[token] = one.share
@@ -96,10 +100,13 @@ class Snapshots:
             host, port, _ = opened[one.receiver]
             sent.setdefault(one.giver, []).append((one.share, Recipient(host, port, token)))
         done = {giver: everyone[giver].send_snapshots.remote(step, to) for giver, to in sent.items()}
-        ranked = [giver for giver in done if giver < loaded.world.size]  # the others' errors come with "restore"
+        ranked = [giver for giver in done if giver < loaded.world.size]
         calls.gather([done[giver] for giver in ranked], "sending snapshots", ranked)
-        arrived = [replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one]
-        calls.all("restore", step, self.source, arrived, *done.values(), what=f"going back to step {step}")
+        rest = [ref for giver, ref in done.items() if giver >= loaded.world.size]  # their errors come with "restore"
+        arrived = _by_domain(replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one)
+        shares = calls.shared(self.source)
+        arguments = [(step, shares, arrived.get(domain, ()), *rest) for domain in domains]
+        calls.each("restore", arguments, what=f"going back to step {step}")
 
     def begin(
         self, loaded: LoadedRun, layout: int, others: Calls, step: int, processes: Sequence[ProcessIdentity]
@@ -129,23 +136,37 @@ class Snapshots:
         if self.pace is None:
             return
         tokens = [secrets.token_hex(16) for _ in ranks]
-        expected = [{tokens[rank]: self.source[rank] for rank in ranks if buddies[rank] == buddy} for buddy in ranks]
-        refs = [calls.handles[rank].expect_copies.remote(expected[rank], kept_copies(run)) for rank in ranks]
-        opened = calls.gather(refs, "expecting copies of snapshots")
+        expected: list[dict[str, Share]] = [{} for _ in ranks]
+        for rank, buddy in enumerate(buddies):
+            if buddy is not None:
+                expected[buddy][tokens[rank]] = self.source[rank]
+        kept = kept_copies(run)
+        opened = calls.each("expect_copies", [(its, kept) for its in expected], what="expecting copies of snapshots")
         addresses = [address for *_, of_one in opened for address in of_one]
         to = [
             None if buddy is None else Recipient(opened[buddy][0], opened[buddy][1], tokens[rank])
             for rank, buddy in enumerate(buddies)
         ]
-        rest = step, addresses, min(SILENCE, run.timeout / 3)
-        refs = [calls.handles[rank].begin_copies.remote(to[rank], *rest) for rank in ranks]
-        calls.gather(refs, "beginning copies of snapshots")
+        there, patience = _by_domain(addresses), min(SILENCE, run.timeout / 3)
+        arguments = [
+            (recipient, step, there.get(process.pid_domain, ()), patience)
+            for recipient, process in zip(to, processes, strict=True)
+        ]
+        calls.each("begin_copies", arguments, what="beginning copies of snapshots")
         self._held.hold(addresses)
 
     def _asked(self, others: Calls, method: str) -> list[Any]:
         """Ask the actors that have no rank; None for those that do not answer, or have no snapshots."""
         answers = others.answers(range(len(others.handles)), method, seconds=_HEARD)
         return [answers.get(number) for number in range(len(others.handles))]
+
+
+def _by_domain(addresses: Iterable[Address]) -> dict[str, list[Address]]:
+    """Return addresses by the domain in which processes can open the files that are there."""
+    found = dict[str, list[Address]]()
+    for address in addresses:
+        found.setdefault(address.process.pid_domain, []).append(address)
+    return found
 
 
 def takes_snapshots(run: Run) -> bool:

@@ -11,6 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
 from raypar.cluster.calls import Calls
+from raypar.cluster.vacancies import nodes_of
 from raypar.errors import JobError
 from raypar.job.clocks import align
 from raypar.job.layouts import Layout, Layouts
@@ -158,7 +159,8 @@ class Standing:
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
         homes, here = self._lifetime.actors.homes, own_identity().pid_domain
-        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.process.pid_domain != here}
+        others = [rank for rank, at in located.items() if at.process.pid_domain != here]
+        elsewhere = dict(zip(others, nodes_of(homes[rank] for rank in others), strict=True))
         self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
         align(loaded.calls, located)
         return holds

@@ -13,6 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
+from raypar.cluster.vacancies import nodes_of
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
 from raypar.job.last_checkpoint import last_checkpoint
@@ -66,7 +67,7 @@ class Starter:
         self.standing.load(loaded, Layouts(Layout(loaded.run, programs), loaded.skeleton), found)
         self.failures = Failures(loaded.run.max_failures)
         here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
-        self._witnesses.attend({home.where() for home in homes} - {here, ""})  # they start while the actors do
+        self._witnesses.attend({*nodes_of(homes)} - {here, ""})  # they start while the actors do
         holds = self.standing.join(found, partial(self._lifetime.guard, patient=False))
         self._lifetime.guard(self.standing.share, patient=False)
         step = 0 if found is None else found.manifest.step
