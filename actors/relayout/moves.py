@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 Box = tuple[tuple[int, int], ...]
@@ -108,17 +110,19 @@ def moves_between(
     Raises:
         LookupError: Nobody has a part that an actor needs.
     """
-    holders = defaultdict[str, dict[Box, list[int]]](dict)
+    moves, given = list[Move](), Counter[int]()
+    place = places or [""] * len(held)
+    holders = defaultdict[str, dict[Box, _Holders]](dict)
     for actor, tensors in enumerate(held):
         for tensor, boxes in tensors.items():
             for box in dict.fromkeys(boxes):
-                holders[tensor].setdefault(box, []).append(actor)
-    moves, given = list[Move](), Counter[int]()
-    place = places or [""] * len(held)
+                holders[tensor].setdefault(box, _Holders(given)).add(actor, place[actor])
+    parts = {tensor: _Parts(of_one) for tensor, of_one in holders.items()}
+    nothing = _Parts({})
     for actor, tensors in enumerate(wanted):
         for tensor, boxes in tensors.items():
             for box in dict.fromkeys(boxes):
-                for source, part in _sources(actor, box, holders[tensor], place, given, tensor):
+                for source, part in _sources(actor, place[actor], box, parts.get(tensor, nothing), tensor):
                     moves.append(Move(source, actor, tensor, part))
                     given[source] += (source != actor) * volume(part) * sizes[tensor]
     return moves
@@ -148,22 +152,77 @@ def without(box: Box, part: Box) -> Iterator[Box]:
                 yield (*part[:dim], span, *box[dim + 1 :])
 
 
-def _sources(
-    actor: int, box: Box, holders: Mapping[Box, Sequence[int]], place: Sequence[str], given: Counter[int], tensor: str
-) -> Iterator[tuple[int, Box]]:
+class _Holders:
+    """The actors that have one box of a tensor.
+
+    Args:
+        given: By actor, the bytes that it gives so far.
+    """
+
+    def __init__(self, given: Mapping[int, int]) -> None:
+        self._given = given
+        self._actors, self._of_place = set[int](), defaultdict[str, list[tuple[int, int]]](list)
+        self._all = list[tuple[int, int]]()  # this and the lists by place are heaps of bytes given and actors
+
+    def add(self, actor: int, place: str) -> None:
+        """Note that an actor has the box; actors are added in their order, before anything is given."""
+        self._actors.add(actor)
+        self._all.append((0, actor))
+        self._of_place[place].append((0, actor))
+
+    def distance(self, actor: int, place: str) -> int:
+        """Return how far the nearest of them is from an actor: 0 if it is itself, 1 on its node, 2 elsewhere."""
+        return 0 if actor in self._actors else 1 if place in self._of_place else 2
+
+    def nearest(self, actor: int, place: str) -> int:
+        """Return the actor from which another one gets the box: of the nearest, the one that gives least so far."""
+        distance = self.distance(actor, place)
+        if distance == 0:
+            return actor
+        heap = self._of_place[place] if distance == 1 else self._all
+        while (now := self._given[heap[0][1]]) != heap[0][0]:  # it gives more than when it was noted
+            heapreplace(heap, (now, heap[0][1]))
+        return heap[0][1]
+
+
+class _Parts:
+    """The boxes of one tensor that actors have, found by where they are.
+
+    Args:
+        holders: Who has each box.
+    """
+
+    def __init__(self, holders: Mapping[Box, _Holders]) -> None:
+        self._holders, boxes = holders, list(holders)
+        starts = [len({box[dim][0] for box in boxes}) for dim in range(len(boxes[0]) if boxes else 0)]
+        self._dim = max(range(len(starts)), key=starts.__getitem__, default=None)  # that divides the tensor most
+        if self._dim is not None:
+            dim = self._dim
+            self._order = sorted(range(len(boxes)), key=lambda number: boxes[number][dim][0])
+            self._starts = [boxes[number][dim][0] for number in self._order]
+            self._longest = max(box[dim][1] - box[dim][0] for box in boxes)
+        self._boxes = boxes
+
+    def near(self, box: Box, actor: int, place: str) -> list[tuple[Box, _Holders]]:
+        """Return the boxes that may have elements in common with one, the nearest to an actor first."""
+        numbers: Sequence[int] = range(len(self._boxes))
+        if self._dim is not None:
+            start, stop = box[self._dim]
+            first = bisect_right(self._starts, start - self._longest)
+            numbers = self._order[first : bisect_left(self._starts, stop)]
+        found = [(self._boxes[number], number) for number in numbers]
+        found.sort(key=lambda one: (self._holders[one[0]].distance(actor, place), one[1]))
+        return [(held, self._holders[held]) for held, _ in found]
+
+
+def _sources(actor: int, place: str, box: Box, parts: _Parts, tensor: str) -> Iterator[tuple[int, Box]]:
     """Yield from whom an actor gets the parts of a box that it needs, the nearest first."""
-
-    def distance(source: int) -> int:
-        return 0 if source == actor else 1 if place[source] == place[actor] else 2
-
-    nearest = {held: min(map(distance, sources)) for held, sources in holders.items()}
     missing = [box] if volume(box) else []
-    for held in sorted(nearest, key=nearest.__getitem__):
+    for held, holders in parts.near(box, actor, place) if missing else ():
         for rest in list(missing):
             if (part := common(rest, held)) is None:
                 continue
-            near = [source for source in holders[held] if distance(source) == nearest[held]]
-            yield min(near, key=lambda source: (given[source], source)), part
+            yield holders.nearest(actor, place), part
             missing.remove(rest)
             missing += without(rest, part)
         if not missing:

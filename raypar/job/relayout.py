@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class Relayout:
         after: What this one has in its place.
         needed: Bytes of all parts of the state that actors have now.
         sent: Bytes that actors have sent to each other, as their ledgers count them.
-        least: Bytes that actors lacked at least, whoever had taken which rank: no way sends fewer.
+        least: Bytes that actors lacked at least, whoever of its node had taken which rank: no way sends fewer.
         seconds: How long it took.
         launched: Number of actors that were started for it.
     """
@@ -100,7 +100,8 @@ def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Rel
         standing.begin(step)
     except JobError as error:
         if standing.snapshots.source == source:
-            standing.change(old, [actors.handles.index(handle) for handle in handles[: old.world.size]])
+            numbers = {id(handle): number for number, handle in enumerate(actors.handles)}
+            standing.change(old, [numbers[id(handle)] for handle in handles[: old.world.size]])
             raise
         log.warning("%s", reason_of(error))  # all have what they need, and snapshots of it: the next step recovers
     standing.commit(whole, holds)
@@ -168,7 +169,7 @@ class _State:
         kinds: All logical tensors.
         wanted: By rank of the new layout, what is needed there.
         needed: Bytes of all that.
-        least: Bytes that actors lack at least, whoever takes which rank.
+        least: Bytes that actors lack at least, whoever of its node takes which rank.
     """
 
     def __init__(self, holdings: Mapping[int, Holding]) -> None:
@@ -191,16 +192,20 @@ class _State:
         self.needed = sum(
             volume(box) * sizes[name] for of in self.wanted for name, boxes in of.items() for box in boxes
         )
-        costs = lacking(held, self.wanted, sizes)
-        self.least = sum(costs[rank][number] for rank, number in enumerate(assigned(costs)))
-        where = [*nodes, *[""] * (len(handles) - len(nodes))]
-        near = [
-            [cost if where[number] == where[rank] else math.inf for number, cost in enumerate(row)]
-            for rank, row in enumerate(costs)
-        ]
-        found = assigned(near)
-        now = sum(row[rank] for rank, row in enumerate(costs))
-        return found if now > _WORTH * sum(costs[rank][number] for rank, number in enumerate(found)) else None
+        actors_on, ranks_on = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+        for number, node in enumerate([*nodes, *[""] * (len(handles) - len(nodes))]):
+            actors_on[node].append(number)
+        for rank in range(len(self.wanted)):
+            ranks_on[nodes[rank]].append(rank)
+        found, now, self.least = list(range(len(self.wanted))), 0, 0
+        for node, ranks in ranks_on.items():
+            numbers = actors_on[node]
+            costs = lacking([held[number] for number in numbers], [self.wanted[rank] for rank in ranks], sizes)
+            for rank, row, column in zip(ranks, costs, assigned(costs), strict=True):
+                found[rank] = numbers[column]
+                now += row[numbers.index(rank)]
+                self.least += row[column]
+        return found if now > _WORTH * self.least else None
 
     def moves(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[Move]:
         """Plan what each actor gets from whom; see ``moves_between``. Raises JobError if nobody has a part."""
