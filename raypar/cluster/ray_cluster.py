@@ -112,8 +112,7 @@ def start_actors(
             demand_alike(claim.nodes, folder)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
-            names = [f"{job} {name}" for name in claim.names(world)]
-            handles = together(lambda its: create(*its), zip(names, homes, strict=True))
+            handles = together(lambda its: create(*its), zip(claim.names(world, job), homes, strict=True))
         except BaseException:
             remove_placement_group(group)
             raise
@@ -237,9 +236,10 @@ class _Claim:
         pinned = [Home(group, bundle, self.pins[bundle].id if self.pins else "") for bundle in self.bundle]
         return [*pinned, *(Home(group, bundle) for bundle in self.spares)]
 
-    def names(self, world: World) -> list[str]:
+    def names(self, world: World, job: str) -> list[str]:
         """Return the name of each rank's actor, and then those of spare actors."""
-        return [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in self.spares)]
+        names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in self.spares)]
+        return [f"{job} {name}" for name in names]
 
     def made(self, job: str) -> PlacementGroup:
         """Claim it of Ray."""
