@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.collective.hierarchical import HierarchicalGroup
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.rendezvous import members_by_node
+from raypar.actors.collective.shm.rendezvous import Introduction, introduce
 from raypar.actors.collective.staged import StagedGroup
 
 Backend = Literal["cpu", "nccl", "cupy", "staged"]
@@ -47,24 +48,6 @@ def capability(device: torch.device) -> Capability:
         return Capability("", nccl=False, cupy=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return Capability(gpu, nccl.is_available(), cupy_nccl.is_available())
-
-
-def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Backend:
-    """Choose the backend of a group together with the other members, who all reach the same result.
-
-    Args:
-        store: Where the members exchange their capabilities.
-        name: Name of the group, for messages.
-        rank: Rank of this member.
-        size: Number of members.
-        own: What this member can communicate over.
-
-    Raises:
-        ValueError: Some members have a GPU and others do not. All members raise it.
-    """
-    store.set(f"capability/{rank}", json.dumps(asdict(own)))
-    everyone = [Capability(**json.loads(store.get(f"capability/{peer}"))) for peer in range(size)]
-    return backend_for(name, everyone)
 
 
 def backend_for(name: str, everyone: list[Capability]) -> Backend:
@@ -115,18 +98,8 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
     Raises:
         GroupError: The members could not be connected.
     """
-    try:
-        nodes = members_by_node(store, rank, size)
-    except (OSError, RuntimeError) as error:
-        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
-    if len(nodes) == 1:
-        return ShmGroup(name, _AXIS, rank, size, TIMEOUT, store=store, connect_timeout=TIMEOUT)
-    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
-    device = _gloo_device(address)
-    if len(nodes) < size:
-        its: dict[str, Any] = {"nodes": nodes, "store": store, "device": device, "connect_timeout": TIMEOUT}
-        return HierarchicalGroup(name, _AXIS, rank, size, TIMEOUT, **its)
-    return GlooGroup(name, _AXIS, rank, size, TIMEOUT, store=store, device=device, connect_timeout=TIMEOUT)
+    with closing(_introduced(name, rank, size, store)) as peers:
+        return _on_host(name, rank, size, store, address, peers)
 
 
 def gpu_group(
@@ -140,17 +113,38 @@ def gpu_group(
         device: This member's GPU.
         own: What this member can communicate over.
     """
-    try:
-        backend = agree(store, name, rank, size, own)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
-    host = cpu_group(name, rank, size, PrefixStore("host", store), address)
+    with closing(_introduced(name, rank, size, store, json.dumps(asdict(own)))) as peers:
+        try:
+            backend = backend_for(name, [Capability(**json.loads(extra)) for extra in peers.extras])
+        except ValueError as error:
+            raise GroupError(name, "connect", None, str(error)) from error
+        host = _on_host(name, rank, size, PrefixStore("host", store), address, peers)
     log.info("group %s goes over %s", name, backend)
     if backend == "staged":
         return StagedGroup(host, device)
     kind = NcclGroup if backend == "nccl" else CupyGroup
     below = PrefixStore("gpu", store)
     return kind(name, _AXIS, rank, size, TIMEOUT, store=below, device=device, host=host, connect_timeout=TIMEOUT)
+
+
+def _introduced(name: str, rank: int, size: int, store: Store, extra: str = "") -> Introduction:
+    """Introduce the members of a group to one another. Raises GroupError."""
+    try:
+        return introduce(store, rank, size, TIMEOUT, extra)
+    except (OSError, RuntimeError) as error:
+        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
+
+
+def _on_host(name: str, rank: int, size: int, store: Store, address: str, peers: Introduction) -> Group:
+    """Connect the members for tensors on the host. See ``cpu_group``."""
+    if len(peers.nodes) == 1:
+        connect = functools.partial(peers.connect, peers.nodes[0])
+        return ShmGroup(name, _AXIS, rank, size, TIMEOUT, connect=connect, connect_timeout=TIMEOUT)
+    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
+    its: dict[str, Any] = {"store": store, "device": _gloo_device(address), "connect_timeout": TIMEOUT}
+    if len(peers.nodes) < size:
+        return HierarchicalGroup(name, _AXIS, rank, size, TIMEOUT, nodes=peers.nodes, connect_node=peers.connect, **its)
+    return GlooGroup(name, _AXIS, rank, size, TIMEOUT, **its)
 
 
 @functools.cache

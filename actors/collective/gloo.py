@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
+from raypar.actors.collective.exchanged_store import ExchangedStore
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
@@ -69,7 +70,9 @@ class GlooGroup(Group):
         self._pg: Any = None
         self._closes_late = has_feature("closing_connections")
         try:
-            self._pg = gloo(store, rank, size, options)
+            self._pg = gloo(
+                ExchangedStore(PrefixStore("gloo", store), rank, size, connect_timeout), rank, size, options
+            )
             self._pg.barrier().wait(timedelta(seconds=connect_timeout))
         except (RuntimeError, TimeoutError) as error:
             raise self.fault("connect", None, str(error).splitlines()[0]) from error

@@ -19,14 +19,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.exchange import exchange
 from raypar.actors.collective.group import Edge, Finish, Group, Handle
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.watcher import Issued, Transfer, Watcher, block_until_over
@@ -88,8 +88,7 @@ class GpuGroup(Group):
         """
         self._store, self._seconds = store, seconds
         try:
-            store.set(f"here/{self.rank}", "1")
-            store.wait([f"here/{peer}" for peer in range(self.size)], timedelta(seconds=seconds))
+            exchange(PrefixStore("here", store), self.rank, self.size, b"", seconds)
             with self._on_device():
                 self._all = self._opened("all", self.rank, self.size, edge=False)
                 self._barrier()(seconds)

@@ -82,9 +82,9 @@ class Handle:
 class Group(ABC):
     """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
 
-    Backends that connect over a store (Gloo, shared memory, GPUs) take two more arguments: ``store``, where the members
-    exchange addresses and whose keys no earlier group may have used, and ``connect_timeout``, the seconds in which all
-    members must connect. Their constructors return once every member is connected, and raise GroupError if one is not
+    Backends that connect over a store (Gloo, GPUs) take two more arguments: ``store``, where the members exchange
+    addresses and whose keys no earlier group may have used, and ``connect_timeout``, the seconds in which all members
+    must connect. Their constructors return once every member is connected, and raise GroupError if one is not
     in time.
 
     Args:

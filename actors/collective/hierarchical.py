@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,6 +24,7 @@ from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup
+from raypar.actors.collective.shm.links import Link
 from raypar.actors.tensors import nbytes, staged
 
 LARGE = 1 << 18  # bytes from which an all_reduce goes node by node
@@ -36,6 +38,8 @@ class HierarchicalGroup(Group):
 
     Args:
         nodes: The ranks of each node, each in ascending order, ordered by their first.
+        connect_node: Connects this member, within so many seconds, to the others of its node, whose ranks it is given,
+            and returns a link per other member, by its index among them.
         device: The process's Gloo device.
     """
 
@@ -48,6 +52,7 @@ class HierarchicalGroup(Group):
         timeout: float,
         *,
         nodes: Sequence[Sequence[int]],
+        connect_node: Callable[[Sequence[int], float], dict[int, Link]],
         store: Store,
         device: Any,
         connect_timeout: float = 60.0,
@@ -58,18 +63,21 @@ class HierarchicalGroup(Group):
         own = next(index for index, members in enumerate(nodes) if rank in members)
         among, kept = nodes[own], {"connect_timeout": connect_timeout}
         self._groups: list[Group] = []
-        self._flat = self._joined(GlooGroup, rank, size, PrefixStore("flat", store), device=device, **kept)
-        below = PrefixStore(f"node{own}", store)
-        self._node = self._joined(ShmGroup, among.index(rank), len(among), below, **kept) if len(among) > 1 else None
+        over = {"device": device, **kept}
+        self._flat = self._joined(GlooGroup, rank, size, store=PrefixStore("flat", store), **over)
+        self._node: Group | None = None
+        if len(among) > 1:
+            connect = partial(connect_node, among)
+            self._node = self._joined(ShmGroup, among.index(rank), len(among), connect=connect, **kept)
         self._leaders: Group | None = None
         if among[0] == rank:
             leaders = PrefixStore("leaders", store)
-            self._leaders = self._joined(GlooGroup, own, len(nodes), leaders, device=device, **kept)
+            self._leaders = self._joined(GlooGroup, own, len(nodes), store=leaders, **over)
         self._line = _Line(name)
 
-    def _joined(self, kind: Callable[..., Group], rank: int, size: int, store: Store, **its: Any) -> Group:
+    def _joined(self, kind: Callable[..., Group], rank: int, size: int, **its: Any) -> Group:
         """Join a group that this one is made of."""
-        group = kind(self.name, self.axis, rank, size, self.timeout, store=store, **its)
+        group = kind(self.name, self.axis, rank, size, self.timeout, **its)
         group.on_fault = self.abort
         self._groups.append(group)
         return group

@@ -32,9 +32,13 @@ def put(key: bytes, data: bytes) -> None:
     internal_kv._internal_kv_put(key, data, overwrite=True, namespace=_NAMESPACE)
 
 
-def get(key: bytes) -> bytes:
-    """Return what is stored under a key that is there. See ``put``."""
-    found: bytes = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+def get_all(keys: list[bytes]) -> dict[bytes, bytes]:
+    """Return what is stored under those of some keys that are there, with one message to Ray's head.
+
+    See ``put``. The functions of ``internal_kv`` take one key a call; its client takes many. Retry at upgrades.
+    """
+    client = internal_kv.internal_kv_get_gcs_client()
+    found: dict[bytes, bytes] = client.internal_kv_multi_get(keys, _NAMESPACE)
     return found
 
 

@@ -12,16 +12,14 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
-from raypar.actors.collective.shm.links import INLINE
+from raypar.actors.collective.shm.links import INLINE, Link
 from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
-from raypar.actors.collective.shm.rendezvous import connect
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
@@ -31,9 +29,12 @@ Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
-    """A group whose members can all exchange memory (``memory_domain``). See ``Group`` for the arguments.
+    """A group whose members can all exchange memory (``memory_domain``). See ``Group`` for the other arguments.
 
     An op in progress advances whenever any op of the group is started or waited for.
+
+    Args:
+        connect: Connects this member within so many seconds, and returns a link per other member, by rank.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ShmGroup(Group):
         size: int,
         timeout: float,
         *,
-        store: Store,
+        connect: Callable[[float], dict[int, Link]],
         connect_timeout: float = 60.0,
         ledger: Ledger | None = None,
     ) -> None:
@@ -53,7 +54,7 @@ class ShmGroup(Group):
         self._issued, self._box = 0, Mailbox(rank, {})
         deadline = time.monotonic() + connect_timeout
         try:
-            self._box = Mailbox(rank, connect(store, rank, size, connect_timeout))
+            self._box = Mailbox(rank, connect(connect_timeout))
             self._barrier()(max(0.0, deadline - time.monotonic()))
         except (OSError, RuntimeError) as error:
             raise self.fault("connect", None, str(error) or type(error).__name__) from error

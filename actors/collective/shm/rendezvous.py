@@ -8,6 +8,7 @@ the listener's token, which only the store has. Others are closed, and nobody wa
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import math
 import os
@@ -17,13 +18,13 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from raypar.actors.collective.exchange import exchange, left, ranks
 from raypar.actors.collective.shm.links import Link
 from raypar.actors.process_identity import own_identity
 
@@ -37,85 +38,114 @@ _NAME = "raypar"  # how names of listeners begin
 _WAITING = 128  # connections of others that may wait to be closed, besides those of all members
 
 
-class Contact(NamedTuple):
-    """What the store has of a member's listener: its name, and its token in hexadecimal digits."""
+class Registration(NamedTuple):
+    """What a member tells the others of its group before they connect.
 
-    name: str
-    token: str
-
-
-def members_by_node(store: Store, rank: int, size: int) -> list[list[int]]:
-    """Return the ranks that can exchange memory with one another, node by node, ordered by the first of each.
-
-    Every member must call it. A member that can exchange memory with no other is alone.
-
-    Args:
-        store: Where the members exchange it; its keys must be new.
-        rank: Rank of this member.
-        size: Number of members.
+    Attributes:
+        memory_domain: What it has in common with those that it can exchange memory with; "" if there are none.
+        name: The name of its listening socket; "" for none.
+        token: What who connects has to say, in hexadecimal digits.
+        extra: What its group needs besides.
     """
-    store.set(f"memory_domain/{rank}", own_identity().memory_domain)
-    found: dict[str, list[int]] = {}
-    for peer in range(size):
-        found.setdefault(store.get(f"memory_domain/{peer}").decode() or f"alone {peer}", []).append(peer)
-    return list(found.values())
+
+    memory_domain: str
+    name: str = ""
+    token: str = ""
+    extra: str = ""
 
 
-def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:
-    """Connect to every other member: to those of lower rank, and then those of higher rank connect to this one.
+class Introduction:
+    """What a member knows of its group before it connects. Close it when this member has connected.
 
     Args:
-        store: Where the members exchange names and tokens; its keys must be new.
+        rank: Rank of this member.
+        members: What all members told, in rank order.
+        listener: This member's listening socket; None where it can exchange memory with no other.
+
+    Attributes:
+        nodes: The ranks that can exchange memory with one another, node by node, ordered by the first of each.
+        extras: What each member told besides.
+    """
+
+    def __init__(self, rank: int, members: Sequence[Registration], listener: socket.socket | None) -> None:
+        self._rank, self._members, self._listener = rank, members, listener
+        found: dict[str, list[int]] = {}
+        for peer, member in enumerate(members):
+            found.setdefault(member.memory_domain or f"alone {peer}", []).append(peer)
+        self.nodes = list(found.values())
+        self.extras = [member.extra for member in members]
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def connect(self, among: Sequence[int], seconds: float) -> dict[int, Link]:
+        """Connect to others: to those that come before this member, and then those after it connect to this one.
+
+        Args:
+            among: The ranks of those to connect with one another, this member's too.
+            seconds: Timeout.
+
+        Returns:
+            A link per other member, by its index in ``among``.
+
+        Raises:
+            TimeoutError: A member did not connect in time.
+            OSError: A connection failed.
+        """
+        deadline, own = time.monotonic() + seconds, among.index(self._rank)
+        if len(among) == 1:
+            return {}
+        assert self._listener is not None
+        connected = dict[int, socket.socket]()
+        with ExitStack() as made:
+            for index, peer in enumerate(among[:own]):
+                connected[index] = made.enter_context(_dial(peer, self._members[peer], own, deadline))
+            token = bytes.fromhex(self._members[self._rank].token)
+            acceptor = _Acceptor(self._listener, token, range(own + 1, len(among)))
+            for index, sock in acceptor.accept(deadline).items():
+                connected[index] = made.enter_context(sock)
+            made.pop_all()
+        return {index: Link(sock, len(among)) for index, sock in connected.items()}
+
+
+def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "") -> Introduction:
+    """Let the members of a group tell one another where they are and how to reach them. Every member must call it.
+
+    Args:
+        store: Where they meet; its keys must be new.
         rank: Rank of this member.
         size: Number of members.
         seconds: Timeout.
-
-    Returns:
-        A link per other member, by rank.
+        extra: What else this member tells.
 
     Raises:
         TimeoutError: A member did not come in time.
-        OSError: A connection failed.
+        RuntimeError: Another process has the same rank.
+        OSError: This member cannot listen.
     """
-    deadline = time.monotonic() + seconds
-    with ExitStack() as made, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        own = Contact(f"{_NAME}-{secrets.token_hex(16)}", secrets.token_hex(_TOKEN))
-        listener.bind(f"\0{own.name}")
-        listener.listen(size + _WAITING)
-        _publish(store, rank, own)
-        connected = dict[int, socket.socket]()
-        for peer, contact in _contacts(store, range(rank), deadline).items():
-            connected[peer] = made.enter_context(_dial(peer, contact, rank, deadline))
-        acceptor = _Acceptor(listener, bytes.fromhex(own.token), range(rank + 1, size))
-        for peer, sock in acceptor.accept(deadline).items():
-            connected[peer] = made.enter_context(sock)
+    own, listener = Registration(own_identity().memory_domain, extra=extra), None
+    with ExitStack() as made:
+        if own.memory_domain and size > 1:
+            own = own._replace(name=f"{_NAME}-{secrets.token_hex(16)}", token=secrets.token_hex(_TOKEN))
+            listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0{own.name}")
+            listener.listen(size + _WAITING)
+        told = exchange(store, rank, size, json.dumps(own).encode(), seconds)
         made.pop_all()
-    return {peer: Link(sock, size) for peer, sock in connected.items()}
-
-
-# --- what the members exchange over the store ---
-
-
-def _publish(store: Store, rank: int, own: Contact) -> None:
-    store.set(f"local/{rank}", " ".join(own))
-
-
-def _contacts(store: Store, ranks: Iterable[int], deadline: float) -> dict[int, Contact]:
-    """Return the contacts of other members, once all of them have published theirs."""
-    keys = {rank: f"local/{rank}" for rank in ranks}
-    store.wait([*keys.values()], timedelta(seconds=_left(deadline)))
-    return {rank: Contact(*store.get(key).decode().split()) for rank, key in keys.items()}
+    return Introduction(rank, [Registration(*json.loads(member)) for member in told], listener)
 
 
 # --- connections ---
 
 
-def _dial(peer: int, contact: Contact, rank: int, deadline: float) -> socket.socket:
-    """Connect to a member of lower rank, and say who this is. Raises OSError."""
+def _dial(peer: int, contact: Registration, rank: int, deadline: float) -> socket.socket:
+    """Connect to a member of lower rank, and say which one this is. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # connect() waits while the queue is full, and AF_UNIX knows no other timeout than this.
-        seconds = _left(deadline)
+        seconds = left(deadline)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
         sock.connect(f"\0{contact.name}")
         if (user := _user_of(sock)) != os.geteuid():
@@ -152,7 +182,7 @@ class _Acceptor:
         self._poll.register(self._listener, select.POLLIN)
         try:
             while self._missing:
-                for fd, _ in self._poll.poll(math.ceil(1e3 * _left(deadline))):
+                for fd, _ in self._poll.poll(math.ceil(1e3 * left(deadline))):
                     if fd in self._silent:
                         self._hear(self._silent[fd])
                     else:
@@ -212,8 +242,7 @@ class _Acceptor:
 
     def _late(self) -> str:
         """Say which members have not connected."""
-        who = f"rank{'s' if len(self._missing) > 1 else ''} {', '.join(map(str, sorted(self._missing)))}"
-        return f"{who} did not connect in time"
+        return f"{ranks(sorted(self._missing))} did not connect in time"
 
     def _told(self) -> tuple[int, str]:
         return len(self._refused), ", ".join(f"{why} ({count})" for why, count in Counter(self._refused).most_common(5))
@@ -223,8 +252,3 @@ def _user_of(sock: socket.socket) -> int:
     """Return the uid of the process at the other end of a connection."""
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(user)
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds until a deadline, at least a millisecond."""
-    return max(0.001, deadline - time.monotonic())

@@ -18,7 +18,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.ledger import Entry, Ledger
 from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
-from raypar.actors.collective.shm.group import ShmGroup
+from tests.support.introduced import shm_group
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 REDUCED = {
@@ -48,7 +48,7 @@ def gloo_groups(axis, size, timeout=30.0, store=None, names=None):
 
 def shm_groups(axis, size, timeout=30.0):
     store = dist.HashStore()
-    return together(size, lambda rank: ShmGroup(f"shm/{axis}", axis, rank, size, timeout, store=store))
+    return together(size, lambda rank: shm_group(f"shm/{axis}", axis, rank, size, timeout, store=store))
 
 
 def make(backend, size, timeout=30.0, axis="x"):
@@ -524,7 +524,7 @@ def test_a_fault_closes_the_owners_other_groups_once(backend):
 
 def test_a_member_that_does_not_come_is_an_error_within_the_connect_timeout():
     start = time.monotonic()
-    with pytest.raises(GroupError, match="group alone: connect failed"):
+    with pytest.raises(GroupError, match=r"group alone: connect failed: rank 1 of 2 did not come within 0.5 s"):
         GlooGroup("alone", "x", 0, 2, 9.0, store=dist.HashStore(), device=device(), connect_timeout=0.5)
     assert time.monotonic() - start < 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.shm import rendezvous
+from raypar.actors.collective.shm.rendezvous import introduce
 from raypar.actors.process_identity import ProcessIdentity
 from tests.actors.collective.test_group import REDUCED
 from tests.gpu.ops import together
@@ -30,7 +32,12 @@ def device():
 def groups_on(nodes, timeout=30.0, name="h"):
     store, size = dist.HashStore(), sum(map(len, nodes))
     its = {"nodes": nodes, "store": store, "device": device(), "connect_timeout": 20.0}
-    return together(size, lambda rank: HierarchicalGroup(name, "dp", rank, size, timeout, **its))
+
+    def member(rank):
+        with closing(introduce(dist.PrefixStore("introduced", store), rank, size, 20.0)) as peers:
+            return HierarchicalGroup(name, "dp", rank, size, timeout, connect_node=peers.connect, **its)
+
+    return together(size, member)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -11,6 +12,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +22,9 @@ import torch.distributed as dist
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.rendezvous import connect, members_by_node
+from raypar.actors.collective.shm.rendezvous import Introduction, Registration, introduce
 from raypar.actors.process_identity import own_identity
+from tests.support.introduced import shm_group
 from tests.support.namespaces import OTHER_USER
 
 IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -42,11 +46,12 @@ class Watched:
 
     def __init__(self, published):
         self._store, self._published = dist.HashStore(), published
-        self.get, self.wait = self._store.get, self._store.wait
+        self.get, self.wait, self.check = self._store.get, self._store.wait, self._store.check
 
     def set(self, key, value):
-        if key.startswith("local/"):
-            self._published(int(key.removeprefix("local/")), *value.split())
+        if key.startswith("member/"):
+            own = Registration(*json.loads(value[8:]))
+            self._published(int(key.removeprefix("member/")), own.name, own.token)
         self._store.set(key, value)
 
 
@@ -64,6 +69,11 @@ def hello(rank, token):
     return struct.pack("<i32s", rank, bytes.fromhex(token))
 
 
+def beside(name):
+    """What rank 1 of 2 knows where rank 0 listens at a name."""
+    return Introduction(1, [Registration("here", name, "00" * 32), Registration("here")], socket.socket())
+
+
 def is_closed(sock):
     """Whether the other end has closed a connection without a word."""
     try:
@@ -75,7 +85,7 @@ def is_closed(sock):
 def joined(store, size=3):
     """Let members join, and exchange a message each, in far less than the deadline."""
     begin = time.monotonic()
-    groups = together(size, lambda rank: ShmGroup("g", "x", rank, size, 10.0, store=store, connect_timeout=DEADLINE))
+    groups = together(size, lambda rank: shm_group("g", "x", rank, size, 10.0, store=store, connect_timeout=DEADLINE))
     assert time.monotonic() - begin < SOON
     got = [torch.full((5,), float(rank)) for rank in range(size)]
     together(size, lambda rank: groups[rank].all_reduce(got[rank]).wait())
@@ -117,17 +127,18 @@ def test_a_client_that_is_no_member_gets_nothing_and_delays_nobody(what, caplog)
 
 def test_a_rank_is_given_once():
     """Who comes later with everything right gets nothing: the rank is taken, or the group is whole."""
-    first, token_of = threading.Event(), {}
+    token_of = {}
 
     def published(rank, name, token):
         token_of[rank] = name, token
-        first.set()
 
     store = Watched(published)
-    with ThreadPoolExecutor(1) as pool:
-        root = pool.submit(connect, store, 0, 3, DEADLINE)
-        assert first.wait(10)
-        name, token = token_of[0]
+    peers = together(3, lambda rank: introduce(store, rank, 3, DEADLINE))
+    name, token = token_of[0]
+    with ThreadPoolExecutor(1) as pool, ExitStack() as listening:
+        for one in peers:
+            listening.callback(one.close)
+        root = pool.submit(peers[0].connect, range(3), DEADLINE)
         taken, late = client(name, hello(2, token)), client(name, hello(2, token))
         assert is_closed(late)
         connect_as_one = client(name, hello(1, token))
@@ -165,11 +176,19 @@ def test_a_full_queue_of_strangers_is_worked_off():
 
 def test_a_member_whose_place_only_others_want_is_named_in_time(caplog):
     clients = []
-    store = Watched(lambda rank, name, token: clients.extend(client(name, hello(1, "11" * 32)) for _ in range(3)))
+
+    def published(rank, name, token):
+        clients.extend(client(name, hello(1, "11" * 32)) for _ in range(3 if rank == 0 else 0))
+
+    store = Watched(published)
+    peers = together(3, lambda rank: introduce(store, rank, 3, DEADLINE))
+    connect = partial(peers[0].connect, range(3))
     begin = time.monotonic()
     with pytest.raises(GroupError, match=r"connect failed: ranks 1, 2 did not connect in time"):
-        ShmGroup("g", "x", 0, 3, 5.0, store=store, connect_timeout=0.3)
+        ShmGroup("g", "x", 0, 3, 5.0, connect=connect, connect_timeout=0.3)
     assert 0.3 <= time.monotonic() - begin < SOON
+    for one in peers:
+        one.close()
     assert all(map(is_closed, clients))
     assert "3 connections to a group were no member's and were closed: a wrong token (3)" in caplog.text
     for one in clients:
@@ -178,30 +197,34 @@ def test_a_member_whose_place_only_others_want_is_named_in_time(caplog):
 
 def test_a_member_that_does_not_accept_is_named_in_time():
     """Its queue is full: it is stopped, or others fill it."""
-    store, clients = dist.HashStore(), []
+    clients = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"raypar-full-{os.getpid()}"
         listener.bind(f"\0{name}")
         listener.listen(1)
-        store.set("local/0", f"{name} {'00' * 32}")
         clients += [client(name), client(name)]
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="rank 0 did not accept the connection in time"):
-            connect(store, 1, 2, 0.3)
+            beside(name).connect(range(2), 0.3)
     assert 0.3 <= time.monotonic() - begin < SOON
     for one in clients:
         one.close()
 
 
 def test_members_elsewhere_are_told_apart():
+    def nodes(rank, *domains):
+        return Introduction(rank, [Registration(domain) for domain in domains], None).nodes
+
     store = dist.HashStore()
-    assert together(2, lambda rank: members_by_node(dist.PrefixStore("a", store), rank, 2)) == [[[0, 1]]] * 2
+    with_others = together(2, lambda rank: introduce(store, rank, 2, DEADLINE))
+    for one in with_others:
+        one.close()
+        assert one.nodes == [[0, 1]]
     own = own_identity()
-    for number, other in enumerate([own._replace(user_namespace=1), own._replace(network_namespace=1)]):
-        store.set(f"{number}/memory_domain/1", other.memory_domain)
-        assert members_by_node(dist.PrefixStore(str(number), store), 0, 2) == [[0], [1]]
-    store.set("c/memory_domain/1", "")
-    assert members_by_node(dist.PrefixStore("c", store), 0, 2) == [[0], [1]]
+    for other in (own._replace(user_namespace=1), own._replace(network_namespace=1)):
+        assert nodes(0, own.memory_domain, other.memory_domain) == [[0], [1]]
+    assert nodes(0, own.memory_domain, "") == nodes(0, "", "") == [[0], [1]]
+    assert nodes(1, "a", "b", "a", "b") == [[0, 2], [1, 3]]
 
 
 # --- another user ----------------------------------------------------------------------------------------------------
@@ -272,11 +295,10 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
 
 @IS_ROOT
 def test_a_listener_of_another_user_is_told_nothing():
-    name, store = f"raypar-listener-{os.getpid()}", dist.HashStore()
+    name = f"raypar-listener-{os.getpid()}"
     kept = {"stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", LISTENER, name, str(OTHER_USER)], **kept) as listener:
         assert listener.stdout.readline() == "ready\n"
-        store.set("local/0", f"{name} {'00' * 32}")
         with pytest.raises(ConnectionError, match=f"the socket of rank 0 is one of user {OTHER_USER}"):
-            connect(store, 1, 2, DEADLINE)
+            beside(name).connect(range(2), DEADLINE)
         assert listener.communicate(timeout=10)[0] == "0\n"

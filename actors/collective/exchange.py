@@ -1,0 +1,170 @@
+"""Tell every member of a group what each of them gives, over a store, with few questions in groups of any size.
+
+The members form a tree in which each has up to FAN_IN children: member 0 at the top, below it 1 to 32, below member 1
+those from 33 to 64, and so on. Every member registers once. A member with children waits for all of them together and
+passes on what it gathered; member 0 publishes one table, and all others wait for that one key. So a member asks two
+questions of the store, or up to four if it has children, in a group of any size. A question is a call of the store: to
+set a key, or to ask for some keys, at most FAN_IN, that all are there by then. Those to ask again, while a key is not
+there yet, come on top; the store decides how often (KVStore: ever less often).
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+FAN_IN: Final = 32  # children of a member
+_NAMED = 16  # missing ranks that a message names
+_NONCE = 8  # bytes that tell two registrations of one rank apart
+_TABLE, _WHOLE, _FAILED = "table", b"+", b"-"  # the key of the table, and how it and how a message in its place begin
+
+
+def exchange(store: Store, rank: int, size: int, own: bytes, seconds: float) -> list[bytes]:
+    """Return what each member gives, in rank order. Every member must call it.
+
+    Args:
+        store: Where the members meet; its keys must be new.
+        rank: Rank of this member.
+        size: Number of members.
+        own: What this member gives.
+        seconds: Timeout.
+
+    Raises:
+        TimeoutError: A member did not come in time, which the message names; or another member has given up.
+        RuntimeError: Another process has registered as the same rank.
+    """
+    deadline = time.monotonic() + seconds
+    own = secrets.token_bytes(_NONCE) + own
+    store.set(_member(rank), own)
+    try:
+        entries = {rank: own} | _gathered(store, rank, size, deadline)
+        if rank == 0:
+            store.set(_TABLE, _WHOLE + zlib.compress(_pack(entries), 1))
+        else:
+            if children(rank, size):
+                store.set(_subtree(rank), _pack(entries))
+            entries = _published(store, deadline)
+    except _GivenUpError as error:
+        raise TimeoutError(str(error)) from None
+    except (RuntimeError, TimeoutError) as error:
+        raise TimeoutError(_given_up(store, size, seconds)) from error
+    if entries[rank] != own:
+        raise RuntimeError(f"another process has joined as rank {rank} too")
+    return [entries[peer][_NONCE:] for peer in range(size)]
+
+
+def children(rank: int, size: int) -> range:
+    """Return the members whose registrations a member gathers."""
+    return range(min(size, FAN_IN * rank + 1), min(size, FAN_IN * (rank + 1) + 1))
+
+
+class _GivenUpError(Exception):
+    """Another member has given up, and has published why."""
+
+
+def _member(rank: int) -> str:
+    """Return the key of what a member gives."""
+    return f"member/{rank}"
+
+
+def _subtree(rank: int) -> str:
+    """Return the key of what a member with children gives together with all below it."""
+    return f"subtree/{rank}"
+
+
+def _gathered(store: Store, rank: int, size: int, deadline: float) -> dict[int, bytes]:
+    """Return what all members below one give, once they have registered."""
+    keys = {child: _subtree(child) if children(child, size) else _member(child) for child in children(rank, size)}
+    entries: dict[int, bytes] = {}
+    if keys:
+        store.wait([*keys.values()], timedelta(seconds=left(deadline)))
+    for child, key in keys.items():
+        data = store.get(key)
+        entries |= _unpack(data) if children(child, size) else {child: data}
+    return entries
+
+
+def _published(store: Store, deadline: float) -> dict[int, bytes]:
+    """Return the table, once it is there. Raises _GivenUpError if a member has given up."""
+    store.wait([_TABLE], timedelta(seconds=left(deadline)))
+    table = store.get(_TABLE)
+    if table.startswith(_FAILED):
+        raise _GivenUpError(table[1:].decode())
+    return _unpack(zlib.decompress(table[1:]))
+
+
+def _pack(entries: Mapping[int, bytes]) -> bytes:
+    return packed([struct.pack(f"<{len(entries)}i", *entries), *entries.values()])
+
+
+def _unpack(data: bytes) -> dict[int, bytes]:
+    """Return what members give, by rank."""
+    members, *given = unpacked(data)
+    return dict(zip(struct.unpack(f"<{len(given)}i", members), given, strict=True))
+
+
+def packed(parts: Sequence[bytes]) -> bytes:
+    """Return several parts as one: how many they are, the length of each (int32), and the parts."""
+    return b"".join([struct.pack(f"<{len(parts) + 1}i", len(parts), *map(len, parts)), *parts])
+
+
+def unpacked(data: bytes) -> list[bytes]:
+    """Return the parts of what ``packed`` returned."""
+    (count,) = struct.unpack_from("<i", data)
+    lengths = struct.unpack_from(f"<{count}i", data, 4)
+    ends = list(accumulate(lengths, initial=4 * (count + 1)))
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+# --- when it fails ---
+
+
+def _given_up(store: Store, size: int, seconds: float) -> str:
+    """Say who is missing, and tell it to those that still wait, now or later, who then need not look for it."""
+    if store.check([_TABLE]):
+        table = store.get(_TABLE)
+        return table[1:].decode() if table.startswith(_FAILED) else "the others went on without this member"
+    missing = _absent(store, range(size), _NAMED + 1)
+    if missing:
+        why = f"{ranks(missing)} of {size} did not come within {seconds:g} s"
+    else:
+        why = f"all {size} members came, but rank {_silent(store, size)} did not go on within {seconds:g} s"
+    store.set(_TABLE, _FAILED + why.encode())
+    return why
+
+
+def ranks(of: Sequence[int]) -> str:
+    """Return ranks in words; of many, the first."""
+    more = ", ..." if len(of) > _NAMED else ""
+    return f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of[:_NAMED]))}{more}"
+
+
+def _absent(store: Store, among: range, most: int) -> list[int]:
+    """Return the first members that have not registered, at most so many, by asking for ever smaller parts."""
+    if not among or most <= 0 or store.check([_member(rank) for rank in among]):
+        return []
+    if len(among) == 1:
+        return [among[0]]
+    half = len(among) // 2
+    found = _absent(store, among[:half], most)
+    return found + _absent(store, among[half:], most - len(found))
+
+
+def _silent(store: Store, size: int) -> int:
+    """Return the member that has all it needs and has not passed it on."""
+    inner = [rank for rank in range(1, size) if children(rank, size)]
+    waiting = [rank for rank in inner if not store.check([_subtree(rank)])]
+    return max(waiting, default=0)  # those below it are of higher ranks
+
+
+def left(deadline: float) -> float:
+    """Return the seconds until a deadline, at least a millisecond."""
+    return max(0.001, deadline - time.monotonic())
