@@ -1,11 +1,13 @@
 """Tell every member of a group what each of them gives, over a store, with few questions in groups of any size.
 
-The members form a tree in which each has up to FAN_IN children: member 0 at the top, below it 1 to 32, below member 1
-those from 33 to 64, and so on. Every member registers once. A member with children waits for all of them together and
-passes on what it gathered; member 0 publishes one table, and all others wait for that one key. So a member asks two
-questions of the store, or up to four if it has children, in a group of any size. A question is a call of the store: to
-set a key, or to ask for some keys, at most FAN_IN, that all are there by then. Those to ask again, while a key is not
-there yet, come on top; the store decides how often (KVStore: ever less often).
+Every member registers once, under a key of its own. In a small group each then asks for all other registrations at
+once. In a group of more than FAN_IN + 1 the members form a tree in which each has up to FAN_IN children: member 0 at
+the top, below it 1 to 32, below member 1 those from 33 to 64, and so on. A member with children waits for all of them
+at once and passes on what it gathered; member 0 publishes one table, and all others wait for that one key.
+
+So a member asks two questions of the store, or up to four if it has children, in a group of any size. A question is a
+call of the store: to set a key, or to ask for some keys, at most FAN_IN, that all are there by then. To ask again for
+what is not there yet comes on top: the store decides how often (KVStore: ever less often).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
@@ -43,21 +45,17 @@ def exchange(store: Store, rank: int, size: int, own: bytes, seconds: float) -> 
     """
     deadline = time.monotonic() + seconds
     own = secrets.token_bytes(_NONCE) + own
-    store.set(_member(rank), own)
+    _register(store, rank, own)
     try:
-        entries = {rank: own} | _gathered(store, rank, size, deadline)
-        if rank == 0:
-            store.set(_TABLE, _WHOLE + zlib.compress(_pack(entries), 1))
+        if size <= FAN_IN + 1:
+            keys = {peer: _member(peer) for peer in range(size) if peer != rank}
+            entries = {rank: own} | dict(zip(keys, _asked(store, [*keys.values()], deadline), strict=True))
         else:
-            if children(rank, size):
-                store.set(_subtree(rank), _pack(entries))
-            entries = _published(store, deadline)
+            entries = _from_tree(store, rank, size, own, deadline)
     except _GivenUpError as error:
         raise TimeoutError(str(error)) from None
     except (RuntimeError, TimeoutError) as error:
         raise TimeoutError(_given_up(store, size, seconds)) from error
-    if entries[rank] != own:
-        raise RuntimeError(f"another process has joined as rank {rank} too")
     return [entries[peer][_NONCE:] for peer in range(size)]
 
 
@@ -70,6 +68,18 @@ class _GivenUpError(Exception):
     """Another member has given up, and has published why."""
 
 
+def _register(store: Store, rank: int, own: bytes) -> None:
+    """Set what this member gives. Raises RuntimeError if a process has registered as this rank before."""
+    anything: Any = store  # torch types values as str, and takes bytes
+    if anything.compare_set(_member(rank), "", own) != own:
+        raise RuntimeError(f"another process has joined as rank {rank}")
+
+
+def _set(store: Store, key: str, data: bytes) -> None:
+    anything: Any = store  # as above
+    anything.set(key, data)
+
+
 def _member(rank: int) -> str:
     """Return the key of what a member gives."""
     return f"member/{rank}"
@@ -80,25 +90,29 @@ def _subtree(rank: int) -> str:
     return f"subtree/{rank}"
 
 
-def _gathered(store: Store, rank: int, size: int, deadline: float) -> dict[int, bytes]:
-    """Return what all members below one give, once they have registered."""
-    keys = {child: _subtree(child) if children(child, size) else _member(child) for child in children(rank, size)}
-    entries: dict[int, bytes] = {}
-    if keys:
-        store.wait([*keys.values()], timedelta(seconds=left(deadline)))
-    for child, key in keys.items():
-        data = store.get(key)
+def _from_tree(store: Store, rank: int, size: int, own: bytes, deadline: float) -> dict[int, bytes]:
+    """Return what each member gives, through the tree. Raises _GivenUpError if a member has given up."""
+    below = children(rank, size)
+    entries = {rank: own}
+    keys = [_subtree(child) if children(child, size) else _member(child) for child in below]
+    for child, data in zip(below, _asked(store, keys, deadline), strict=True):
         entries |= _unpack(data) if children(child, size) else {child: data}
-    return entries
-
-
-def _published(store: Store, deadline: float) -> dict[int, bytes]:
-    """Return the table, once it is there. Raises _GivenUpError if a member has given up."""
-    store.wait([_TABLE], timedelta(seconds=left(deadline)))
-    table = store.get(_TABLE)
+    if rank == 0:
+        _set(store, _TABLE, _WHOLE + zlib.compress(_pack(entries), 1))
+        return entries
+    if below:
+        _set(store, _subtree(rank), _pack(entries))
+    (table,) = _asked(store, [_TABLE], deadline)
     if table.startswith(_FAILED):
         raise _GivenUpError(table[1:].decode())
     return _unpack(zlib.decompress(table[1:]))
+
+
+def _asked(store: Store, keys: Sequence[str], deadline: float) -> list[bytes]:
+    """Return what is under some keys, once all are there."""
+    if keys:
+        store.wait([*keys], timedelta(seconds=left(deadline)))
+    return [store.get(key) for key in keys]
 
 
 def _pack(entries: Mapping[int, bytes]) -> bytes:
@@ -137,7 +151,7 @@ def _given_up(store: Store, size: int, seconds: float) -> str:
         why = f"{ranks(missing)} of {size} did not come within {seconds:g} s"
     else:
         why = f"all {size} members came, but rank {_silent(store, size)} did not go on within {seconds:g} s"
-    store.set(_TABLE, _FAILED + why.encode())
+    _set(store, _TABLE, _FAILED + why.encode())
     return why
 
 

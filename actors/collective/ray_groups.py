@@ -144,6 +144,14 @@ class KVStore(Store):
         data = value if isinstance(value, bytes) else str(value).encode()
         ray_private.put(self._name(key), data)
 
+    def compare_set(self, key: str, expected: str, desired: Any) -> bytes:
+        """Set a key that is not there yet (``expected`` must be ""), and return what is there then."""
+        if expected:
+            raise NotImplementedError("a key that is there stays as it is")
+        if ray_private.put(self._name(key), desired, overwrite=False):
+            return bytes(desired)
+        return self.get(key)
+
     def get(self, key: str) -> bytes:
         if key not in self._found:
             self.wait([key])

@@ -23,13 +23,15 @@ def is_registered(backend: str) -> bool:
     return bool(_global_registry.is_registered(backend))
 
 
-def put(key: bytes, data: bytes) -> None:
-    """Store bytes in the key-value store of Ray's head, in the place of those that are there.
+def put(key: bytes, data: bytes, *, overwrite: bool = True) -> bool:
+    """Store bytes in the key-value store of Ray's head, and return whether there were none under the key.
+
+    Those that are there are replaced, or kept without ``overwrite``.
 
     Ray's public ways are a named actor, which would be one more process, and the object store, which has no names.
     Retry at upgrades.
     """
-    internal_kv._internal_kv_put(key, data, overwrite=True, namespace=_NAMESPACE)
+    return not internal_kv._internal_kv_put(key, data, overwrite=overwrite, namespace=_NAMESPACE)
 
 
 def get_all(keys: list[bytes]) -> dict[bytes, bytes]:

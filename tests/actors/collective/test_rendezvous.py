@@ -46,13 +46,13 @@ class Watched:
 
     def __init__(self, published):
         self._store, self._published = dist.HashStore(), published
-        self.get, self.wait, self.check = self._store.get, self._store.wait, self._store.check
+        self.set, self.get = self._store.set, self._store.get
+        self.wait, self.check = self._store.wait, self._store.check
 
-    def set(self, key, value):
-        if key.startswith("member/"):
-            own = Registration(*json.loads(value[8:]))
-            self._published(int(key.removeprefix("member/")), own.name, own.token)
-        self._store.set(key, value)
+    def compare_set(self, key, expected, value):
+        own = Registration(*json.loads(value[8:]))
+        self._published(int(key.removeprefix("member/")), own.name, own.token)
+        return self._store.compare_set(key, expected, value)
 
 
 def client(name, said=b""):
