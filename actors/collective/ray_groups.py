@@ -35,9 +35,10 @@ from raypar.actors.collective.reductions import ReduceOp
 
 BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
 CPU = torch.device("cpu")
-# Seconds between two questions of who waits: at first, after a few, and then 1 / _PATIENCE of the time waited so far.
-# More than _MEMBERS that may wait together pause longer: 64 ask at most 3,200 times a second, and so do 1,024.
-_FIRST_PAUSE, _PAUSE, _PATIENCE, _MEMBERS = 0.0005, 0.02, 32, 64
+# Seconds between two questions of a member that waits: the first pause, the longest of those that grow by half, and what
+# the time waited so far is divided by for later ones. Of more than _MEMBERS each pauses longer, so that they ask together
+# as often as so many: 1,024 ask once a second each.
+_FIRST_PAUSE, _PAUSE, _PATIENCE, _MEMBERS = 0.0005, 0.02, 32, 20
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
     types.ReduceOp.PRODUCT: "product",
@@ -138,7 +139,7 @@ class KVStore(Store):
     def __init__(self, prefix: str, members: int = 1) -> None:
         super().__init__()
         self._prefix, self._found = prefix, dict[str, bytes]()
-        self._pause = _PAUSE * max(1.0, members / _MEMBERS)
+        self._times = max(1.0, members / _MEMBERS)
 
     def set(self, key: str, value: Any) -> None:
         data = value if isinstance(value, bytes) else str(value).encode()
@@ -161,13 +162,17 @@ class KVStore(Store):
         return not self._missing(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
-        begin, pause, keys = time.monotonic(), _FIRST_PAUSE, [key for key in keys if key not in self._found]
+        begin, pause, keys = (
+            time.monotonic(),
+            _FIRST_PAUSE * self._times,
+            [key for key in keys if key not in self._found],
+        )
         while keys := self._missing(keys):
             waited = time.monotonic() - begin
             if waited >= timeout.total_seconds():
                 raise TimeoutError(f"{keys[0]} did not come within {timeout.total_seconds():g} s")
             time.sleep(min(pause, timeout.total_seconds() - waited))
-            pause = min(pause * 1.5, max(self._pause, waited / _PATIENCE))
+            pause = min(pause * 1.5, max(_PAUSE * self._times, waited / _PATIENCE))
 
     def _missing(self, keys: list[str]) -> list[str]:
         """Return those of some keys that are not there, and keep what is, for ``get``. One question."""
