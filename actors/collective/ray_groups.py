@@ -35,9 +35,9 @@ from raypar.actors.collective.reductions import ReduceOp
 
 BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
 CPU = torch.device("cpu")
-# Seconds between two questions of a member that waits: the first pause, the longest of those that grow by half, and what
-# the time waited so far is divided by for later ones. Of more than _MEMBERS each pauses longer, so that they ask together
-# as often as so many: 1,024 ask once a second each.
+# Seconds between two questions of a member that waits: the first pause, the longest of those that grow by half, and
+# what the time waited so far is divided by for later ones. With more than _MEMBERS each pauses longer,
+# so that they ask no more often than so many: of 1,024 each asks once a second.
 _FIRST_PAUSE, _PAUSE, _PATIENCE, _MEMBERS = 0.0005, 0.02, 32, 20
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
@@ -162,11 +162,8 @@ class KVStore(Store):
         return not self._missing(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
-        begin, pause, keys = (
-            time.monotonic(),
-            _FIRST_PAUSE * self._times,
-            [key for key in keys if key not in self._found],
-        )
+        begin, pause = time.monotonic(), _FIRST_PAUSE * self._times
+        keys = [key for key in keys if key not in self._found]
         while keys := self._missing(keys):
             waited = time.monotonic() - begin
             if waited >= timeout.total_seconds():

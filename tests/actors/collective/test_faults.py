@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from raypar.actors.collective import connect
+from raypar.actors.collective import connect, ray_private
 from raypar.actors.collective import ray_groups as joining
 from raypar.actors.collective.connect import Capability
 from raypar.actors.collective.errors import GroupError
@@ -149,6 +149,16 @@ def stocked(rank):
 def test_rays_own_calls_work_on_our_backend(cluster, actors):
     got = cluster.get([actors[rank].stock.remote("stock") for rank in range(2)], timeout=60)
     assert got == [stocked(rank) for rank in range(2)]
+
+
+def test_a_group_leaves_no_keys_in_rays_store(cluster, actors):
+    from ray.experimental import internal_kv
+
+    cluster.get([actors[rank].stock.remote("kept") for rank in range(2)], timeout=60)
+    prefix = f"{cluster.get_runtime_context().get_job_id()}/kept/"
+    assert ray_private.put(f"{prefix}other".encode(), b"1"), "here is where they would be"
+    assert internal_kv._internal_kv_list(prefix.encode(), namespace=b"raypar") == [f"{prefix}other".encode()]
+    ray_private.delete(prefix.encode())
 
 
 def test_a_gpu_group_has_a_cpu_group_beside_it(cluster, actors):
