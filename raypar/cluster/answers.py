@@ -169,6 +169,6 @@ class Watch:
         if progress is None:
             return
         done = progress.step, progress.done
-        if progress.idle or self._done.get(rank) != done:
+        if progress.idle or rank not in self._done or done > self._done[rank]:  # one that goes back and forth is stuck
             self._done[rank], self._moved[rank] = done, now
         self._action[rank] = progress.action
