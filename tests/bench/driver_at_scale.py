@@ -124,7 +124,7 @@ def drive(mesh: Mesh, other: Mesh, pace: Pace, processes: int, steps: int) -> di
 
 def bare(cluster: StandInCluster, order: bytes) -> None:
     """Take a step without raypar."""
-    ray.get([handle.train.remote(order) for handle in cluster.handles])
+    ray.get([handle.train.remote(order) for handle in cluster.handles.values()])
 
 
 def drive_tasks(mesh: Mesh, pace: Pace, processes: int, steps: int, **settings: Any) -> Took:

@@ -57,12 +57,12 @@ class StandInCluster:
         actors: How many it has room for.
         pace: How long they take.
         processes: How many processes they share.
-        alone: The numbers of those that have a process each.
+        alone: The ranks of those that have a process each, as long as they live.
 
     Attributes:
         pace: How long they take.
         asked: How often Ray was asked to do something: create, kill, claim, remove, witness.
-        handles: The handles of all stand-ins that were created, by number.
+        handles: The handles of the stand-ins that a launch has created, by rank.
     """
 
     def __init__(self, actors: int, pace: Pace = Pace(), processes: int = 1, alone: tuple[int, ...] = ()) -> None:
@@ -74,7 +74,7 @@ class StandInCluster:
             for at in range(-(-actors // PER_NODE))
         ]
         self._numbers, self._further = count(), count()
-        self.asked, self.handles = Counter[str](), list[StandInHandle]()
+        self.asked, self.handles, self._groups = Counter[str](), dict[int, StandInHandle](), list[Group]()
 
     @contextmanager
     def serving(self) -> Iterator[Self]:
@@ -127,7 +127,8 @@ class StandInCluster:
         """Instead of Ray's ``placement_group``."""
         self.asked["claim"] += 1
         pins = options.get("bundle_label_selector") or [{}] * len(bundles)
-        return Group([next(iter(pin.values()), "") or self._next_node() for pin in pins], self.there())
+        self._groups.append(Group([next(iter(pin.values()), "") or self._next_node() for pin in pins], self.there()))
+        return self._groups[-1]
 
     def remove(self, group: Group) -> None:
         """Instead of Ray's ``remove_placement_group``."""
@@ -136,12 +137,17 @@ class StandInCluster:
     def create(self, where: Any) -> StandInHandle:
         """Create a stand-in; those of a node share a process, unless they have their own."""
         self.asked["create"] += 1
-        number, node = next(self._numbers), where.placement_group.nodes[where.placement_group_bundle_index]
-        if is_alone := number in self._alone:
-            self._own.append(self.process())
-        process = self._own[-1] if is_alone else self._shared[number // PER_NODE % len(self._shared)]
-        self.handles.append(StandInHandle(process, Key(number, node), is_alone=is_alone))
-        return self.handles[-1]
+        group, bundle = where.placement_group, where.placement_group_bundle_index
+        key, is_alone = Key(next(self._numbers), group.nodes[bundle]), False
+        if group is self._groups[0] and bundle not in self.handles:  # those of a launch, in the order of their ranks
+            is_alone = bundle in self._alone
+        process = self._shared[bundle // PER_NODE % len(self._shared)]
+        if is_alone:
+            process = self.process()
+            self._own.append(process)
+        handle = StandInHandle(process, key, is_alone=is_alone)
+        self.handles.setdefault(bundle if group is self._groups[0] else -1 - key.number, handle)
+        return handle
 
     def witness(self, node: str) -> StandInHandle:
         """Create what tells of the processes of a node."""
