@@ -11,6 +11,7 @@ calls. Figures of a step are medians, without the first one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -75,7 +76,8 @@ def batch(step: int, microbatch: int, dp: int) -> tuple[Any, Any]:
 
 def meshes(actors: int) -> dict[str, tuple[Mesh, Mesh]]:
     """Return by name the meshes of so many actors, a power of two from 8 on, and those of their relayouts."""
-    pp, tp = min(16, actors // 4), min(8, actors // 8)
+    pp = min(16, max(2, actors // 16))
+    tp = min(8, actors // pp // 2)
     dp = actors // (pp * tp)
     deep = Mesh(pp=pp, tp=tp, dp=dp), Mesh(pp=pp, tp=max(1, tp // 2), dp=dp * min(2, tp))
     return dict(zip(MESHES, ((Mesh(dp=actors), Mesh(tp=2, dp=actors // 2)), deep), strict=True))
@@ -94,6 +96,7 @@ def stand_ins(mesh: Mesh, pace: Pace, processes: int, alone: tuple[int, ...] = (
     """Within it launches get stand-ins, on as many nodes as they need and one more."""
     cluster = StandInCluster(mesh.actors + 8, pace, processes, alone)
     try:
+        cluster.last_return()  # its processes have started
         with cluster.serving():
             yield cluster
     finally:
@@ -150,6 +153,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5)
     asked = parse_words(parser, words, "--actors 16 --tasks 16 --processes 1 --seconds 0.2 --steps 1")
     pace = Pace(asked.seconds, asked.seconds / 100)
+    logging.getLogger("raypar").setLevel(logging.ERROR)
     quiet()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}; a step lasts {asked.seconds:g} s")
     with local_ray():

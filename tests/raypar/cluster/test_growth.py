@@ -17,7 +17,7 @@ import torch
 import raypar as rp
 from tests.support.counted_stand_ins import CountedCluster
 
-FEW, MANY = 64, 256
+FEW, MANY = 32, 128
 MESHES = {
     "dp": lambda n: (rp.Mesh(dp=n), rp.Mesh(dp=n // 2, tp=2)),
     "pp x tp x dp": lambda n: (rp.Mesh(pp=4, tp=4, dp=n // 16), rp.Mesh(pp=4, tp=2, dp=n // 8)),

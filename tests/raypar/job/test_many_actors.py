@@ -26,7 +26,8 @@ def batch(step, microbatch, dp):
 def run_of(actors, **settings):
     model = rp.GPT(layers=4, hidden=64, heads=8, seq=8, vocab=64)
     fields = {"microbatches": 1, "micro_batch_size": 1, "device": "cpu", "steps": 20, "timeout": TIMEOUT}
-    return rp.Run(model=model, mesh=rp.Mesh(pp=2, dp=actors // 2), **(fields | settings))
+    data = rp.Batches(batch, batch)
+    return rp.Run(model=model, data=data, mesh=rp.Mesh(pp=2, dp=actors // 2), **(fields | settings))
 
 
 @contextmanager
