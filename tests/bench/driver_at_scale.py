@@ -30,7 +30,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.config.run import world_of
 from tests.bench.arguments import parse_words, parser_of
 from tests.bench.local_ray import local_ray, quiet
-from tests.support.stand_in_cluster import StandInCluster
+from tests.support.stand_in_cluster import StandInCluster, start_crowd
 from tests.support.stand_ins import Pace
 
 VICTIM = 5  # the rank that dies
@@ -41,6 +41,13 @@ TASKS = {
     "dynamic tasks": {"executor": "tasks", "order": "dynamic"},
     "finish() by hand": {},
 }
+
+
+class Crowds(NamedTuple):
+    """Processes of stand-ins, and how long these take."""
+
+    pace: Pace
+    processes: list[Any]
 
 
 class Took(NamedTuple):
@@ -92,23 +99,34 @@ def run_of(mesh: Mesh, **settings: Any) -> rp.Run:
 
 
 @contextmanager
-def stand_ins(mesh: Mesh, pace: Pace, processes: int, alone: tuple[int, ...] = ()) -> Iterator[StandInCluster]:
-    """Within it launches get stand-ins, on as many nodes as they need and one more."""
-    cluster = StandInCluster(mesh.actors + 8, pace, processes, alone)
+def crowds_of(pace: Pace, count: int) -> Iterator[Crowds]:
+    """Within it there are so many processes of stand-ins."""
+    crowds = Crowds(pace, [start_crowd(pace) for _ in range(count)])
+    ray.get([process.last_return.remote() for process in crowds.processes])  # they have started
     try:
-        cluster.last_return()  # its processes have started
+        yield crowds
+    finally:
+        for process in crowds.processes:
+            ray.kill(process)
+
+
+@contextmanager
+def stand_ins(mesh: Mesh, crowds: Crowds, alone: tuple[int, ...] = ()) -> Iterator[StandInCluster]:
+    """Within it launches get stand-ins, on as many nodes as they need and one more."""
+    cluster = StandInCluster(mesh.actors + 8, crowds.processes, crowds.pace, alone)
+    try:
         with cluster.serving():
             yield cluster
     finally:
         cluster.close()
 
 
-def drive(mesh: Mesh, other: Mesh, pace: Pace, processes: int, steps: int) -> dict[str, Took]:
+def drive(mesh: Mesh, other: Mesh, crowds: Crowds, steps: int) -> dict[str, Took]:
     """Drive a job from its launch to its end, and return what each part took."""
     found, run = dict[str, Took](), run_of(mesh, max_failures=2)
     victim = world_of(run).label(VICTIM)
     dies = rp.chaos.kill(victim, at="end", step=steps + 2)
-    with stand_ins(mesh, pace, processes, (VICTIM,)) as cluster, tempfile.TemporaryDirectory() as folder:
+    with stand_ins(mesh, crowds, (VICTIM,)) as cluster, tempfile.TemporaryDirectory() as folder:
         jobs = list[rp.Job]()
         found["launch"] = timed(lambda: jobs.append(rp.launch(run, chaos=[dies])))
         (job,) = jobs
@@ -130,9 +148,9 @@ def bare(cluster: StandInCluster, order: bytes) -> None:
     ray.get([handle.train.remote(order) for handle in cluster.handles.values()])
 
 
-def drive_tasks(mesh: Mesh, pace: Pace, processes: int, steps: int, **settings: Any) -> Took:
+def drive_tasks(mesh: Mesh, crowds: Crowds, steps: int, **settings: Any) -> Took:
     """Return what a step costs whose actions are calls; by hand, if there is nothing else to set."""
-    with stand_ins(mesh, pace, processes) as cluster, rp.launch(run_of(mesh, **settings)) as job:
+    with stand_ins(mesh, crowds) as cluster, rp.launch(run_of(mesh, **settings)) as job:
         take = job.step if settings else lambda: job.stepper().finish()
         return median([timed(take, cluster.last_return) for _ in range(steps + 1)][1:])
 
@@ -156,18 +174,18 @@ def main(words: Sequence[str] | None = None) -> None:
     logging.getLogger("raypar").setLevel(logging.ERROR)
     quiet()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}; a step lasts {asked.seconds:g} s")
-    with local_ray():
+    with local_ray(), crowds_of(pace, asked.processes) as crowds:
         costs = dict[tuple[str, str], dict[int, float]]()
         for actors in asked.actors:
             for name, (mesh, other) in meshes(actors).items():
                 if name in asked.meshes:
-                    for what, took in drive(mesh, other, pace, asked.processes, asked.steps).items():
+                    for what, took in drive(mesh, other, crowds, asked.steps).items():
                         tell(actors, what, took, name)
                         costs.setdefault((name, what), {})[actors] = took.cpu
         for actors in asked.tasks:
             mesh = Mesh(pp=4, tp=min(8, actors // 8), dp=actors // 4 // min(8, actors // 8))
             for what, settings in TASKS.items():
-                took = drive_tasks(mesh, pace, asked.processes, asked.steps, microbatches=4, **settings)
+                took = drive_tasks(mesh, crowds, asked.steps, microbatches=4, **settings)
                 tell(actors, what, took, "pp x tp x dp")
         for (name, what), cpu in costs.items():
             for before, last in pairwise(sorted(cpu)):

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from tests.support.refs import Ref, answered
 from tests.support.stand_in_cluster import StandInCluster
-from tests.support.stand_ins import Key, StandIn, StandInHandle
+from tests.support.stand_ins import Key, Pace, StandIn, StandInHandle
 
 
 class Died(BaseException):
@@ -29,7 +29,8 @@ class CountedCluster(StandInCluster):
 
     def __init__(self, actors: int) -> None:
         self.calls, self.nbytes = Counter[str](), Counter[str]()
-        super().__init__(actors)
+        here = SimpleNamespace(call=_Call(self, {}), end=SimpleNamespace(remote=lambda key: None))
+        super().__init__(actors, [here], Pace())
 
     def replaced(self) -> dict[str, Any]:
         ray = SimpleNamespace(
@@ -47,17 +48,11 @@ class CountedCluster(StandInCluster):
             "job.starter.own_node": lambda: "here",
         }
 
-    def process(self) -> Any:
-        return SimpleNamespace(call=_Call(self, {}), end=SimpleNamespace(remote=lambda key: None))
-
     def there(self) -> Any:
         return answered(True)
 
     def end(self, handle: StandInHandle) -> None:
         self.asked["kill"] += 1
-
-    def close(self) -> None:
-        """Nothing is left of them."""
 
     def count(self, method: str, what: object) -> None:
         """Count the bytes of a call's arguments, or of its answer."""
@@ -81,7 +76,7 @@ class _Call:
         self._cluster.calls[method] += 1
         self._cluster.count(method, [arg for arg in args if not isinstance(arg, Ref)])
         if key not in self._there:
-            self._there[key] = StandIn(key, self._cluster.pace, die=_die)
+            self._there[key] = StandIn(key, Pace(), die=_die)
         one = self._there[key]
         if one is None:
             return answered(ActorDiedError())

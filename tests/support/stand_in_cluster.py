@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Self
@@ -17,6 +17,7 @@ from tests.support.stand_ins import Crowd, Key, Pace, StandInHandle
 PER_NODE = 8
 AT_ONCE = 1 << 16  # calls that a process may have under way
 QUESTIONS = 4096  # of those for progress
+_NUMBERS = count()  # of all stand-ins, so that a process knows those of one job from those of another
 
 
 class Group:
@@ -50,30 +51,36 @@ class RayWithStandIns:
         self._cluster.end(handle)
 
 
+def start_crowd(pace: Pace) -> Any:
+    """Start a process of stand-ins, which take so long; return its handle."""
+    decorate: Any = ray.remote
+    groups = {"ctl": QUESTIONS, "disk": 64}
+    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": AT_ONCE, "concurrency_groups": groups}
+    return decorate(**options)(Crowd).remote(pace)
+
+
 class StandInCluster:
     """A cluster of stand-ins.
 
     Args:
         actors: How many it has room for.
-        pace: How long they take.
-        processes: How many processes they share.
+        shared: The processes that they share; see ``start_crowd``.
+        pace: How long those take that have their own.
         alone: The ranks of those that have a process each, as long as they live.
 
     Attributes:
-        pace: How long they take.
         asked: How often Ray was asked to do something: create, kill, claim, remove, witness.
         handles: The handles of the stand-ins that a launch has created, by rank.
     """
 
-    def __init__(self, actors: int, pace: Pace = Pace(), processes: int = 1, alone: tuple[int, ...] = ()) -> None:
-        self.pace, self._alone = pace, alone
-        self._shared, self._own = [self.process() for _ in range(processes)], list[Any]()
+    def __init__(self, actors: int, shared: Sequence[Any], pace: Pace, alone: Collection[int] = ()) -> None:
+        self._shared, self._pace, self._alone, self._own = shared, pace, alone, list[Any]()
         room = {"CPU": float(PER_NODE)}
         self._nodes = [
             Node(f"node-{at}", f"host-{at}", f"10.0.{at >> 8}.{at & 255}", room, room)
             for at in range(-(-actors // PER_NODE))
         ]
-        self._numbers, self._further = count(), count()
+        self._further = count()
         self.asked, self.handles, self._groups = Counter[str](), dict[int, StandInHandle](), list[Group]()
 
     @contextmanager
@@ -85,8 +92,8 @@ class StandInCluster:
             yield self
 
     def close(self) -> None:
-        """End all processes."""
-        for process in (*self._shared, *self._own):
+        """End the processes that are not shared."""
+        for process in self._own:
             ray.kill(process)
 
     def replaced(self) -> dict[str, Any]:
@@ -107,13 +114,6 @@ class StandInCluster:
             "cluster.ray_cluster.remove_placement_group": removed,
             "cluster.ray_cluster._remote": lambda *_: ActorClass(self),
         }
-
-    def process(self) -> Any:
-        """Start a process of stand-ins."""
-        decorate: Any = ray.remote
-        groups = {"ctl": QUESTIONS, "disk": 64}
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": AT_ONCE, "concurrency_groups": groups}
-        return decorate(**options)(Crowd).remote(self.pace)
 
     def there(self) -> Any:
         """Return the object ref of something that is there."""
@@ -138,12 +138,12 @@ class StandInCluster:
         """Create a stand-in; those of a node share a process, unless they have their own."""
         self.asked["create"] += 1
         group, bundle = where.placement_group, where.placement_group_bundle_index
-        key, is_alone = Key(next(self._numbers), group.nodes[bundle]), False
+        key, is_alone = Key(next(_NUMBERS), group.nodes[bundle]), False
         if group is self._groups[0] and bundle not in self.handles:  # those of a launch, in the order of their ranks
             is_alone = bundle in self._alone
         process = self._shared[bundle // PER_NODE % len(self._shared)]
         if is_alone:
-            process = self.process()
+            process = start_crowd(self._pace)
             self._own.append(process)
         handle = StandInHandle(process, key, is_alone=is_alone)
         self.handles.setdefault(bundle if group is self._groups[0] else -1 - key.number, handle)

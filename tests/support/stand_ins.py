@@ -339,8 +339,6 @@ class Crowd:
     """
 
     def __init__(self, pace: Pace) -> None:
-        for thread in Path("/proc/self/task").iterdir():  # as if each had cores of its own, which the driver lacks not
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
         self._pace, self._there, self._returned = pace, dict[Key, StandIn](), 0.0
 
     async def call(self, key: Key, method: str, *args: Any) -> Any:

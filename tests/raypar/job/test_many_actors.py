@@ -10,12 +10,12 @@ import torch
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from tests.support.stand_in_cluster import StandInCluster
+from tests.support.stand_in_cluster import StandInCluster, start_crowd
 from tests.support.stand_ins import Pace
 
-VICTIM, TIMEOUT = 5, 1.0
+VICTIM, TIMEOUT, PACE = 5, 1.0, Pace(0.1)
 SIZES = [32, pytest.param(1024, marks=[pytest.mark.long, pytest.mark.timeout(180)])]
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.parametrize("actors", SIZES)]
+pytestmark = pytest.mark.parametrize("actors", SIZES)
 
 
 def batch(step, microbatch, dp):
@@ -30,10 +30,19 @@ def run_of(actors, **settings):
     return rp.Run(model=model, data=data, mesh=rp.Mesh(pp=2, dp=actors // 2), **(fields | settings))
 
 
+@pytest.fixture(scope="module")
+def crowd(cluster):
+    """A process of stand-ins."""
+    process = start_crowd(PACE)
+    yield process
+    cluster.kill(process)
+
+
 @contextmanager
-def job_of(run, fault):
+def job_of(run, crowd, fault):
     """A job over stand-ins, to one of which something happens in its second step."""
-    cluster = StandInCluster(run.mesh.actors + 8, Pace(0.1), processes=1, alone=(VICTIM,))
+    alone = [VICTIM] * (fault.kind == "kill")
+    cluster = StandInCluster(run.mesh.actors + 8, [crowd], PACE, alone)
     try:
         with cluster.serving(), rp.launch(run, chaos=[fault]) as job:
             job.step()
@@ -56,27 +65,27 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_one_at_fault_is_named_in_time(actors, fault):
+def test_the_one_at_fault_is_named_in_time(actors, crowd, fault):
     what, told, seconds = FAULTS[fault]
     run = run_of(actors)
-    with pytest.raises(rp.JobError) as raised, job_of(run, rp.chaos.InjectedFault(actor=name_of(run), at="end", step=2, **what)) as job:
+    with pytest.raises(rp.JobError) as raised, job_of(run, crowd, rp.chaos.InjectedFault(actor=name_of(run), at="end", step=2, **what)) as job:
         start = time.monotonic()
         job.step()
     assert str(raised.value).startswith(told.format(name=name_of(run)))
     assert time.monotonic() - start < seconds
 
 
-def test_one_that_is_late_within_the_deadline_is_no_fault(actors):
+def test_one_that_is_late_within_the_deadline_is_no_fault(actors, crowd):
     run = run_of(actors)
-    with job_of(run, rp.chaos.delay(name_of(run), at="end", step=2, seconds=2 * TIMEOUT)) as job:
+    with job_of(run, crowd, rp.chaos.delay(name_of(run), at="end", step=2, seconds=2 * TIMEOUT)) as job:
         assert job.step().step == 1
         assert job.step().step == 2
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_the_run_goes_on_with_another_one(actors, kind):
+def test_the_run_goes_on_with_another_one(actors, crowd, kind):
     run = run_of(actors, max_failures=1)
-    with job_of(run, rp.chaos.InjectedFault(kind, name_of(run), "end", 2)) as job:
+    with job_of(run, crowd, rp.chaos.InjectedFault(kind, name_of(run), "end", 2)) as job:
         assert job.step().step == 1
         (failure,) = job.failures
         assert failure.replaced == (name_of(run),) and (failure.back_to, failure.source) == (1, "memory")
