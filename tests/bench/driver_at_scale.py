@@ -1,9 +1,9 @@
-"""What a job costs its driver, with up to thousands of actors: launch, steps, evaluation, save, recovery, relayout, end.
+"""What thousands of actors cost the driver: launch, steps, evaluation, save, recovery, relayout and end of a job.
 
     python -m tests.bench.driver_at_scale [--actors 64 256 1024 4096]
 
 The actors are stand-ins without torch (tests/support/stand_ins.py), of which a few processes have thousands; the driver
-does not know the difference. Each line has the seconds that something took, and the CPU seconds of the driver's process.
+does not know the difference. Each line has the seconds that something took, and the CPU seconds of this process.
 A step is timed from when the last stand-in has returned, by its own clock, and beside it a bare ``ray.get`` of the same
 calls. Figures of a step are medians, without the first one.
 """
@@ -189,7 +189,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 tell(actors, what, took, "pp x tp x dp")
         for (name, what), cpu in costs.items():
             for before, last in pairwise(sorted(cpu)):
-                print(f"{name:12} {what:18} {cpu[last] / cpu[before]:5.2f} times the CPU with {last / before:g} times the actors")
+                ratio, more = cpu[last] / cpu[before], last / before
+                print(f"{name:12} {what:18} {ratio:5.2f} times the CPU with {more:g} times the actors")
 
 
 if __name__ == "__main__":

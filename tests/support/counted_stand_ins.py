@@ -43,7 +43,7 @@ class CountedCluster(StandInCluster):
             "cluster.ray_cluster._connect": lambda: False,
             "cluster.ray_cluster.driver_id": lambda: "here",
             "cluster.actors.driver_id": lambda: "here",
-            "cluster.notices.draining_nodes": lambda: {},
+            "cluster.notices.draining_nodes": dict,
             "cluster.post_mortem._number_here": lambda told: None,
             "job.starter.own_node": lambda: "here",
         }

@@ -3,8 +3,8 @@
 They answer all that a driver asks workers for, after delays of their own, with answers that agree with each other: the
 parts of tensors that they have follow from their plans, and so do the shards that they write. Faults that a run is
 launched with happen to them too: a ``kill`` ends the process of the stand-in, which must be its own; one that is to
-``stop`` answers nothing more, a ``delay`` makes it late, and one that is to ``corrupt`` what it has is stuck in a step, and
-always tells of another one.
+``stop`` answers nothing more, a ``delay`` makes it late, and one that is to ``corrupt`` what it has is stuck in a step,
+and always tells of another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +77,10 @@ def parts_of(world: Any, rank: int) -> dict[str, Shard]:
     return found
 
 
+def _end_process() -> None:
+    os._exit(1)
+
+
 @dataclass
 class StandIn:
     """What one actor knows. Its methods are those of ``Hosted``, whose docstrings say what they are for.
@@ -99,7 +102,7 @@ class StandIn:
     steps: frozenset[int] = frozenset()
     held: dict[Share, frozenset[int]] = field(default_factory=dict)
     handed: Holding | None = None
-    die: Callable[[], object] = partial(os._exit, 1)
+    die: Callable[[], object] = _end_process
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.key.number)
@@ -318,7 +321,18 @@ class StandIn:
         is_last = at["pp"] == mesh.pp - 1 and at["tp"] == 0
         count = run.microbatches if is_last else 0
         return StepResult(
-            *((2.0,) * count, (256,) * count, 1.0, 1e-3, 0.5, began, time.perf_counter(), None, run.microbatches, 1 << 30),
+            *(
+                (2.0,) * count,
+                (256,) * count,
+                1.0,
+                1e-3,
+                0.5,
+                began,
+                time.perf_counter(),
+                None,
+                run.microbatches,
+                1 << 30,
+            ),
             samples=count * run.micro_batch_size,
         )
 

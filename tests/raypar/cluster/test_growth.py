@@ -27,7 +27,6 @@ SLACK = 1.15  # what does not grow evenly, such as the number of the nodes in a 
 
 def batch(step, microbatch, dp):
 
-
     ids = torch.full((1, 8), dp % 64)
     return ids, ids
 

@@ -1,4 +1,4 @@
-"""Faults among many actors, which are stand-ins: the one at fault is named within the same deadlines, and nothing hangs."""
+"""Faults among many actors, which are stand-ins: who is at fault is named as soon as among few, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ FAULTS = {
 def test_the_one_at_fault_is_named_in_time(actors, crowd, fault):
     what, told, seconds = FAULTS[fault]
     run = run_of(actors)
-    with pytest.raises(rp.JobError) as raised, job_of(run, crowd, rp.chaos.InjectedFault(actor=name_of(run), at="end", step=2, **what)) as job:
+    with (
+        pytest.raises(rp.JobError) as raised,
+        job_of(run, crowd, rp.chaos.InjectedFault(actor=name_of(run), at="end", step=2, **what)) as job,
+    ):
         start = time.monotonic()
         job.step()
     assert str(raised.value).startswith(told.format(name=name_of(run)))
