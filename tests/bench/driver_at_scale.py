@@ -121,26 +121,25 @@ def stand_ins(mesh: Mesh, crowds: Crowds, alone: tuple[int, ...] = ()) -> Iterat
         cluster.close()
 
 
-def drive(mesh: Mesh, other: Mesh, crowds: Crowds, steps: int) -> dict[str, Took]:
-    """Drive a job from its launch to its end, and return what each part took."""
-    found, run = dict[str, Took](), run_of(mesh, max_failures=2)
+def drive(mesh: Mesh, other: Mesh, crowds: Crowds, steps: int) -> Iterator[tuple[str, Took]]:
+    """Drive a job from its launch to its end, and yield what each part took."""
+    run = run_of(mesh, max_failures=2)
     victim = world_of(run).label(VICTIM)
     dies = rp.chaos.kill(victim, at="end", step=steps + 2)
     with stand_ins(mesh, crowds, (VICTIM,)) as cluster, tempfile.TemporaryDirectory() as folder:
         jobs = list[rp.Job]()
-        found["launch"] = timed(lambda: jobs.append(rp.launch(run, chaos=[dies])))
+        yield "launch", timed(lambda: jobs.append(rp.launch(run, chaos=[dies])))
         (job,) = jobs
         taken = [timed(job.step, cluster.last_return) for _ in range(steps + 1)]
-        found["step"] = median(taken[1:])
+        yield "step", median(taken[1:])
         order = json.dumps([job.next_step - 1, 0, 0, 0]).encode()
-        found["bare ray.get"] = median([timed(lambda: bare(cluster, order), cluster.last_return) for _ in range(3)])
-        found["evaluation"] = timed(lambda: job.evaluate(1))
-        found["save"] = timed(lambda: job.save(Path(folder)))
-        found["recovery, 2 steps"] = timed(job.step)
+        yield "bare ray.get", median([timed(lambda: bare(cluster, order), cluster.last_return) for _ in range(3)])
+        yield "evaluation", timed(lambda: job.evaluate(1))
+        yield "save", timed(lambda: job.save(Path(folder)))
+        yield "recovery, 2 steps", timed(job.step)
         assert len(job.failures) == 1 and job.failures[0].source == "memory", job.failures
-        found["relayout"] = timed(lambda: job.relayout(mesh=other))
-        found["end"] = timed(job.close)
-    return found
+        yield "relayout", timed(lambda: job.relayout(mesh=other))
+        yield "end", timed(job.close)
 
 
 def bare(cluster: StandInCluster, order: bytes) -> None:
@@ -179,7 +178,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for actors in asked.actors:
             for name, (mesh, other) in meshes(actors).items():
                 if name in asked.meshes:
-                    for what, took in drive(mesh, other, crowds, asked.steps).items():
+                    for what, took in drive(mesh, other, crowds, asked.steps):
                         tell(actors, what, took, name)
                         costs.setdefault((name, what), {})[actors] = took.cpu
         for actors in asked.tasks:
