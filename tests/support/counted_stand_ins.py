@@ -11,8 +11,8 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError
 
 from tests.support.refs import Ref, answered
-from tests.support.stand_in_cluster import StandInCluster
-from tests.support.stand_ins import Key, Pace, StandIn, StandInHandle
+from tests.support.stand_in_cluster import StandInCluster, StandInHandle
+from tests.support.stand_ins import Key, Pace, StandIn
 
 
 class Died(BaseException):

@@ -382,33 +382,3 @@ class Crowd:
 async def _answer(one: StandIn, method: str, args: tuple[Any, ...]) -> Any:
     found = getattr(one, method)(*args)
     return await found if isawaitable(found) else found
-
-
-class StandInHandle:
-    """As Ray's handle of an actor: ``handle.method.options(...).remote(...)``.
-
-    Args:
-        process: Ray's handle of its ``Crowd``.
-        key: Which one of them.
-        is_alone: Whether the process has no other ones, and so ends with it.
-    """
-
-    def __init__(self, process: Any, key: Key, *, is_alone: bool = False) -> None:
-        self.process, self.key, self.is_alone = process, key, is_alone
-
-    def __getattr__(self, method: str) -> StandInMethod:
-        return StandInMethod(self.process, self.key, method)
-
-
-class StandInMethod:
-    """As Ray's method of an actor."""
-
-    def __init__(self, process: Any, key: Key, method: str, options: dict[str, Any] | None = None) -> None:
-        self._process, self._key, self._method, self._options = process, key, method, options
-
-    def options(self, **options: Any) -> StandInMethod:
-        return StandInMethod(self._process, self._key, self._method, options)
-
-    def remote(self, *args: object) -> Any:
-        call = self._process.call
-        return (call.options(**self._options) if self._options else call).remote(self._key, self._method, *args)
