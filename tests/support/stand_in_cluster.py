@@ -104,7 +104,9 @@ class StandInCluster:
     """
 
     def __init__(self, actors: int, shared: Sequence[Any], pace: Pace, alone: Collection[int] = ()) -> None:
-        self._shared, self._pace, self._alone, self._own = shared, pace, alone, list[Any]()
+        self._shared, self._own = shared, {rank: start_crowd(pace) for rank in alone}
+        for process in self._own.values():
+            ray.get(process.last_return.remote())  # it has started
         room = {"CPU": float(PER_NODE)}
         self._nodes = [
             Node(f"node-{at}", f"host-{at}", f"10.0.{at >> 8}.{at & 255}", room, room)
@@ -123,7 +125,7 @@ class StandInCluster:
 
     def close(self) -> None:
         """End the processes that are not shared."""
-        for process in self._own:
+        for process in self._own.values():
             ray.kill(process)
 
     def replaced(self) -> dict[str, Any]:
@@ -170,11 +172,8 @@ class StandInCluster:
         group, bundle = where.placement_group, where.placement_group_bundle_index
         key, is_alone = Key(next(_NUMBERS), group.nodes[bundle]), False
         if group is self._groups[0] and bundle not in self.handles:  # those of a launch, in the order of their ranks
-            is_alone = bundle in self._alone
-        process = self._shared[bundle // PER_NODE % len(self._shared)]
-        if is_alone:
-            process = start_crowd(self._pace)
-            self._own.append(process)
+            is_alone = bundle in self._own
+        process = self._own[bundle] if is_alone else self._shared[bundle // PER_NODE % len(self._shared)]
         handle = StandInHandle(process, key, is_alone=is_alone)
         self.handles.setdefault(bundle if group is self._groups[0] else -1 - key.number, handle)
         return handle
