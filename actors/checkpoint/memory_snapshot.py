@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
 from raypar.actors.checkpoint.shards import AtHand, stored_in
+from raypar.actors.checkpoint.snapshot_address import Address, Share
 from raypar.actors.memory_files import reserve
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.process_identity import ProcessIdentity, open_files
@@ -32,35 +32,6 @@ _UNFINISHED = "-" * 15  # in the place of the step while a snapshot is written
 _ALIGNMENT = 64  # bytes
 
 _Layout = tuple[tuple[str, torch.dtype, Shape], ...]
-
-
-class Share(NamedTuple):
-    """Whose snapshot it is.
-
-    Attributes:
-        layout: Number of the layout of the run: it has another one after it went on with other ranks.
-        rank: The rank in it.
-    """
-
-    layout: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where other processes find memory files with snapshots of a rank.
-
-    Attributes:
-        share: The rank, in its layout.
-        process: A process that has the files open.
-        files: Their descriptors in it.
-        is_written: Whether that process writes to them: the rank's actor itself, or one that gets copies of its own.
-    """
-
-    share: Share
-    process: ProcessIdentity
-    files: tuple[int, ...]
-    is_written: bool = False
 
 
 class Slots:

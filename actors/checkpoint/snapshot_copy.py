@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import cycle
-from typing import NamedTuple
 
-from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.checkpoint.snapshot_address import Recipient, Share
 from raypar.actors.memory_files import reserve
 
 SILENCE = 10.0  # seconds in which a copy gets further, or else its connection is given up
@@ -29,20 +28,6 @@ _NOT_WHOLE = bytes(_LENGTH.size)
 _PIECE = 1 << 22  # bytes that are sent at a time
 _HELLO = 2.0  # seconds in which who connects says who he is
 _ENDING = 2.5  # seconds in which a thread ends whose connection is closed
-
-
-class Recipient(NamedTuple):
-    """Where an actor sends its copies.
-
-    Attributes:
-        host: The address of the buddy's node.
-        port: The buddy's port there.
-        token: A secret that proves that the sender is this actor.
-    """
-
-    host: str
-    port: int
-    token: str
 
 
 class CopyReceiver:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from raypar.actors.checkpoint.memory_snapshot import Share, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import SnapshotFiles
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.snapshot_address import Share
 from raypar.actors.files import told, write_whole
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.memory_snapshot import Address, Share
 from raypar.actors.checkpoint.snapshot import Written
-from raypar.actors.checkpoint.snapshot_copy import Recipient
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger

@@ -6,7 +6,8 @@ from collections import deque
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.memory_snapshot import Slots
-from raypar.actors.checkpoint.snapshot_copy import CopySender, Recipient
+from raypar.actors.checkpoint.snapshot_address import Recipient
+from raypar.actors.checkpoint.snapshot_copy import CopySender
 
 
 class _Begun(NamedTuple):

@@ -81,14 +81,14 @@ class Answers:
             pass
         return found
 
-    def take_until(self, end: float) -> dict[int, Answer]:
-        """Wait for all answers until a time of time.monotonic; return by rank those that have arrived."""
+    def take_within(self, seconds: float) -> dict[int, Answer]:
+        """Wait for all answers until none has come for so many seconds; return by rank those that have.
+
+        Not for so many seconds in all: of thousands of answers, this process takes seconds to take them alone.
+        """
         found: dict[int, Answer] = {}
-        while self._pending:
-            left = end - time.monotonic()
-            found |= {answer.rank: answer for answer in self.take(left)}
-            if left <= 0:
-                break
+        while more := self.take(seconds):
+            found |= {answer.rank: answer for answer in more}
         return found
 
     def _taken(self, ref: Any, future: Any) -> Answer:
@@ -169,6 +169,6 @@ class Watch:
         if progress is None:
             return
         done = progress.step, progress.done
-        if progress.idle or self._done.get(rank) != done:
+        if progress.idle or rank not in self._done or done > self._done[rank]:  # one that goes back and forth is stuck
             self._done[rank], self._moved[rank] = done, now
         self._action[rank] = progress.action

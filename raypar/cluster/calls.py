@@ -160,18 +160,18 @@ class Calls:
             ranks: The actors' ranks.
             method: The name of the method.
             *args: Its arguments.
-            seconds: How long to wait.
+            seconds: How long to wait, from the call or from the answer of another one.
             group: The concurrency group in which the actors run it; "" for the one of their steps.
 
         Returns:
             The answers by rank, of those who answered.
         """
-        end, called = time.monotonic() + seconds, {rank: getattr(self._handles[rank], method) for rank in ranks}
+        called = {rank: getattr(self._handles[rank], method) for rank in ranks}
         answers = Answers(
             ((call.options(concurrency_group=group) if group else call).remote(*args), rank)
             for rank, call in called.items()
         )
-        return {rank: answer.value for rank, answer in answers.take_until(end).items() if answer.error is None}
+        return {rank: answer.value for rank, answer in answers.take_within(seconds).items() if answer.error is None}
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose results do not matter, errors included, up to the timeout."""
@@ -260,9 +260,9 @@ class Calls:
         causes = [_cause(error) for error in errors.values()]
         if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             return {}
-        end, ranks = time.monotonic() + _GRACE, range(len(self._handles))
+        ranks = range(len(self._handles))
         asked = Answers((self._question(rank), rank) for rank in ranks if rank not in errors and rank not in late)
-        found = asked.take_until(end)
+        found = asked.take_within(_GRACE)
         return {rank: answer.error for rank, answer in found.items() if answer.error and _is_death(answer.error)}
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:

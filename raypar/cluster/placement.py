@@ -9,6 +9,7 @@ whole replicas stay in one, for their sum over ``dp`` overlaps the backward (Pan
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -68,10 +69,6 @@ class Placement:
         """Return whether fewer actors have room, or more tensor groups are split."""
         return self.missing > 0 or len(self.split) > len(other.split)
 
-    def ranks_on(self, node: Node) -> list[int]:
-        """Return the ranks on a node."""
-        return [rank for rank, its in enumerate(self.nodes) if its is node]
-
 
 def wants(share: Share) -> dict[str, float]:
     """Return what an actor takes of its node."""
@@ -111,6 +108,43 @@ def place(world: World, nodes: Sequence[Node], share: Share, *, free: bool = Tru
     return Placement(placed, tuple(split))
 
 
+class _Rooms:
+    """Nodes by how many actors they still have room for. What is asked takes the logarithm of their number.
+
+    Args:
+        nodes: The nodes.
+        left: The number of actors that each has room for, by its id.
+    """
+
+    def __init__(self, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
+        self._nodes, self._left = nodes, {node.id: left[node.id] for node in nodes}
+        self._number = {node.id: number for number, node in enumerate(nodes)}
+        self._sorted = sorted((left[node.id], number) for number, node in enumerate(nodes))
+        self.total = sum(self._left.values())
+
+    def has(self, node: Node | None, count: int) -> TypeGuard[Node]:
+        """Return whether a node is one of them, and has room for so many."""
+        return node is not None and self._left.get(node.id, -1) >= count
+
+    def fitting(self, count: int) -> Node | None:
+        """Return the node with the least room that is enough for so many, of several the first."""
+        at = bisect_left(self._sorted, (count, -1))
+        return self._nodes[self._sorted[at][1]] if at < len(self._sorted) else None
+
+    def largest(self) -> Node:
+        """Return the node with the most room, of several the first."""
+        return self._nodes[self._sorted[bisect_left(self._sorted, (self._sorted[-1][0], -1))][1]]
+
+    def take(self, node: Node, count: int) -> None:
+        """Note that so many actors go on a node, if it is one of these."""
+        if node.id in self._left:
+            number = self._number[node.id]
+            del self._sorted[bisect_left(self._sorted, (self._left[node.id], number))]
+            self._left[node.id] -= count
+            self.total -= count
+            insort(self._sorted, (self._left[node.id], number))
+
+
 class _Filling:
     """Nodes that are being filled.
 
@@ -120,44 +154,45 @@ class _Filling:
         left: The number of actors that each node still has room for, by its id.
     """
 
-    def __init__(self, world: World, nodes: Sequence[Node], left: dict[str, int]) -> None:
-        self._world, self._nodes, self._left = world, nodes, left
+    def __init__(self, world: World, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
+        self._world, self._everywhere = world, _Rooms(nodes, left)
+        in_rack = dict[str, list[Node]]()
+        for node in nodes:
+            in_rack.setdefault(node.rack, []).append(node)
+        self._racks = {rack: _Rooms(its, left) for rack, its in in_rack.items()}
         self._last: Node | None = None
         self.of: dict[int, Node] = {}
 
     def settle_workers(self) -> None:
         """Place the workers of the mesh."""
         everyone = tuple(range(self._world.mesh.size))
-        racks = dict.fromkeys(node.rack for node in self._nodes)
-        if len(racks) < 2 or self._fitting(len(everyone), self._nodes):
+        if len(self._racks) < 2 or self._everywhere.fitting(len(everyone)):
             self.settle(everyone, _LADDER)
             return
         for replica in self._parts(everyone, "dp"):
-            rooms = {rack: sum(self._left[node.id] for node in self._nodes if node.rack == rack) for rack in racks}
-            enough = [rack for rack, slots in rooms.items() if slots >= len(replica)]
-            rack = min(enough, key=rooms.__getitem__, default=None)
-            self.settle(replica, _RACK_LADDER[1:], [n for n in self._nodes if rack is None or n.rack == rack])
+            enough = [rooms for rooms in self._racks.values() if rooms.total >= len(replica)]
+            self.settle(replica, _RACK_LADDER[1:], min(enough, key=lambda rooms: rooms.total, default=None))
 
-    def settle(self, ranks: tuple[int, ...], ladder: Sequence[Axis], among: Sequence[Node] | None = None) -> None:
+    def settle(self, ranks: tuple[int, ...], ladder: Sequence[Axis], among: _Rooms | None = None) -> None:
         """Place a block of ranks on one node, or else its parts along the first axis of the ladder that divides it."""
-        among = self._nodes if among is None else among
-        if node := self._fitting(len(ranks), among):
+        among = self._everywhere if among is None else among
+        if node := among.fitting(len(ranks)):
             self._put(ranks, node)
             return
         if not ladder or len(ranks) == 1:
             return
-        parts = self._parts(ranks, ladder[0])
+        parts, rest = self._parts(ranks, ladder[0]), len(ranks)
         for index, part in enumerate(parts):
-            rest = tuple(rank for later in parts[index:] for rank in later)
-            if self._last in among and self._has_room(self._last, len(part)):
+            if among.has(self._last, len(part)):
                 self._put(part, self._last)
-            elif node := self._fitting(len(rest), among):
-                self._put(rest, node)
+            elif node := among.fitting(rest):
+                self._put(tuple(rank for later in parts[index:] for rank in later), node)
                 return
-            elif self._has_room(node := max(among, key=self._room_on), len(part)):
+            elif among.has(node := among.largest(), len(part)):
                 self._put(part, node)
             else:
                 self.settle(part, ladder[1:], among)
+            rest -= len(part)
 
     def _parts(self, ranks: tuple[int, ...], axis: Axis) -> list[tuple[int, ...]]:
         parts: dict[int, list[int]] = {}
@@ -165,19 +200,9 @@ class _Filling:
             parts.setdefault(self._world.mesh.coordinate(rank)[axis], []).append(rank)
         return [tuple(part) for part in parts.values()]
 
-    def _fitting(self, count: int, among: Sequence[Node]) -> Node | None:
-        """Return the node with the least room that is enough."""
-        enough = [node for node in among if self._left[node.id] >= count]
-        return min(enough, key=self._room_on, default=None)
-
-    def _room_on(self, node: Node) -> int:
-        return self._left[node.id]
-
-    def _has_room(self, node: Node | None, count: int) -> TypeGuard[Node]:
-        return node is not None and self._left[node.id] >= count
-
     def _put(self, ranks: tuple[int, ...], node: Node) -> None:
-        self._left[node.id] -= len(ranks)
+        self._everywhere.take(node, len(ranks))
+        self._racks[node.rack].take(node, len(ranks))
         self._last = node
         self.of.update(dict.fromkeys(ranks, node))
 
@@ -201,8 +226,12 @@ def bundles_of(world: World, share: Share, *, whole: bool) -> tuple[list[dict[st
 
 def told(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each node that has actors: its name and theirs."""
+    ranks_on = dict[str, list[int]]()
+    for rank, its in enumerate(placement.nodes):
+        if its is not None:
+            ranks_on.setdefault(its.id, []).append(rank)
     for node in nodes:
-        if ranks := placement.ranks_on(node):
+        if ranks := ranks_on.get(node.id):
             yield f"{node}: {', '.join(world.label(rank) for rank in ranks)}"
 
 

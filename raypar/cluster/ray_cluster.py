@@ -269,7 +269,8 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     if now.split:
         log.warning("%s", split_told(world, now, share))
     pins = [node for node in now.nodes if node is not None]
-    used = [node for node in nodes if node in pins]
+    pinned = {node.id for node in pins}
+    used = [node for node in nodes if node.id in pinned]
     if len(used) > 1:
         log.info("actors on %d nodes: %s", len(used), "; ".join(told(world, now, used)))
     return _Claim([wants(share)] * world.size, range(world.size), pins, used)

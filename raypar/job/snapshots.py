@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
-from raypar.actors.checkpoint.snapshot_copy import SILENCE, Recipient
+from raypar.actors.checkpoint.memory_snapshot import Held
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
+from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls

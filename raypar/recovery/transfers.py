@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.checkpoint.snapshot_address import Share
 
 
 class Transfer(NamedTuple):

@@ -20,6 +20,7 @@ from tests.bench.asynchronous import PAIRS
 from tests.bench.bubble_prediction import HEADER
 from tests.bench.chunks import FORMS
 from tests.bench.copy_cost import RUNS as COPIED
+from tests.bench.driver_at_scale import MESHES, PARTS, TASKS
 from tests.bench.group_speed import NBYTES, OPS, measure_groups
 from tests.bench.overhead import measure_overhead
 from tests.bench.save_stall import Saved, Took, report
@@ -74,12 +75,9 @@ TABLES = {
         *(f"{form} {{}} MiB {{}} s" for form in FORMS),
     ],
     "driver_at_scale": [
-        "schedules, proved {+} ms of CPU {+} ms (1: {+} to {+})",
-        "groups of all ranks {+} ms of CPU {+} ms (1: {+} to {+})",
-        "plans of all ranks {+} ms of CPU {+} ms (1: {+} to {+})",
-        f"dispatch of a step {STEP_TIMES}",
-        f"its answers {STEP_TIMES}",
-        f"its report {STEP_TIMES}",
+        "{*} cores, load {}; a step lasts 0.2 s",
+        *(f"16 actors, {mesh} {what} {{}} s, {{}} s of CPU" for mesh in MESHES for what in PARTS),
+        *(f"16 actors, pp x tp x dp {what} {{}} s, {{}} s of CPU" for what in TASKS),
     ],
     "generation": [
         "pp=2, 5 prompts of unequal lengths: {*}",

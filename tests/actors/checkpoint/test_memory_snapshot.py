@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
-from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import Held, Slots, SnapshotFiles
+from raypar.actors.checkpoint.snapshot_address import Address, Share
 from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.checkpoint.snapshot_address import Share
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
 from raypar.config.validate.parallel import idle_fields

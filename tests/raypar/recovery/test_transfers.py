@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from raypar.actors.checkpoint.memory_snapshot import Share
+from raypar.actors.checkpoint.snapshot_address import Share
 from raypar.recovery.transfers import Transfer, transfers
 
 
