@@ -162,6 +162,7 @@ class KVStore(Store):
         return not self._missing(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
+        """Return once some keys are there. Raises TimeoutError."""
         begin, pause = time.monotonic(), _FIRST_PAUSE * self._times
         keys = [key for key in keys if key not in self._found]
         while keys := self._missing(keys):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from raypar.actors.collective import ray_groups, ray_private
 from raypar.actors.collective.exchange import FAN_IN, children, exchange
 from raypar.actors.collective.exchanged_store import ExchangedStore
+from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.ray_groups import KVStore
 
 DEADLINE = 20.0
@@ -242,3 +243,16 @@ def test_an_exchanged_store_has_what_all_members_set_in_as_many_rounds_as_are_ne
     wanted = [b"h0", b"h1", b"h2"], [bytes([0, 255, peer]) for peer in range(3)]
     assert together(range(3), member) == dict.fromkeys(range(3), wanted)
     assert shared.check(["round1/member/0"]) and not shared.check(["round2/member/0"])
+
+
+def test_a_gloo_group_asks_the_shared_store_twice(monkeypatch):
+    """Torch asks for the key of each member, in its own process."""
+    client, device = FakeClient(monkeypatch), create_device("127.0.0.1")
+
+    def member(rank):
+        client.begin(rank)
+        return GlooGroup("g", "x", rank, 3, 10.0, store=KVStore("g", 3), device=device, connect_timeout=DEADLINE)
+
+    for group in together(range(3), member).values():
+        group.abort()
+    assert client.questions == dict.fromkeys(range(3), 2)

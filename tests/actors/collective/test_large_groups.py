@@ -1,4 +1,4 @@
-"""A group of 1,024 members over Ray's real store: threads of a few actors, which exchange what they would connect by."""
+"""A group of 1,024 members over Ray's real store: threads of a few actors tell one another how to connect."""
 
 from __future__ import annotations
 
