@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     ref: Any
     rank: int
     value: Any
-    error: BaseException | None
+    error: Exception | None
 
 
 class Answers:

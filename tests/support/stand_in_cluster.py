@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from raypar.cluster.placement import Node
+from raypar.cluster.ray_cluster import start_actors
 from tests.support.stand_ins import Crowd, Key, Pace
 
 PER_NODE = 8
@@ -145,6 +146,7 @@ class StandInCluster:
             "cluster.ray_cluster.placement_group": self.claim,
             "cluster.ray_cluster.remove_placement_group": removed,
             "cluster.ray_cluster._remote": lambda *_: ActorClass(self),
+            "job.launch.start_actors": start_actors,  # where a test has launches take actors that are kept
         }
 
     def there(self) -> Any:
