@@ -117,9 +117,10 @@ class _Rooms:
     """
 
     def __init__(self, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
-        self._nodes, self._left = nodes, {node.id: left[node.id] for node in nodes}
-        self._number = {node.id: number for number, node in enumerate(nodes)}
-        self._sorted = sorted((left[node.id], number) for number, node in enumerate(nodes))
+        self._nodes = list({node.id: node for node in nodes}.values())
+        self._left = {node.id: left[node.id] for node in self._nodes}
+        self._number = {node.id: number for number, node in enumerate(self._nodes)}
+        self._sorted = sorted((left[node.id], number) for number, node in enumerate(self._nodes))
         self.total = sum(self._left.values())
 
     def has(self, node: Node | None, count: int) -> TypeGuard[Node]:

@@ -5,6 +5,7 @@ They run in this process, on the Ray and the actors that other tests have too; w
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -130,6 +131,15 @@ def assert_printed(lines: list[str], table: list[str]) -> None:
         found = re.fullmatch("".join(kinds.get(part, re.escape(part)) for part in parts), line)
         assert found, f"{line!r} is not {wanted!r}"
         assert all(float(number.replace(",", "")) > 0 for number in found.groups()), line
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log():
+    """Programs choose what is logged; the tests that follow in this process have it as before."""
+    log = logging.getLogger("raypar")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture

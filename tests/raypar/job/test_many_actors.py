@@ -15,7 +15,7 @@ from tests.support.stand_ins import Pace
 
 VICTIM, TIMEOUT, PACE = 5, 1.0, Pace(0.1)
 SIZES = [32, pytest.param(1024, marks=[pytest.mark.long, pytest.mark.timeout(180)])]
-pytestmark = pytest.mark.parametrize("actors", SIZES)
+pytestmark = [pytest.mark.parametrize("actors", SIZES), pytest.mark.long]  # seconds each, of a cluster of their own
 
 
 def batch(step, microbatch, dp):
