@@ -12,7 +12,6 @@ import raypar as rp
 from raypar.cluster import notices
 from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
-from raypar.cluster.vacancies import Home
 from raypar.paths import FAILURES
 from raypar.reporting.html.happenings import happenings
 from raypar.reporting.run_folder.read import read
@@ -31,7 +30,11 @@ class TakenAway:
         patch.setattr(notices, "draining_nodes", lambda: dict(self.draining))
         patch.setattr(notices, "_LOOK", 0.0)
         patch.setattr("raypar.job.starter._LOOK", 0.0)
-        patch.setattr(Home, "where", lambda home: "gone" if home in self.homes else own_node())
+        for user in ("job.starter", "job.standing", "cluster.actors"):
+            patch.setattr(f"raypar.{user}.nodes_of", self.nodes_of)
+
+    def nodes_of(self, homes):
+        return ["gone" if home in self.homes else own_node() for home in homes]
 
     def now(self, job, *ranks, seconds=math.inf):
         self.homes = [job._lifetime.actors.homes[rank] for rank in ranks]
