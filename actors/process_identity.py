@@ -26,7 +26,7 @@ _UNUSABLE = -1  # in the place of a namespace: /proc does not show the processes
 
 
 class ProcessIdentity(NamedTuple):
-    """What tells a process from all others. Unknown by default, as on other systems than Linux.
+    """What distinguishes a process from all others. Unknown by default, as on other systems than Linux.
 
     Attributes:
         boot: The id of its machine's present boot; "" if it is not known. Then the domains below are "" too.

@@ -1,4 +1,4 @@
-"""Tell every member of a group what each of them gives, over a store, with few questions in groups of any size.
+"""Hand every member of a group what each of them gives, over a store, with few questions in groups of any size.
 
 Every member registers once, under a key of its own. In a small group each then asks for all other registrations at
 once. In a group of more than FAN_IN + 1 the members form a tree in which each has up to FAN_IN children: member 0 at
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 FAN_IN: Final = 32  # children of a member
 _NAMED = 16  # missing ranks that a message names
-_NONCE = 8  # bytes that tell two registrations of one rank apart
+_NONCE = 8  # bytes that distinguish two registrations of one rank
 _TABLE, _WHOLE, _FAILED = "table", b"+", b"-"  # the key of the table, and how it and how a message in its place begin
 
 
@@ -142,7 +142,7 @@ def unpacked(data: bytes) -> list[bytes]:
 
 
 def _given_up(store: Store, size: int, seconds: float) -> str:
-    """Say who is missing, and tell it to those that still wait, now or later, who then need not look for it."""
+    """Say who is missing, and report it to those that still wait, now or later, who then need not look for it."""
     if store.check([_TABLE]):
         table = store.get(_TABLE)
         return table[1:].decode() if table.startswith(_FAILED) else "the others went on without this member"

@@ -43,6 +43,6 @@ class ExchangedStore(Store):
             store = PrefixStore(f"round{self._rounds}", self._store)
             given = [part for key, data in self._new.items() for part in (key.encode(), data)]
             self._new, self._rounds = {}, self._rounds + 1
-            for told in exchange(store, self._rank, self._size, packed(given), self._seconds):
-                parts = unpacked(told)
+            for given_by_one in exchange(store, self._rank, self._size, packed(given), self._seconds):
+                parts = unpacked(given_by_one)
                 self._known |= {key.decode(): data for key, data in zip(parts[::2], parts[1::2], strict=True)}

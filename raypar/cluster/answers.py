@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from heapq import nsmallest
 from queue import Empty, SimpleQueue
@@ -60,11 +60,6 @@ class Answers:
             self._pending[ref] = rank
             self.late[rank] = self.late.get(rank, 0) + 1
             ref.future().add_done_callback(partial(_arrive, self._arrived, ref))
-
-    @property
-    def pending(self) -> Mapping[Any, int]:
-        """The ranks of the calls whose answers have not been taken, by object ref."""
-        return self._pending
 
     def take(self, seconds: float) -> list[Answer]:
         """Return all answers that have arrived; if there are none, those that arrive next.

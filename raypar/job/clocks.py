@@ -34,7 +34,7 @@ def align(calls: Calls, located: Mapping[int, Located]) -> None:
 
 
 def _align(calls: Calls, ranks: Sequence[int]) -> None:
-    """Make the actors of one machine tell times by the clock of this one."""
+    """Make the actors of one machine state times by the clock of this one."""
     asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
     if asked:
         calls.answers(ranks, "set_clock", min(asked)[1], seconds=_HEARD)

@@ -42,7 +42,7 @@ class Relayout:
         after: What this one has in its place.
         needed: Bytes of all parts of the state that actors have now.
         sent: Bytes that actors have sent to each other, as their ledgers count them.
-        least: Bytes that actors lacked at least, whoever of its node had taken which rank: no way sends fewer.
+        least: Bytes that actors lacked at least, however those of a node had been assigned to its ranks: no way sends fewer.
         seconds: How long it took.
         launched: Number of actors that were started for it.
     """
@@ -169,7 +169,7 @@ class _State:
         kinds: All logical tensors.
         wanted: By rank of the new layout, what is needed there.
         needed: Bytes of all that.
-        least: Bytes that actors lack at least, whoever of its node takes which rank.
+        least: Bytes that actors lack at least, however the actors of each node are assigned to its ranks.
     """
 
     def __init__(self, holdings: Mapping[int, Holding]) -> None:

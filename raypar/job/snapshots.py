@@ -54,12 +54,12 @@ class Snapshots:
         calls = loaded.calls
         if not takes_snapshots(loaded.run):
             return []
-        told = calls.all("snapshot_addresses", what="sharing snapshots")
+        of_ranks = calls.all("snapshot_addresses", what="sharing snapshots")
         beside = self._asked(others, "snapshot_addresses")
-        addresses: list[Address] = [address for of_one in told for address in of_one]
+        addresses: list[Address] = [address for of_one in of_ranks for address in of_one]
         addresses += [replace(address, is_written=False) for of_one in beside for address in of_one or ()]
         there = _by_domain([*addresses, *self._held.addresses()])
-        domains = [of_one[0].process.pid_domain for of_one in told]  # the first address is the actor's own
+        domains = [of_one[0].process.pid_domain for of_one in of_ranks]  # the first address is the actor's own
         calls.each("hold_snapshots", [(there.get(domain, ()),) for domain in domains], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)

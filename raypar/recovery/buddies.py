@@ -15,7 +15,7 @@ _SHARE, _SECONDS = 0.05, 1.0
 
 
 def failure_domains(processes: Sequence[ProcessIdentity]) -> list[str]:
-    """Return by rank what tells what its snapshots are lost with, for ``buddies_of``; "" if that is not known.
+    """Return by rank what its snapshots are lost with, for ``buddies_of``; "" if that is not known.
 
     That is its machine, whatever containers run on it. Where all are on one machine, it is the container or node whose
     processes hold one another's snapshots: a copy in another one is all the safety there is.
@@ -34,7 +34,7 @@ def buddies_of(nodes: Sequence[str]) -> tuple[int | None, ...]:
     keeps one copy, unless one node has more than half of all: then the others share out its copies evenly.
 
     Args:
-        nodes: By rank, what tells its node; "" if that is not known.
+        nodes: By rank, what identifies its node; "" if that is not known.
 
     Returns:
         By rank, its buddy; None if there is no other node, or if its own is not known.

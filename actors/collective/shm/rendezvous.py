@@ -39,7 +39,7 @@ _WAITING = 128  # connections of others that may wait to be closed, besides thos
 
 
 class Registration(NamedTuple):
-    """What a member tells the others of its group before they connect.
+    """What a member hands to the others of its group before they connect.
 
     Attributes:
         memory_domain: What it has in common with those that it can exchange memory with; "" if there are none.
@@ -59,12 +59,12 @@ class Introduction:
 
     Args:
         rank: Rank of this member.
-        members: What all members told, in rank order.
+        members: What all members have handed over, in rank order.
         listener: This member's listening socket; None where it can exchange memory with no other.
 
     Attributes:
         nodes: The ranks that can exchange memory with one another, node by node, ordered by the first of each.
-        extras: What each member told besides.
+        extras: What each member has handed over besides.
     """
 
     def __init__(self, rank: int, members: Sequence[Registration], listener: socket.socket | None) -> None:
@@ -111,14 +111,14 @@ class Introduction:
 
 
 def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "") -> Introduction:
-    """Let the members of a group tell one another where they are and how to reach them. Every member must call it.
+    """Let the members of a group inform one another where they are and how to reach them. Every member must call it.
 
     Args:
         store: Where they meet; its keys must be new.
         rank: Rank of this member.
         size: Number of members.
         seconds: Timeout.
-        extra: What else this member tells.
+        extra: What else this member hands over.
 
     Raises:
         TimeoutError: A member did not come in time.
@@ -132,9 +132,9 @@ def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "
             listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0{own.name}")
             listener.listen(size + _WAITING)
-        told = exchange(store, rank, size, json.dumps(own).encode(), seconds)
+        members = exchange(store, rank, size, json.dumps(own).encode(), seconds)
         made.pop_all()
-    return Introduction(rank, [Registration(*json.loads(member)) for member in told], listener)
+    return Introduction(rank, [Registration(*json.loads(member)) for member in members], listener)
 
 
 # --- connections ---
