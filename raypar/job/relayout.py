@@ -42,7 +42,7 @@ class Relayout:
         after: What this one has in its place.
         needed: Bytes of all parts of the state that actors have now.
         sent: Bytes that actors have sent to each other, as their ledgers count them.
-        least: Bytes that actors lacked at least, however those of a node had been assigned to its ranks: no way sends fewer.
+        least: Bytes that actors lacked at least, however those of a node had been given its ranks: no way sends fewer.
         seconds: How long it took.
         launched: Number of actors that were started for it.
     """
