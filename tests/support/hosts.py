@@ -196,7 +196,8 @@ def _furnished(host: Host) -> Host:
 
 def _seen_below(private: str) -> list[Path]:
     """Return what programs need of the folders below one that is hidden: the working folder and Python's own."""
-    needed = {Path.cwd(), *(Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix))}
+    prefixes = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
+    needed = {Path.cwd(), *prefixes, *(prefix.resolve() for prefix in prefixes)}  # an environment may be a link
     below = sorted(path for path in needed if path.is_relative_to(private))
     return [path for path in below if not any(path != other and path.is_relative_to(other) for other in below)]
 

@@ -119,7 +119,7 @@ def test_the_two_nodes_of_the_notes_hold_two_stages_each():
     mesh, has = Mesh(pp=4, dp=2, tp=2), {"CPU": 8.0, "GPU": 8.0}
     nodes = [Node(name, name, name, has, has) for name in ("a", "b")]
     placed = place(World(mesh), nodes, Share("cuda", 1.0))
-    assert placed.ranks_on(nodes[0]) == [*range(8)]
+    assert [rank for rank, node in enumerate(placed.nodes) if node is nodes[0]] == [*range(8)]
     assert mesh.groups("tp")[0] == (0, 1)
     assert mesh.groups("dp")[0] == (0, 2)
     assert mesh.groups("pp")[0] == (0, 4, 8, 12)
