@@ -23,11 +23,11 @@ from tests.bench.workload import SIZES
 
 
 def losses_of(name, size, rank, steps):
-    """Train in this process."""
+    """Train in this process. Return the losses, and the trainer to keep."""
     trainer = build(CONTESTANTS[name], SIZES[size], rank)
     losses = trainer.train(0, steps)
     trainer.close()
-    return losses
+    return losses, trainer
 
 
 def rank_of(name, size, rank, steps, environment):
@@ -39,7 +39,8 @@ def rank_of(name, size, rank, steps, environment):
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     status = 1
     try:
-        answer = losses_of(name, size, rank, steps)
+        # Torch's DDP holds the GIL while its end waits for Gloo's thread, which may wait for the GIL: a rank keeps it.
+        answer, _kept = losses_of(name, size, rank, steps)
         status = 0
     except Exception:
         answer = traceback.format_exc()
