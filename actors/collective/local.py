@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -15,19 +16,21 @@ from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 
 
 class LocalHub:
-    """Mailboxes through which the threads of one local group exchange tensors, keyed by (source, destination, key)."""
+    """Mailboxes through which the threads of one local group exchange tensors, keyed by (source, destination, key).
+
+    A message wakes the thread that waits for it and no other.
+    """
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[int, int, object], deque[Tensor | None]] = defaultdict(deque)
-        self._changed = threading.Condition()
+        self._boxes: dict[tuple[int, int, object], SimpleQueue[Tensor | _Ended | None]] = defaultdict(SimpleQueue)
+        self._lock = threading.Lock()
         self._aborted = False
 
     def put(self, src: int, dst: int, key: object, tensor: Tensor | None) -> None:
         """Store a copy of ``tensor`` for rank ``dst``. None is a message without a tensor, for barriers."""
         copy = None if tensor is None else tensor.detach().clone()
-        with self._changed:
-            self._boxes[src, dst, key].append(copy)
-            self._changed.notify_all()
+        with self._lock:
+            self._boxes[src, dst, key].put(copy)
 
     def take(self, src: int, dst: int, key: object, deadline: float) -> Tensor | None:
         """Remove and return the oldest tensor in a mailbox; block until there is one.
@@ -42,22 +45,31 @@ class LocalHub:
             TimeoutError: Nothing came before the deadline.
             RuntimeError: The group was aborted.
         """
-        with self._changed:
-            while not (box := self._boxes[src, dst, key]):
-                if self._aborted:
-                    raise RuntimeError("the group was aborted")
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise TimeoutError
-            tensor = box.popleft()
-            if not box:
-                del self._boxes[src, dst, key]
-            return tensor
+        with self._lock:
+            box = self._boxes[src, dst, key]
+            if self._aborted and box.empty():
+                raise RuntimeError("the group was aborted")
+        try:
+            tensor = box.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise TimeoutError from None
+        if isinstance(tensor, _Ended):
+            raise RuntimeError("the group was aborted")
+        with self._lock:
+            if box.empty():
+                self._boxes.pop((src, dst, key), None)
+        return tensor
 
     def abort(self) -> None:
         """Make all current and later waits for an empty mailbox raise."""
-        with self._changed:
+        with self._lock:
             self._aborted = True
-            self._changed.notify_all()
+            for box in self._boxes.values():
+                box.put(_Ended())
+
+
+class _Ended:
+    """The last message of a mailbox whose group was aborted."""
 
 
 class LocalGroup(Group):

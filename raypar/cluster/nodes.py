@@ -9,7 +9,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.cluster.placement import RACK, Node
@@ -77,16 +77,17 @@ def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[st
         node.id: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         for node in nodes
     }
-    ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_SECONDS)
-    answers: dict[str, dict[str, Any] | str] = {}
-    for node, call in calls.items():
-        try:
-            answers[node] = ray.get(call, timeout=0.1)
-        except GetTimeoutError:
-            answers[node] = f"it did not answer within {_ANSWER_SECONDS:g} s"
-        except RayError as error:
-            answers[node] = reason_of(error)
-    return answers
+    done = {*ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_SECONDS)[0]} if calls else ()
+    late = f"it did not answer within {_ANSWER_SECONDS:g} s"
+    return {node: _answer(call) if call in done else late for node, call in calls.items()}
+
+
+def _answer(call: Any) -> dict[str, Any] | str:
+    """Return what a call that is done has returned, or why it failed."""
+    try:
+        return dict(ray.get(call))
+    except RayError as error:
+        return reason_of(error)
 
 
 def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
