@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import tempfile
 from functools import partial
 
@@ -23,9 +22,6 @@ os.environ["XDG_CACHE_HOME"] = _cache.name
 # Started in the background of a script, tests inherit that SIGINT is ignored; what they test is what Ctrl-C does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Threads that play actors wait for each other at every message: they hand the interpreter over sooner than after 5 ms.
-sys.setswitchinterval(0.0002)
 
 # Tests share a machine of two cores with Ray's processes: how long one example takes says nothing.
 ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import codecs
 import errno
+import functools
 import glob
 import hashlib
 import itertools
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,12 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
     """
     files: list[SourceFile] = []
     try:
-        target = expanded(path)
-        root, names = _find(path, target)
-        base, cache = root.resolve(), cache.resolve()
-        for name in sorted(names):
-            file = base / name
-            if (named := root / name == target) or not file.is_relative_to(cache):
-                stat = file.stat()
-                files.append(SourceFile(name, file, stat.st_size, stat.st_mtime_ns, named))
+        if path == "stdlib":
+            files = [*_standard_library()]
+        else:
+            target, cache = expanded(path), cache.resolve()
+            root, names = _find(path, target)
+            files = [file for file in _listed(root, names, target) if file.named or not file.path.is_relative_to(cache)]
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
         faults.append(f"{setting}: {path!r} cannot be read ({reason_of(error)}): correct the path")
         return []
@@ -64,6 +63,22 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
     if not locked and not path.endswith(".bin"):
         faults += [f"{setting}: {path!r} {why}" for file in files if file.named for why in _no_text(file)]
     return files
+
+
+@functools.cache  # several actors may be threads of one process, and it does not change below a running Python
+def _standard_library() -> tuple[SourceFile, ...]:
+    """Return the files of Python's standard library that are text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return tuple(_listed(root, (name for name in _below(root, _NOT_STDLIB) if name.endswith(".py"))))
+
+
+def _listed(root: Path, names: Iterable[str], target: Path | None = None) -> Iterator[SourceFile]:
+    """Yield the files of a folder that have these names, sorted; ``target`` is what the user named."""
+    base = root.resolve()
+    for name in sorted(names):
+        file = base / name
+        stat = file.stat()
+        yield SourceFile(name, file, stat.st_size, stat.st_mtime_ns, root / name == target)
 
 
 def is_text(file: SourceFile) -> bool:
@@ -138,9 +153,6 @@ def _no_text(file: SourceFile) -> Iterator[str]:
 
 def _find(path: str, target: Path) -> tuple[Path, list[str]]:
     """Return a folder and the files that ``path`` names, relative to that folder with "/" as separator."""
-    if path == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return root, [name for name in _below(root, _NOT_STDLIB) if name.endswith(".py")]
     if path and target.is_file():
         return target.parent, [target.name]
     if path and target.is_dir() and not path.endswith(".bin"):
