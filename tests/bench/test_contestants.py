@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
     processes.kill()
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", thinned(PEERS, lambda name: name != "torch-tp"))  # -sequence does the same and more
 def test_a_peer_has_the_losses_of_one_process(trained, name):
     if "deepspeed" in CONTESTANTS[name].loop:

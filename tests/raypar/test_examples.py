@@ -6,6 +6,8 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import raypar as rp
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,6 +35,7 @@ def test_own_model(kept_actors):
     assert all(bool((a == b).all()) for a, b in zip(example.batch(3, 1, 0), example.batch(3, 1, 0), strict=True))
 
 
+@pytest.mark.long
 def test_own_experts(kept_actors):
     first, last, load_of_busiest = load("own_experts").main(steps=40)
     assert 1 <= load_of_busiest <= 4
@@ -77,6 +80,7 @@ def test_first_steps(kept_actors, capsys):
     assert defined["by_hand"].step == 1
 
 
+@pytest.mark.long
 def test_tensor_parallel_plan(kept_actors, capsys):
     defined = run_cells("tensor_parallel_plan")
     said = capsys.readouterr().out

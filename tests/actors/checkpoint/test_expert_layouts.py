@@ -53,14 +53,14 @@ def written(tmp_path_factory):
     return of
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, SHORT.__contains__))
 def test_a_layout_goes_on_bitwise(layout, written):
     folder, tensors, wanted = written(layout)
     assert losses(loaded(team_of(layout), folder, tensors), range(2, 4)) == wanted
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("there", thinned(list(LAYOUTS)[1:], SHORT.__contains__))
 def test_one_actor_and_a_layout_read_what_the_other_has_written(there, written, tmp_path):
     alone = "one actor"

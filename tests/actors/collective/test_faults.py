@@ -146,6 +146,7 @@ def stocked(rank):
     }
 
 
+@pytest.mark.long
 def test_rays_own_calls_work_on_our_backend(cluster, actors):
     got = cluster.get([actors[rank].stock.remote("stock") for rank in range(2)], timeout=60)
     assert got == [stocked(rank) for rank in range(2)]

@@ -47,6 +47,7 @@ def team_of(cp, pp=1, dp=1, tp=1, m=2, model=MODEL, **changes):
     return Team(None, pp, m, dp=dp, tp=tp, cp=cp, model=model, **fields | changes)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("context", MODES)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_mode_computes_what_one_process_does(cp, context):

@@ -62,7 +62,7 @@ def cases():
         yield from ((schedule, name) for name in PLACEMENTS if "resident" not in name or int(name[0]) <= stages)
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(("schedule", "placement"), list(cases()))
 def test_a_stage_is_gathered_as_often_as_its_placement_says(schedule, placement):
     program, moved, weights = trained(schedule, placement)

@@ -58,6 +58,7 @@ def test_bytes_a_parameter_are_those_of_the_textbook(level, bytes_of, shards, co
         assert held.now.get("gathered", 0) == held.now.get("buckets", 0) == 0, "between steps nothing passes"
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize(
     ("reduce", "level", "bytes_of"),

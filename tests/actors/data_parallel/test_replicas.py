@@ -367,7 +367,7 @@ def poisoned(step, microbatch, dp):
     return x, y * float("nan") if (step, microbatch, dp) == (1, 2, 1) else y
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
     team, healthy = (Team(linears(), dp=3, data=data, **MODES[mode]) for data in (poisoned, batch))

@@ -100,6 +100,7 @@ def sent(team):
     return {op: sum(table.get(op, (0, 0))[1] for table in tables) for op in ops}
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize(

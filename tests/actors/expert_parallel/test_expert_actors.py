@@ -50,7 +50,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_actors_of_experts_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **layout)), 2e-5)
@@ -190,6 +190,7 @@ def test_an_expert_actor_performs_the_row_of_its_stage_and_has_a_timeline():
         job.close()
 
 
+@pytest.mark.long
 def test_checkpoints_go_to_other_layouts_and_back(tmp_path):
     own = Team.of(replace(RUN, mesh=TWO))
     own.step()

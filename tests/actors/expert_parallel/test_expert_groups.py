@@ -69,7 +69,7 @@ LONG = (
 )
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, lambda layout: layout not in LONG))
 def test_experts_on_several_actors_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **LAYOUTS[layout])), 2e-5)

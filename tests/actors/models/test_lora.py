@@ -54,7 +54,7 @@ def taken(model, **changes):
     return losses, team.gradients(), team.weights()
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_products_that_are_added_to_the_weights(name):
     model = MODELS[name]

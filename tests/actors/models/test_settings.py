@@ -37,7 +37,7 @@ def team(model, mesh, **changes):
     return Team.of(Run(mesh=mesh, timeout=10.0, **fields | changes))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -57,6 +57,7 @@ def test_a_llama_with_all_of_it_is_the_same_on_every_axis(mesh, changes):
     agrees(team(QWEN, mesh, **changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

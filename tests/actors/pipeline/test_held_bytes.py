@@ -104,7 +104,7 @@ def test_a_schedule_holds_what_is_said(name, backward):
     agrees(replace(RUN, **{"schedule": name, "backward": backward} | (TWICE if name == "dualpipe" else {})))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_holds_what_is_said_and_as_many_versions_of_weights(name):
     agrees(replace(RUN, **{"steps": 12, "clip": None} | STREAMS[name]))

@@ -30,7 +30,7 @@ def weights(run):
     return losses, team.weights(), team
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "changes",
     [

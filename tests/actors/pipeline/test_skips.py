@@ -51,7 +51,7 @@ def team_of(skips, *sizes, count=8, plan=(), **changes):
 UNET = ((0, 7), (1, 6), (2, 5))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 def test_skips_over_stages_have_the_bits_of_one_process(name):
     backward = ("whole", "auto", "split")[ONE_ROW_A_RANK.index(name) % 3]
@@ -84,7 +84,7 @@ def test_a_v_holds_both_ends_of_its_skips_and_sends_nothing_for_them():
     assert [table["send"] for table in tables[0]] == [table["send"] for table in tables[1]]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "changes",
     [

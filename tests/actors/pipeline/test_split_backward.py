@@ -27,6 +27,7 @@ def test_halves_have_the_bits_of_one_process(name, recompute):
     agrees(team, bound=0.0)
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

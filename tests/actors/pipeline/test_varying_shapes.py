@@ -37,6 +37,7 @@ RUN = Run(
 )
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "changes",
     [

@@ -33,6 +33,7 @@ CHAIN = (
 )
 
 
+@pytest.mark.long
 def test_a_chain_of_layouts_has_the_losses_of_one():
     team, undisturbed = Team.of(replace(RUN, model=MOE)), Team.of(replace(RUN, model=MOE))
     for step, changes in enumerate(({}, *CHAIN)):
@@ -73,6 +74,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_pairs(before, after):
     run = replace(RUN, **before)

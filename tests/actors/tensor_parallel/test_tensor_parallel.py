@@ -185,7 +185,7 @@ def test_selective_gathers_the_inputs_of_attention_and_mlp_once_more():
 LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(("here", "there"), [*pairwise([*LAYOUTS, "alone"]), ("all", "all"), ("all", "tp=2")])
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""

@@ -44,7 +44,7 @@ def trained(fn, layout, **changes):
     return losses, team.weights(), buffers
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_changes_no_bit(name):
     layers = lambda: [Normed() for _ in range(4)]  # noqa: E731
@@ -55,6 +55,7 @@ def test_it_changes_no_bit(name):
     assert all(torch.equal(one, other) for one, other in zip(again[2], buffers, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [rp.Mesh(dp=2, cp=2), rp.Mesh(dp=2, tp=2)])
 def test_it_changes_no_bit_where_several_actors_compute_a_microbatch(mesh):
     model = rp.GPT(layers=2, hidden=32, heads=2, seq=16)

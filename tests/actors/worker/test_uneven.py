@@ -26,7 +26,7 @@ MESHES = {
 }
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_a_pipeline_of_uneven_ranks_is_one_plain_process(mesh):
     verdict = verify(run := replace(RUN, mesh=mesh), TeamJob(run))
@@ -41,7 +41,7 @@ def test_other_schedules_with_replicas(schedule):
     agrees(Team(linears(4), 2, 4, schedule, mesh=rp.Mesh(pp=2, rank_dp=(1, 2)), **UNEQUAL))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"rank_tp": (2, 2)}], ids=["plain", "tied", "tp 2"])
 def test_both_directions_of_dualpipe_are_one_plain_process(changes):
     model = replace(GPT, layers=6, tied=changes.get("tied", False))
@@ -65,6 +65,7 @@ def test_dualpipe_moves_each_value_once_and_each_gradient_once_to_its_other_repl
     assert sum(sent) == 2 * 3 * 8, "three boundaries, there and back"
 
 
+@pytest.mark.long
 def test_tied_weights_of_ranks_with_different_replicas():
     run = replace(RUN, mesh=MESHES["2-3-1"], model=replace(GPT, tied=True))
     verdict = verify(run, TeamJob(run))
@@ -127,7 +128,7 @@ def test_steps_by_hand_have_the_bits_of_compiled_ones():
     hands.close()
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical", "pipedream-2bw"])
 def test_asynchronous_replicas_make_the_updates_of_one(schedule):
     fields = {"steps": 6, "zero": 0, "flush_every": 3, "optim": SGD(lr=0.05)}

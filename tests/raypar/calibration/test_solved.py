@@ -86,6 +86,7 @@ def test_what_short_runs_say_is_what_they_take(monkeypatch):
         assert found.beside(kind, 60_000) == pytest.approx(both, rel=1e-3, abs=1e-9), kind
 
 
+@pytest.mark.long
 def test_what_was_left_out_is_nothing():
     few = {name: taken for name, taken in runs_as(TRUE).items() if name in ("first", "gpt")}
     found = solved(BLANK, few, 2)

@@ -82,6 +82,7 @@ def test_a_fresh_job_goes_on_bitwise(trained, kept_actors):
         same(outcome(job), wanted)
 
 
+@pytest.mark.long
 def test_so_does_a_reset_one_with_another_schedule_and_mesh(trained, job_of):
     folder, wanted, _ = trained
     run = tiny(mesh=rp.Mesh(pp=4), schedule="gpipe", optim=replace(tiny().optim))
@@ -101,7 +102,7 @@ def test_save_now_and_one_that_fails(trained, tmp_path):
     assert steps_in(tmp_path / "a") == [6]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "changes",
     [

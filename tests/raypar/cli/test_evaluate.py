@@ -24,6 +24,7 @@ def given(job_of, tmp_path_factory):
     return saved, home / "a.txt", own, job.evaluate(3)
 
 
+@pytest.mark.long
 def test_it_tells_what_an_evaluation_returns_on_any_mesh(given, said, kept_actors):
     saved, file, own, of_file = given
     for words, wanted in (((), own), ((file,), of_file)):

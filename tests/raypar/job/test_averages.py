@@ -22,6 +22,7 @@ def read(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.long
 def test_averages_are_used_where_that_is_asked_for(job_of, said, tmp_path):
     job = job_of(RUN)
     job.train(3)

@@ -27,6 +27,7 @@ def test_it_is_one_plain_process_within_the_bounds(job_on, context):
     assert not verdict.bitwise
 
 
+@pytest.mark.long
 def test_recomputed_and_stepped_by_hand_it_has_the_same_bits(job_of):
     run = tiny(recompute="selective")
     job = job_of(run)
@@ -47,6 +48,7 @@ def test_recomputed_and_stepped_by_hand_it_has_the_same_bits(job_of):
         assert seen.finite
 
 
+@pytest.mark.long
 def test_the_driver_sees_whole_weights(job_of, tmp_path):
     job = job_of(tiny())
     job.train(1)

@@ -25,6 +25,7 @@ def dies_once(block):
     return block.upper()
 
 
+@pytest.mark.long
 def test_tasks_answer_in_order(job_on, by_value, monkeypatch):
     from raypar.cluster import tasks
 

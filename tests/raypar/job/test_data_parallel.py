@@ -50,7 +50,7 @@ def test_one_microbatch_a_replica_is_bitwise(job, schedule):
     assert (verdict.steps, verdict.gradients, verdict.weights) == (3, 109, 109)
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved"], lambda name: name == "interleaved")
 )
@@ -62,6 +62,7 @@ def test_more_microbatches_are_one_process_within_rounding(job, schedule):
     assert len(set(verdict.losses)) == 3, "a run whose loss never moves proves nothing"
 
 
+@pytest.mark.long
 def test_a_changed_replica_is_found(job_on, monkeypatch):
     """The comparison can fail: one process with other seeds for dropout is not equal."""
     run = tiny(microbatches=1)
@@ -72,13 +73,14 @@ def test_a_changed_replica_is_found(job_on, monkeypatch):
     assert "differences in 3 losses" in str(verdict)
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 def test_tied_embeddings(job):
     run = run_of(job)
     verdict = rp.verify(replace(run, model=replace(run.model, tied=True)), job)
     assert verdict.ok, str(verdict)
 
 
+@pytest.mark.every_third
 def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
     job.reset(run_of(job))
     compiled = [job.step() for _ in range(2)]
@@ -96,7 +98,7 @@ def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
     assert all(torch.equal(weight, first[name]) for name, weight in job.weights(1).items())
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 def test_reports_evaluation_and_looking_inside(job):
     job.reset(run_of(job, steps=5))
     before = job.evaluate()
@@ -155,6 +157,7 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
     assert len({event["id"] for event in arrows}) == len(arrows) == 2 * 2 * 4
 
 
+@pytest.mark.long
 def test_actors_take_any_part_in_the_runs_that_they_are_enough_for(job_on):
     """A server of one run is a worker of the next, and idle in that after it."""
     job, served = job_on(4), tiny(mesh=rp.Mesh(dp=3), data_parallel="parameter_server")

@@ -131,6 +131,7 @@ def test_actors_of_a_rank_get_what_is_ready_in_one_order(seed):
     check(replace(run_loaded.schedule, rows=tuple(got[rank] for rank in leaders)), send_capacity=SEND_WINDOW)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run",
     [
@@ -163,6 +164,7 @@ def test_a_dynamic_order_that_can_not_be_is_refused():
     assert "messages of NCCL have no tags on GPUs: set order to 'row', or device to 'cpu'" in fault
 
 
+@pytest.mark.long
 def test_rays_timeline_shows_the_schedule(job_of):
     job = job_of(replace(TINY, executor="tasks", microbatches=3, steps=1))
     job.train()

@@ -60,7 +60,7 @@ def test_skips_combine(order, changes):
     agrees(run_of("1f1b", order=order, **fields), bound=CLOSE)
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
 def test_streams_have_the_bits_of_compiled_ones(name):
     found, clip = {}, None if name in STREAMS else 0.1  # of which updates are taken back

@@ -15,6 +15,7 @@ TINY = rp.recipe("moe-tiny")
 SMALL = replace(TINY, model=replace(TINY.model, layers=2), microbatches=2, steps=2)
 
 
+@pytest.mark.long
 def test_verify_finds_them_equal_with_dropout_and_recomputation(job_on):
     run = replace(SMALL, mesh=rp.Mesh(dp=2, expert_actors=2), recompute="full")
     verdict = rp.verify(run, job_on(4))

@@ -304,6 +304,7 @@ def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
         assert [report.loss for report in job.train()] == losses[done:]
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_the_job(cluster):
     job = rp.launch(run_of(lambda: [Trouble(sleep=0.5), Trouble(sleep=0.5)]))
     actors, start = pids(job), time.monotonic()
@@ -367,6 +368,7 @@ def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, cap
         assert all(map(gone, actors))
 
 
+@pytest.mark.long
 def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluster, capsys, caplog):
     """The last one; that a stopped first one is named is tested in recovery/test_recovery.py."""
     timeout, victim = 2.0, 1

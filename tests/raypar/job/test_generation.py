@@ -33,7 +33,7 @@ MESHES = {
 }
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:
@@ -42,6 +42,7 @@ def test_tokens_are_the_same_on_every_mesh(mesh):
         assert generation.tokens(PROMPTS[:1], 6) == plain_texts(LLAMA, PROMPTS[:1], 6), "fewer prompts than seats"
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("mesh", ["one", "pp2", "tp2", "pp2 tp2", "tp2 sequence", "dp2 zero3"])
 def test_logits_are_those_of_whole_forwards(mesh, monkeypatch):
     """Every choice is made from the logits that a forward of the whole sequence gives, within 1e-5."""
@@ -92,7 +93,7 @@ MODELS = {
 }
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("model", thinned(MODELS, lambda model: model in ("learned", "alibi", "gemma", "experts")))
 def test_every_model_goes_on_as_whole_forwards_do(model):
     model = MODELS[model]
@@ -100,6 +101,7 @@ def test_every_model_goes_on_as_whole_forwards_do(model):
         assert team_texts(run_of(model, **changes), PROMPTS, 8) == plain_texts(model, PROMPTS, 8)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("changes", [{"mesh": rp.Mesh(dp=2, ep=2)}, {"mesh": rp.Mesh(tp=2, ep=2)}])
 def test_divided_experts_generate(changes):
     model = MODELS["experts"]

@@ -40,6 +40,7 @@ def tiny(**changes):
     return replace(rp.recipe("gpt-tiny"), data=text, **changes)
 
 
+@pytest.mark.long
 def test_a_step_counts_samples_and_memory_by_kind_in_every_layout(job_of):
     for mesh, count in ((rp.Mesh(pp=2, dp=2), 16), (rp.Mesh(cp=2), 8), (rp.Mesh(tp=2), 8)):
         job = job_of(tiny(mesh=mesh, microbatches=4))
@@ -131,6 +132,7 @@ def stored(summary):
     return line.split("MiB")[0], line.split(",")[1]
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(("schedule", "m"), [("naive", 4), ("gpipe", 6), ("1f1b", 1), ("1f1b", 8), ("interleaved", 8)])
 def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
     job.reset(tiny(schedule=schedule, microbatches=m))
@@ -145,6 +147,7 @@ def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
         assert predicted == (m, m)
 
 
+@pytest.mark.long
 def test_peak_memory_is_flat_for_1f1b_and_grows_for_gpipe(job):
     base = tiny(model=rp.GPT(layers=4, hidden=128, heads=4, seq=128), micro_batch_size=4, steps=2)
     peaks = {}
@@ -339,6 +342,7 @@ def test_any_shapes_between_stages(job):
     assert sent["pp=1"].bytes == 3 * 3 * 5 * 8 * 4, "one gradient back"
 
 
+@pytest.mark.long
 def test_steps_are_taken_by_one_thread_at_a_time(job):
     """Two would both take the step that comes next."""
     job.reset(tiny(steps=50))

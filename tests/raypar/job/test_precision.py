@@ -30,6 +30,7 @@ def test_masters_come_from_their_owners_and_layers_from_a_replica(job_of):
         assert torch.equal(job.param(name), master)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_bits_and_the_scale_and_any_precision_reads_it(job_on, tmp_path):
     scale = rp.LossScale(init=4.0, window=1)
     run = tiny(precision=rp.Precision("fp16"), loss_scale=scale, mesh=rp.Mesh(pp=2, dp=2))

@@ -45,7 +45,7 @@ def test_slices_have_about_as_many_tokens(loads, parts, sums):
     assert sorted(sum(loads[number] for number in one) for one in slices) == sums
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_placed_in_another_order_they_train_as_in_one_process(layout):
     team = Team.of(replace(RUN, expert_order=ORDER, **layout))
@@ -83,6 +83,7 @@ def test_a_job_moves_its_experts_in_mid_run(job_on):
     assert job.rebalance().keys() == {"blocks.0.mlp.experts", "blocks.1.mlp.experts"}
 
 
+@pytest.mark.long
 def test_a_run_with_a_folder_goes_on_in_it(job_on, tmp_path):
     folder = tmp_path / "run"
     job = job_on(2)

@@ -137,6 +137,7 @@ class TestOnActors:
         with rp.launch(replace(RUN, mesh=rp.Mesh(tp=2)), resume=found) as job:
             assert [report.loss for report in job.train(2)] == pytest.approx(undisturbed[6:], rel=1e-5)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "place",
         [

@@ -65,6 +65,7 @@ def small(fn, **changes):
     return rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), **(fields | changes))
 
 
+@pytest.mark.long
 def test_a_server_may_wait_longer_than_an_actor(job_of):
     """It waits for the replicas' whole step, of which each action is short enough."""
     job = job_of(small(lambda: [Trouble(sleep=0.4)], microbatches=4, timeout=1.0, **SERVED))

@@ -44,6 +44,7 @@ def trained(**changes):
         return job.run
 
 
+@pytest.mark.long
 def test_auto_is_a_new_folder_for_every_run(kept_actors, said):
     first, second = (said("train", "gpt-tiny", *FLAGS, "--folder", "auto") for _ in range(2))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
@@ -63,6 +64,7 @@ def test_a_dry_run_makes_no_folder(said):
     assert not list(Path().iterdir())
 
 
+@pytest.mark.long
 def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(kept_actors, said):
     trained()
     Path("runs/a/comparison.html").touch()  # of raypar report runs/a runs/b
@@ -152,7 +154,7 @@ def test_what_made_a_run_is_kept_and_a_resume_is_added(kept_actors):
 ENDS = [JobError, rp.NonFiniteError, signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("end", ENDS, ids=str)
 @pytest.mark.parametrize("folder", ["runs/k", None])
 def test_a_run_that_ends_badly_says_how_it_goes_on(kept_actors, said, monkeypatch, end, folder):

@@ -29,7 +29,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     run = tiny(**layout)
@@ -77,6 +77,7 @@ def test_what_is_divided_is_seen_whole(job_of):
     assert job.evaluate(1).tokens == job.run.microbatches * job.run.micro_batch_size * job.run.model.seq
 
 
+@pytest.mark.long
 def test_a_step_by_hand_has_the_bits_of_a_compiled_one(job_of):
     run = tiny(2)
     job = job_of(run)
@@ -95,6 +96,7 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one(job_of):
     stepper.abort()
 
 
+@pytest.mark.long
 def test_another_number_of_parts_resumes(job_of, tmp_path):
     """A run saved with tp=2 goes on alone as it would have gone on."""
     job = job_of(tiny(2, steps=5))

@@ -80,13 +80,14 @@ def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path)
         assert all(weight.equal(weights[name]) for name, weight in job.weights().items())
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("changes", [{"zero": 3, "schedule": "interleaved"}, {"zero": 2, "offload": "optimizer"}])
 def test_verify_says_that_what_is_sharded_or_offloaded_computes_what_one_process_does(job_on, changes):
     verdict = rp.verify(tiny(**changes), job_on(4))
     assert verdict.ok, str(verdict)
 
 
+@pytest.mark.long
 def test_a_schedule_that_takes_over_gathers_and_reduces_what_is_left(job_of):
     """The new rows get the run's gathers and reductions, and know what the step has gathered and reduced already."""
     job = job_of(tiny(zero=3, backward="whole"))

@@ -38,6 +38,7 @@ def test_fp16_agrees_too():
     assert found.ok, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 4, "shard": 2}], ids=str)
 def test_sharded_gradients_agree_too(sizes):
     found = verdict(GPT, sizes, zero=2)

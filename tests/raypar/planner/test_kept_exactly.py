@@ -64,6 +64,7 @@ def configurations(draw):
     )  # fmt: skip
 
 
+@pytest.mark.long
 @seed(34)
 @settings(max_examples=30, database=None)
 @given(run=configurations())

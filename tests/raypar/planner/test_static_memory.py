@@ -97,7 +97,7 @@ def reached(start):
     return [one for one in found if one.untyped_storage().data_ptr() not in released]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("moe", [None, *EXPERTS])
 def test_static_memory_is_what_tensors_really_take(moe):
     """Of a pipeline rank the actor counts that holds most: parameters are owned whole."""

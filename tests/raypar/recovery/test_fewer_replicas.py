@@ -54,6 +54,7 @@ def test_two_of_four_replicas_are_lost_and_come_back(tmp_path, caplog, monkeypat
     assert "the run goes on after step 3" in (tmp_path / "run" / LOG).read_text()
 
 
+@pytest.mark.long
 def test_a_replica_is_given_up_for_a_server_that_is_lost(tmp_path):
     run = replace(RUN, mesh=rp.Mesh(dp=2), steps=6, data_parallel="parameter_server")
     chaos = kills("server 0 of pp=0")

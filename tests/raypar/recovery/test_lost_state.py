@@ -44,6 +44,7 @@ def held(process="self"):
     return {file.stat().st_ino for file in opened if "raypar-snapshot" in str(file.resolve())}
 
 
+@pytest.mark.long
 def test_steps_behind_a_refused_one_are_refused_after_a_recovery_too():
     def data(step, microbatch, dp):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + microbatch))
@@ -64,6 +65,7 @@ def test_steps_behind_a_refused_one_are_refused_after_a_recovery_too():
     assert alike(trained([]), trained([rp.chaos.kill("pp=1", at="STEP", step=4)]))
 
 
+@pytest.mark.long
 def test_an_evaluation_and_a_checkpoint_are_of_the_step_in_which_an_actor_died(tmp_path):
     with rp.launch(replace(RUN, snapshot_every=3)) as job:
         job.train(5)
@@ -132,6 +134,7 @@ def test_steps_that_nobody_waits_for_any_more_survive_a_failure():
         assert job.next_step == 6
 
 
+@pytest.mark.long
 def test_a_failure_between_two_steps_names_its_actor():
     points = ["end", "snapshot", "report"]
     with rp.launch(RUN, chaos=[rp.chaos.raise_("pp=1", at=at, step=step) for step, at in enumerate(points, 2)]) as job:

@@ -90,6 +90,7 @@ def test_the_run_moves_elsewhere_with_the_same_bits_and_no_failure(taken, tmp_pa
     assert mark.text == told
 
 
+@pytest.mark.long
 def test_without_room_it_goes_on_with_fewer_replicas_from_the_step_that_it_is_at(taken, tmp_path):
     """Without snapshots too: from a checkpoint that is saved for that."""
     run = replace(RUN, mesh=rp.Mesh(dp=2), max_failures=0)

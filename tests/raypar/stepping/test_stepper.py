@@ -115,6 +115,7 @@ def compiled_twice(name):
     return sum(sum(r.losses) for r in results) / sum(len(r.losses) for r in results), state(team)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("name", TEAMS)
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), orderly=st.booleans())

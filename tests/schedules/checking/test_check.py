@@ -345,6 +345,7 @@ def test_the_error_travels_between_processes():
     assert (str(copy), copy.faults) == (str(raised.value), raised.value.faults)
 
 
+@pytest.mark.long
 def test_memory_grows_with_what_is_under_way_and_not_with_the_number_of_actions():
     import tracemalloc
 

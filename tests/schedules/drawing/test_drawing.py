@@ -75,6 +75,7 @@ def test_colours_are_escapes_around_the_same_text():
     assert re.sub(r"\x1b\[[\d;]+m", "", painted) == text(schedule)
 
 
+@pytest.mark.long
 def test_a_wide_schedule_is_cut_and_says_so():
     schedule = build("gpipe", 100, 300)
     lines = text(schedule).splitlines()

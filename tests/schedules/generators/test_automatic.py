@@ -93,6 +93,7 @@ def test_a_v_with_more_memory_has_only_the_bubble_before_the_first_microbatch():
     assert simulate(build("zb-v", 4, 8), costs).makespan > work + first + 1
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("placement", [(0, 1, 2, 0, 1, 2), (0, 1, 2, 1), (2, 0, 0, 1, 2, 1, 0), (1, 1, 1, 0, 2)])
 def test_any_placement_of_stages(placement):
     """Dealt out in turn, or ranks with different numbers of stages."""

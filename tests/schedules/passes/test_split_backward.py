@@ -132,6 +132,7 @@ def test_a_wrong_split_is_refused(right, wrong, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_large_schedule_is_searched_in_bounded_time():
     saved, _, _ = shorter("1f1b", 16, 256)
     assert saved > 0

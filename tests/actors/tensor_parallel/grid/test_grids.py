@@ -64,6 +64,7 @@ def test_every_grid_computes_what_one_process_does(grid, model):
     agrees(team_of(grid, model))
 
 
+@pytest.mark.long
 def test_nine_members_that_share_unevenly():
     agrees(team_of("2d:3x3", replace(TINY, hidden=18, heads=3, tied=True), samples=3))
 
@@ -77,7 +78,7 @@ def test_with_pipelines_and_replicas(grid, changes):
     agrees(team_of(grid, replace(TINY, tied=True), **changes))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(("grid", "context"), [*product(["2d:2x2"], get_args(Context)), ("3d:2x2x2", "ulysses")])
 def test_with_sequences_that_are_divided_too(grid, context):
     model = replace(TINY, seq=8, positions="learned" if context == "ring" else "alibi")
@@ -91,7 +92,7 @@ def test_any_positions(grid, positions):
     agrees(team_of(grid, replace(TINY, layers=1, positions=positions, attention="materialised"), steps=1, m=1))
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize("grid", GRIDS)
 def test_recomputing_changes_no_bit(grid):
     weights = []
@@ -103,7 +104,7 @@ def test_recomputing_changes_no_bit(grid):
         assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
 def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
     """All linear layers leave the gradients of their weights for W, with the messages that these need."""
@@ -269,7 +270,7 @@ def test_a_member_that_is_gone_lets_everybody_go(op):
 LAYOUTS = ["2d:2x2", 2, "2.5d:2x2x2", 1, "3d:2x2x2", "2d:2x2"]
 
 
-@pytest.mark.every_other
+@pytest.mark.every_third
 @pytest.mark.parametrize(("here", "there"), list(pairwise(LAYOUTS)))
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""

@@ -53,6 +53,7 @@ def test_parameters_are_those_of_the_modules_but_for_biases_and_norms(sizes, tie
     assert num_parameters(model) - small == formulas.parameters(layers, hidden, seq, vocab, tied=tied)
 
 
+@pytest.mark.long
 @given(sizes=sizes(), samples=st.integers(1, 3))
 def test_flops_are_those_that_torch_counts(sizes, samples):
     layers, hidden, seq, vocab = sizes

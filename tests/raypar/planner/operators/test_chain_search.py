@@ -90,6 +90,7 @@ def drawn(draw):
     return tuple(chain)
 
 
+@pytest.mark.long
 @given(st.data(), st.sampled_from((1e6, 1e8, 1e9, 1e11)), st.sampled_from((0.0, 1e-6)), st.sampled_from((2, 3)))
 def test_no_strategies_are_cheaper(data, bandwidth, latency, ranks):
     chain, costs = drawn(data.draw), prices(bandwidth, latency, ranks)

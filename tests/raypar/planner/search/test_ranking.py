@@ -115,6 +115,7 @@ def test_another_level_of_zero_is_looked_at_where_the_first_one_fits():
     assert f"({axes(best)}) takes" in told
 
 
+@pytest.mark.long
 def test_less_memory_recomputes_and_shares_more():
     device = DEVICES["a100"]
     little = ranked(RUN, RUN.model, replace(SMALL, device=replace(device, memory=6e9)), Space(256))
@@ -142,6 +143,7 @@ def test_no_division_of_the_batch_says_so():
     assert "divides" in missing(ranking, 29)[0]
 
 
+@pytest.mark.long
 def test_the_recipe_of_experts_is_replicas_and_experts_across_servers_without_a_pipeline():
     """The notes: data, tensor and expert parallelism; experts take the pipeline's place between servers."""
     model = replace(RUN.model, moe=MoE(experts=64, top_k=2))

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from raypar.actors.specs.results import ExpertLoad
 from raypar.reporting.experts import Loads
 from raypar.reporting.html.compare import comparison
@@ -54,6 +56,7 @@ def test_steps_whose_tokens_were_not_written_are_left_out_of_the_maps():
     assert "step 4: smoothed 2.4, every step 2.4" in html
 
 
+@pytest.mark.long
 def test_of_many_layers_and_experts_the_page_stays_small():
     html = drawn(steps=80, experts=64, layers=40)
     assert len(html) < 4_000_000

@@ -194,6 +194,7 @@ def test_a_model_is_called_by_its_kind():
         assert any(one.startswith(f"{title} on pp=2") for one in texts)
 
 
+@pytest.mark.long
 def test_the_report_of_a_long_run_stays_small():
     long = page(past(metrics=[report(step, loss=math.sin(step)) for step in range(40_000)]))
     assert len(long) < 300_000
