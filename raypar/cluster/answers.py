@@ -14,8 +14,8 @@ from raypar.cluster.deadline import SILENT
 from raypar.schedules.action import Action
 
 LOOK = 0.25  # seconds between two looks at the actors that have not answered
-_QUESTIONS = 500  # a second, to all actors together: each costs the driver some 0.2 ms
-_BURST = 250  # questions that may be asked at once
+_QUESTIONS = 200  # a second, to all actors together: each costs the driver some 0.2 ms
+_BURST = 50  # questions that may be asked at once
 
 
 class Answer(NamedTuple):

@@ -168,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=4, help="that the stand-ins share")
     parser.add_argument("--seconds", type=float, default=2.0, help="that a step lasts")
     parser.add_argument("--steps", type=int, default=5)
-    asked = parse_words(parser, words, "--actors 16 --tasks 16 --processes 1 --seconds 0.2 --steps 1")
+    asked = parse_words(parser, words, "--actors 16 --tasks 16 --meshes dp --processes 1 --seconds 0.2 --steps 1")
     pace = Pace(asked.seconds, asked.seconds / 100)
     logging.getLogger("raypar").setLevel(logging.ERROR)
     quiet()

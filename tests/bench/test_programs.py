@@ -21,7 +21,7 @@ from tests.bench.asynchronous import PAIRS
 from tests.bench.bubble_prediction import HEADER
 from tests.bench.chunks import FORMS
 from tests.bench.copy_cost import RUNS as COPIED
-from tests.bench.driver_at_scale import MESHES, PARTS, TASKS
+from tests.bench.driver_at_scale import PARTS, TASKS
 from tests.bench.group_speed import NBYTES, OPS, measure_groups
 from tests.bench.overhead import measure_overhead
 from tests.bench.save_stall import Saved, Took, report
@@ -77,7 +77,7 @@ TABLES = {
     ],
     "driver_at_scale": [
         "{*} cores, load {}; a step lasts 0.2 s",
-        *(f"16 actors, {mesh} {what} {{}} s, {{}} s of CPU" for mesh in MESHES for what in PARTS),
+        *(f"16 actors, dp {what} {{}} s, {{}} s of CPU" for what in PARTS),
         *(f"16 actors, pp x tp x dp {what} {{}} s, {{}} s of CPU" for what in TASKS),
     ],
     "generation": [
