@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
+from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored, tiling_faults
 from raypar.actors.checkpoint.shards import read_header
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told
@@ -97,7 +97,7 @@ class Assembler:
         self._files: dict[str, dict[str, _Kept]] = {}
 
     def read(self, logical: Logical, own: Sharding = _WHOLE) -> Tensor:
-        """Read a logical tensor, or a part of it, into new host memory.
+        """Read a logical tensor, or a part of it, into new host memory. Slices of other parts need not be there.
 
         Args:
             logical: The tensor.
@@ -116,25 +116,31 @@ class Assembler:
             spans: For each dim, ranges of indices: the first one, and the one behind the last.
 
         Raises:
-            CheckpointError: A file can't be read, or its slices do not fit together.
+            CheckpointError: A file can't be read, or the slices do not have each of these elements once.
         """
-        faults = list(logical.faults())
-        for stored in [] if faults else logical.slices:
+        shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
+        there, pieces = list[tuple[Stored, list[list[_Common]]]](), list[Stored]()
+        for stored in logical.slices:
+            by_dim = [
+                list(_common(dim, offset, size))
+                for dim, offset, size in zip(spans, stored.offset, stored.shape, strict=True)
+            ]
+            if all(by_dim):
+                there.append((stored, by_dim))
+                pieces += [_piece(stored, chosen) for chosen in product(*by_dim)]
+        faults = list(tiling_faults(shape, pieces))
+        for stored, _ in [] if faults else there:
             kept = self._kept(stored)
             if (kept.dtype, kept.shape) != (logical.dtype, stored.shape):
                 wanted = f"{logical.dtype} {list(stored.shape)}"
                 faults.append(f"{stored} is {kept.dtype} {list(kept.shape)}, not {wanted}")
-        if len({(stored.file, stored.key) for stored in logical.slices}) < len(logical.slices):
+        if len({(stored.file, stored.key) for stored, _ in there}) < len(there):
             faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
         if faults:
             raise CheckpointError(faults)
-        part = torch.empty([sum(stop - start for start, stop in dim) for dim in spans], dtype=_DTYPES[logical.dtype])
-        for stored in logical.slices:
-            common = [
-                list(_common(dim, offset, size))
-                for dim, offset, size in zip(spans, stored.offset, stored.shape, strict=True)
-            ]
-            self._fill(part, stored, common)
+        part = torch.empty(shape, dtype=_DTYPES[logical.dtype])
+        for stored, by_dim in there:
+            self._fill(part, stored, by_dim)
         return part
 
     def _kept(self, stored: Stored) -> _Kept:
@@ -155,12 +161,10 @@ class Assembler:
         return {name: _Kept(*found, 8 + size + plain[name]["data_offsets"][0]) for name, found in known.items()}
 
     def _fill(self, part: Tensor, stored: Stored, common: Sequence[Sequence[_Common]]) -> None:
-        """Copy what a stored slice and a part have in common, by dim, into the part."""
+        """Copy what a stored slice and a part have in common, by dim and at least one element, into the part."""
         kept = self._kept(stored)
         if not common:
             part.copy_(self._rows(stored, kept, part.dtype, 0, 1)[0])
-            return
-        if not all(common):
             return
         at_once = max(1, _AT_ONCE // max(1, math.prod(kept.shape[1:]) * part.element_size()))
         for place, start, length in common[0]:
@@ -185,6 +189,11 @@ class Assembler:
                     raise CheckpointError([f"{stored} can't be read: the file is shorter than its header says"])
                 left, at = left[got:], at + got
         return raw.view(dtype).view(count, *shape)
+
+
+def _piece(stored: Stored, common: Sequence[_Common]) -> Stored:
+    """Return where elements of a stored slice are in an actor's part, given by dim which they are."""
+    return Stored(stored.file, stored.key, tuple(one.place for one in common), tuple(one.length for one in common))
 
 
 def _common(spans: Sequence[tuple[int, int]], offset: int, size: int) -> Iterator[_Common]:

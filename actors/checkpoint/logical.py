@@ -105,17 +105,27 @@ class Logical:
                 else:
                     place = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
                     yield f"{stored} has {place}, which leaves the tensor's shape {list(self.shape)}"
-            if len(inside) == len(self.slices) and _tile(self.shape, inside):
-                return
-            yield from _overlaps(inside, len(self.shape))
-            missing = math.prod(self.shape) - sum(math.prod(stored.shape) for stored in inside)
-            if missing > 0:
-                yield f"{missing} of its {math.prod(self.shape)} elements are in no slice"
+            yield from tiling_faults(self.shape, inside)
 
     def _holds(self, stored: Stored) -> bool:
         if not len(stored.offset) == len(stored.shape) == len(self.shape):
             return False
         return all(o + s <= size for o, s, size in zip(stored.offset, stored.shape, self.shape, strict=True))
+
+
+def tiling_faults(shape: Shape, slices: Sequence[Stored]) -> Iterator[str]:
+    """Yield which slices of a shape overlap, and how many elements are in none; missing ones only if none overlap.
+
+    Args:
+        shape: Shape of a tensor, or of a part of one.
+        slices: Slices that do not leave it.
+    """
+    if _tile(shape, slices):
+        return
+    yield from _overlaps(slices, len(shape))
+    missing = math.prod(shape) - sum(math.prod(stored.shape) for stored in slices)
+    if missing > 0:
+        yield f"{missing} of its {math.prod(shape)} elements are in no slice"
 
 
 def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:

@@ -14,7 +14,7 @@ from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
 from raypar.actors.relayout.exchange import exchange
 from raypar.actors.relayout.moves import Box, Boxes, Holding, Kind, Move
-from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.sharding import Shape, Shard, Sharding
 
 Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, those that an actor needs, one behind the other
 
@@ -35,7 +35,7 @@ class Wish(NamedTuple):
     sharding: Sharding
 
 
-class _Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a logical tensor that an actor needs.
 
     Attributes:
@@ -64,6 +64,31 @@ class _Part(NamedTuple):
         return made[tuple(index)] if len(index) == len(box) else None
 
 
+def wanted_parts(wishes: Iterable[Wish], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
+    """Return which parts of logical tensors an actor loads: by weight and optimizer state, as it asks for them.
+
+    Args:
+        wishes: What it would load, if it is there.
+        shapes: The shapes of all logical tensors that there are, by name.
+    """
+    found = dict[tuple[str, str], TensorPart]()
+    for wish in wishes:
+        tensor = next((name for name in wish.tensors if name in shapes), None)
+        if tensor is not None:
+            own = wish.sharding.for_dims(len(shapes[tensor]))
+            spans = tuple(tuple(own[dim].spans(length)) for dim, length in enumerate(shapes[tensor]))
+            found[wish.weight, wish.kept] = TensorPart(tensor, spans)
+    return found
+
+
+def boxes_of_parts(parts: Iterable[TensorPart]) -> Boxes:
+    """Return the boxes that parts of tensors are made of, each once, by the tensor's name."""
+    found: dict[str, dict[Box, None]] = {}
+    for part in dict.fromkeys(parts):
+        found.setdefault(part.tensor, {}).update(dict.fromkeys(part.boxes))
+    return {tensor: tuple(boxes) for tensor, boxes in found.items()}
+
+
 class Handover:
     """The state of one actor, copied to the host for the actors of another layout, and what it gets from them.
 
@@ -75,8 +100,8 @@ class Handover:
     def __init__(self, pieces: Iterable[tuple[str, Shard | None, Tensor]] = (), at: AtHand = nullcontext) -> None:
         self._pieces: dict[str, dict[Box, Tensor]] = {}
         self._kinds: dict[str, Kind] = {}
-        self._wishes: dict[tuple[str, str], _Part] = {}
-        self._made: dict[str, dict[_Part, Tensor]] = {}  # by logical name
+        self._wishes: dict[tuple[str, str], TensorPart] = {}
+        self._made: dict[str, dict[TensorPart, Tensor]] = {}  # by logical name
         for name, shard, tensor in pieces:
             shard = shard or Shard(tuple(tensor.shape))
             box = tuple(shard.span(dim) for dim in range(len(shard.whole)))
@@ -97,19 +122,9 @@ class Handover:
             wishes: What it would load, if it is there.
             kinds: All logical tensors that there are.
         """
-        self._kinds, self._wishes = dict(kinds), {}
-        for wish in wishes:
-            tensor = next((name for name in wish.tensors if name in kinds), None)
-            if tensor is not None:
-                shape = kinds[tensor].shape
-                own = wish.sharding.for_dims(len(shape))
-                spans = tuple(tuple(own[dim].spans(length)) for dim, length in enumerate(shape))
-                self._wishes[wish.weight, wish.kept] = _Part(tensor, spans)
-        parts = list(dict.fromkeys(self._wishes.values()))
-        wanted: dict[str, dict[Box, None]] = {}
-        for part in parts:
-            wanted.setdefault(part.tensor, {}).update(dict.fromkeys(part.boxes))
-        return {tensor: tuple(boxes) for tensor, boxes in wanted.items()}
+        self._kinds = dict(kinds)
+        self._wishes = wanted_parts(wishes, {name: kind.shape for name, kind in kinds.items()})
+        return boxes_of_parts(self._wishes.values())
 
     def pass_on(self, moves: Sequence[Move], group: Group | None) -> None:
         """Give others what they need, and get what this actor needs. All actors of the group call it.
@@ -153,7 +168,7 @@ class Handover:
     def _cut(self, move: Move) -> Tensor:
         """Return a view of what a move takes from this actor."""
         for box, tensor in self._pieces[move.tensor].items():
-            part = _Part(move.tensor, tuple((span,) for span in box))
+            part = TensorPart(move.tensor, tuple((span,) for span in box))
             if (view := part.view_of(tensor, move.box)) is not None:
                 return view
         raise LookupError(f"{move.tensor!r} {list(move.box)} is not here")

@@ -11,7 +11,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
 
@@ -185,6 +185,35 @@ class _Holders:
         return heap[0][1]
 
 
+class BoxFinder:
+    """The boxes of one tensor, found by where they are.
+
+    Args:
+        boxes: The boxes.
+
+    Attributes:
+        boxes: The boxes, in the same order.
+    """
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        self.boxes = list(boxes)
+        starts = [len({box[dim][0] for box in self.boxes}) for dim in range(len(self.boxes[0]) if self.boxes else 0)]
+        self._dim = max(range(len(starts)), key=starts.__getitem__, default=None)  # that divides the tensor most
+        if self._dim is not None:
+            dim = self._dim
+            self._order = sorted(range(len(self.boxes)), key=lambda number: self.boxes[number][dim][0])
+            self._starts = [self.boxes[number][dim][0] for number in self._order]
+            self._longest = max(box[dim][1] - box[dim][0] for box in self.boxes)
+
+    def near(self, box: Box) -> Sequence[int]:
+        """Return the indices of the boxes that may have elements in common with this one; of all others none has."""
+        if self._dim is None:
+            return range(len(self.boxes))
+        start, stop = box[self._dim]
+        first = bisect_right(self._starts, start - self._longest)
+        return self._order[first : bisect_left(self._starts, stop)]
+
+
 class _Parts:
     """The boxes of one tensor that actors have, found by where they are.
 
@@ -193,24 +222,11 @@ class _Parts:
     """
 
     def __init__(self, holders: Mapping[Box, _Holders]) -> None:
-        self._holders, boxes = holders, list(holders)
-        starts = [len({box[dim][0] for box in boxes}) for dim in range(len(boxes[0]) if boxes else 0)]
-        self._dim = max(range(len(starts)), key=starts.__getitem__, default=None)  # that divides the tensor most
-        if self._dim is not None:
-            dim = self._dim
-            self._order = sorted(range(len(boxes)), key=lambda number: boxes[number][dim][0])
-            self._starts = [boxes[number][dim][0] for number in self._order]
-            self._longest = max(box[dim][1] - box[dim][0] for box in boxes)
-        self._boxes = boxes
+        self._holders, self._finder = holders, BoxFinder(holders)
 
     def near(self, box: Box, actor: int, place: str) -> list[tuple[Box, _Holders]]:
         """Return the boxes that may have elements in common with one, the nearest to an actor first."""
-        numbers: Sequence[int] = range(len(self._boxes))
-        if self._dim is not None:
-            start, stop = box[self._dim]
-            first = bisect_right(self._starts, start - self._longest)
-            numbers = self._order[first : bisect_left(self._starts, stop)]
-        found = [(self._boxes[number], number) for number in numbers]
+        found = [(self._finder.boxes[number], number) for number in self._finder.near(box)]
         found.sort(key=lambda one: (self._holders[one[0]].distance(actor, place), one[1]))
         return [(held, self._holders[held]) for held, _ in found]
 

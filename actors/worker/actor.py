@@ -36,6 +36,7 @@ from raypar.actors.mesh.memberships import memberships
 from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, Holding, Kind, Meeting, Move
+from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
@@ -87,10 +88,8 @@ class Hosted:
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
         for key, axis, name, members in memberships(plan.world, plan.rank):
-            rank, full_name = members.index(plan.rank), f"{plan.name}/{name}"
-            self._joined[key] = ray_groups.join(
-                full_name, axis, len(members), rank, plan.run.timeout, ledger, place.device
-            )
+            rank, full, timeout = members.index(plan.rank), f"{plan.name}/{name}", plan.run.timeout
+            self._joined[key] = ray_groups.join(full, axis, len(members), rank, timeout, ledger, place.device)
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
         self._member.faults, faults.weights = faults, self._member.state.parameters
@@ -110,13 +109,10 @@ class Hosted:
             comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
         """
         self._member, self._refusals = None, Refusals()
-        if not comes_back:
-            self._handover = None
         if self._keeper is not None:
-            self._keeper.stop_copies()
-            if not comes_back:
-                self._keeper.close()
-                self._keeper = None
+            (self._keeper.stop_copies if comes_back else self._keeper.close)()
+        if not comes_back:
+            self._handover = self._keeper = None
         for group in self._joined.values():
             ray_groups.leave(group.name)
         self._joined = {}
@@ -274,6 +270,14 @@ class Hosted:
     def write_snapshots(self, step: int, shares: Sequence[Share], folder: str) -> list[Written]:
         """Write snapshots of a step as shards of a checkpoint; see ``SnapshotKeeper.write``."""
         return kept(self._keeper).write(step, shares, Path(folder))
+
+    def snapshot_contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
+        """Return which parts of which tensors snapshots of a step have that are here."""
+        return kept(self._keeper).contents(step, shares)
+
+    def needed_shares(self, index: ShareIndex) -> list[Share]:
+        """Return the shares of a state that have parts of what this actor holds."""
+        return index.needed(there(self._member).state.wanted(index.shapes))
 
     def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
         """Load the snapshots of a step, once those of other nodes are ``sent``; see ``SnapshotKeeper.restore``."""

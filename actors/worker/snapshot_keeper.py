@@ -12,6 +12,7 @@ from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
 from raypar.actors.checkpoint.snapshot_shard import write_snapshots
 from raypar.actors.process_identity import own_identity
+from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.parameter_server import Server
@@ -153,6 +154,11 @@ class SnapshotKeeper:
         """Return, by share, the steps of which this actor has a snapshot."""
         return self._files().steps()
 
+    def contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
+        """Return which parts of which tensors snapshots of a step have that are here. Raises KeyError if one is not."""
+        files = self._files()
+        return {share: contents_of(files.at(step, [share])) for share in shares}
+
     def send(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
         """Send snapshots of a step that this actor has, its own or those of others, one after the other.
 
@@ -177,8 +183,8 @@ class SnapshotKeeper:
 
         Args:
             step: Number of steps taken.
-            shares: All shares of the state, of the layout in which they were taken.
-            arrived: Where those are that came from other nodes to this one and to others.
+            shares: Those that have what this actor holds, of the layout in which they were taken; or all.
+            arrived: Where those of them are that came from other nodes.
             state: The actor's state.
 
         Raises:

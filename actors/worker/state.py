@@ -22,8 +22,9 @@ from raypar.actors.optim.optimizer import KEPT
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.optim.votes import Vote
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.relayout.handover import Wish
-from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.relayout.handover import Wish, boxes_of_parts, wanted_parts
+from raypar.actors.relayout.moves import Boxes
+from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
 from raypar.actors.worker.model_part import Part
@@ -274,6 +275,10 @@ class WorkerState:
             for buffer in stage.buffers():
                 own = buffer_name(self._seat.dp, buffer)
                 yield Wish(own, "", (own, buffer_name(0, buffer)), Sharding())  # there may have been fewer replicas
+
+    def wanted(self, shapes: Mapping[str, Shape]) -> Boxes:
+        """Return the parts of logical tensors that ``load`` reads, given the shapes of all tensors that there are."""
+        return boxes_of_parts(wanted_parts(self.wishes(), shapes).values())
 
     def _stored_as(self, weight: str, kept: str = "") -> str:
         """Return the logical name of a weight, or of its optimizer state, as a checkpoint has it."""

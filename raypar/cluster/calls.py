@@ -167,11 +167,21 @@ class Calls:
             The answers by rank, of those who answered.
         """
         called = {rank: getattr(self._handles[rank], method) for rank in ranks}
-        answers = Answers(
-            ((call.options(concurrency_group=group) if group else call).remote(*args), rank)
+        refs = {
+            rank: (call.options(concurrency_group=group) if group else call).remote(*args)
             for rank, call in called.items()
-        )
-        return {rank: answer.value for rank, answer in answers.take_within(seconds).items() if answer.error is None}
+        }
+        return self.answers_to(refs, seconds)
+
+    def answers_to(self, refs: Mapping[int, Any], seconds: float) -> dict[int, Any]:
+        """Wait for calls to some actors as ``answers`` does; return the answers by rank, of those who answered.
+
+        Args:
+            refs: The object ref of each actor's call, by rank.
+            seconds: How long to wait, from now or from the answer of another one.
+        """
+        answers = Answers((ref, rank) for rank, ref in refs.items()).take_within(seconds)
+        return {rank: answer.value for rank, answer in answers.items() if answer.error is None}
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose results do not matter, errors included, up to the timeout."""

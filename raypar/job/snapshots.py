@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +11,16 @@ from raypar.actors.checkpoint.memory_snapshot import Held
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
 from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.process_identity import ProcessIdentity, own_identity
+from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
+from raypar.errors import JobError
 from raypar.job.loaded_run import LoadedRun
 from raypar.planner.snapshots import kept_copies
 from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
-from raypar.recovery.transfers import transfers
+from raypar.recovery.transfers import Steps, chosen_holders, has_all, transfers
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
-
-Steps = Sequence[Mapping[Share, Sequence[int]]]  # by actor, the steps of which it has snapshots
 
 
 class Snapshots:
@@ -80,7 +80,7 @@ class Snapshots:
     def restore(
         self, loaded: LoadedRun, others: Calls, steps: Steps, step: int, processes: Sequence[ProcessIdentity]
     ) -> None:
-        """Send the snapshots of a step to the nodes that lack some, and make all actors go back to it.
+        """Send the snapshots of a step to the nodes whose actors need and lack them, and make all actors go back to it.
 
         Args:
             loaded: The run.
@@ -91,7 +91,8 @@ class Snapshots:
         """
         calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
         domains = [process.pid_domain for process in processes]
-        going = {secrets.token_hex(16): one for one in transfers(domains, steps, self.source, step)}
+        needed = self._needed(calls, others, steps, step)
+        going = {secrets.token_hex(16): one for one in transfers(domains, steps, needed, step)}
         expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
         for token, one in going.items():
             expected.setdefault(one.receiver, {})[token] = one.share
@@ -103,11 +104,41 @@ class Snapshots:
         done = {giver: everyone[giver].send_snapshots.remote(step, to) for giver, to in sent.items()}
         ranked = [giver for giver in done if giver < loaded.world.size]
         calls.gather([done[giver] for giver in ranked], "sending snapshots", ranked)
-        rest = [ref for giver, ref in done.items() if giver >= loaded.world.size]  # their errors come with "restore"
-        arrived = _by_domain(replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one)
-        shares = calls.shared(self.source)
-        arguments = [(step, shares, arrived.get(domain, ()), *rest) for domain in domains]
+        rest: dict[str, dict[int, Any]] = {}  # by domain, the calls of those without a rank that send to it
+        for one in going.values():
+            if one.giver >= loaded.world.size:
+                rest.setdefault(domains[one.receiver], {})[one.giver] = done[one.giver]
+        there = _by_domain(replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one)
+        arguments = list[tuple[object, ...]]()
+        for domain, shares in zip(domains, needed, strict=True):
+            own = {*shares}
+            arrived = [address for address in there.get(domain, ()) if address.share in own]
+            arguments.append((step, shares, arrived, *rest.get(domain, {}).values()))  # their errors come with it
         calls.each("restore", arguments, what=f"going back to step {step}")
+
+    def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[Share]]:
+        """Return by rank the shares of a step that its actor needs, or all, where all actors have all.
+
+        Those that have shares say which parts of which tensors these have, and each actor finds there what it loads.
+        The arguments are those of ``restore``.
+
+        Raises:
+            JobError: An actor failed.
+        """
+        size = len(calls.handles)
+        if has_all(steps[:size], self.source, step):
+            return [self.source] * size
+        what, chosen = f"finding the snapshots of step {step}", chosen_holders(steps, size, self.source, step)
+        everyone = [*calls.handles, *others.handles]
+        refs = {actor: everyone[actor].snapshot_contents.remote(step, shares) for actor, shares in chosen.items()}
+        ranked = [actor for actor in refs if actor < size]
+        found = [*calls.gather([refs[actor] for actor in ranked], what, ranked)]
+        rest = {actor - size: ref for actor, ref in refs.items() if actor >= size}
+        found += (answers := others.answers_to(rest, _HEARD)).values()
+        if len(answers) < len(rest):
+            raise JobError(f"{what} failed: an actor that leaves the run gave no answer")
+        index = ShareIndex({share: tensors for of_one in found for share, tensors in of_one.items()})
+        return calls.all("needed_shares", calls.shared(index), what=what)
 
     def begin(
         self, loaded: LoadedRun, layout: int, others: Calls, step: int, processes: Sequence[ProcessIdentity]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.snapshot_address import Share
+
+Steps = Sequence[Mapping[Share, Sequence[int]]]
+"""by actor, the steps of which it has snapshots, by share: those with a rank first, in the order of their ranks"""
 
 
 class Transfer(NamedTuple):
@@ -22,27 +26,50 @@ class Transfer(NamedTuple):
     receiver: int
 
 
-def transfers(
-    nodes: Sequence[str], steps: Sequence[Mapping[Share, Sequence[int]]], shares: Sequence[Share], step: int
-) -> Iterator[Transfer]:
-    """Yield what is sent so that every rank can go back to a step: each share once to each node that lacks it.
+def transfers(nodes: Sequence[str], steps: Steps, needed: Sequence[Sequence[Share]], step: int) -> Iterator[Transfer]:
+    """Yield what is sent so that every rank can go back to a step: to each node once what its ranks need and lack.
 
     The work is spread: the ranks of a node receive in turn, and those that have a share send it in turn.
 
     Args:
         nodes: By rank, what processes have in common that can open one another's snapshots; "" if it is not known.
-        steps: By actor, the steps of which it has snapshots: by rank first, then those without a rank.
-        shares: All shares of the state.
+        steps: The steps of which actors have snapshots.
+        needed: By rank, the shares that it needs.
         step: Number of steps taken; somebody has each share of it.
     """
-    holders, ranks_on = holders_of(step, dict(enumerate(steps))), dict[str, list[int]]()
+    givers, sent, ranks_on = _givers(steps, len(nodes), step), Counter[Share](), dict[str, list[int]]()
     for rank, node in enumerate(nodes):
         ranks_on.setdefault(node or f"rank {rank}", []).append(rank)
-    for number, share in enumerate(shares):
-        having = holders[share]
-        lacking = [ranks for ranks in ranks_on.values() if not {*ranks} <= {*having}]
-        for turn, ranks in enumerate(lacking, number):
-            yield Transfer(share, having[turn % len(having)], ranks[number % len(ranks)])
+    for ranks in ranks_on.values():
+        lacked = dict.fromkeys(share for rank in ranks for share in _lacking(step, steps[rank], needed[rank]))
+        for number, share in enumerate(lacked):
+            having = givers[share]
+            yield Transfer(share, having[(share.rank + sent[share]) % len(having)], ranks[number % len(ranks)])
+            sent[share] += 1
+
+
+def has_all(steps: Steps, shares: Sequence[Share], step: int) -> bool:
+    """Return whether each of some actors has the snapshots of a step of all shares."""
+    return all(len(there) >= len(shares) and not any(_lacking(step, there, shares)) for there in steps)
+
+
+def chosen_holders(steps: Steps, size: int, shares: Sequence[Share], step: int) -> dict[int, list[Share]]:
+    """Choose for each share one of the actors that have its snapshot of a step, so that all are chosen about as often.
+
+    Args:
+        steps: The steps of which actors have snapshots.
+        size: Number of actors with a rank.
+        shares: The shares; somebody has each of them of this step.
+        step: Number of steps taken.
+
+    Returns:
+        By actor, the shares for which it is chosen; only those that are chosen.
+    """
+    givers, chosen = _givers(steps, size, step), dict[int, list[Share]]()
+    for share in shares:
+        holder = min(givers[share], key=lambda actor: len(chosen.get(actor, ())))
+        chosen.setdefault(holder, []).append(share)
+    return chosen
 
 
 def holders_of(step: int, steps: Mapping[int, Mapping[Share, Sequence[int]]]) -> dict[Share, list[int]]:
@@ -58,3 +85,14 @@ def holders_of(step: int, steps: Mapping[int, Mapping[Share, Sequence[int]]]) ->
             if step in there:
                 found.setdefault(share, []).append(actor)
     return found
+
+
+def _givers(steps: Steps, size: int, step: int) -> dict[Share, list[int]]:
+    """Return by share the actors from which others get it: those with a rank that have it, or else others."""
+    holders = holders_of(step, dict(enumerate(steps)))
+    return {share: [actor for actor in having if actor < size] or having for share, having in holders.items()}
+
+
+def _lacking(step: int, there: Mapping[Share, Sequence[int]], shares: Sequence[Share]) -> Iterator[Share]:
+    """Yield the shares of which an actor has no snapshot of a step, given by share the steps of those that it has."""
+    return (share for share in shares if step not in there.get(share, ()))

@@ -29,7 +29,8 @@ class CountedCluster(StandInCluster):
 
     def __init__(self, actors: int) -> None:
         self.calls, self.nbytes = Counter[str](), Counter[str]()
-        here = SimpleNamespace(call=_Call(self, {}), end=SimpleNamespace(remote=lambda key: None))
+        self._there = dict[Key, StandIn | None]()
+        here = SimpleNamespace(call=_Call(self, self._there), end=SimpleNamespace(remote=lambda key: None))
         super().__init__(actors, [here], Pace())
 
     def replaced(self) -> dict[str, Any]:
@@ -57,6 +58,11 @@ class CountedCluster(StandInCluster):
     def count(self, method: str, what: object) -> None:
         """Count the bytes of a call's arguments, or of its answer."""
         self.nbytes[method] += len(pickle.dumps(what))
+
+    @property
+    def sent(self) -> int:
+        """Bytes of snapshots that those that live have sent to others."""
+        return sum(one.sent for one in self._there.values() if one is not None)
 
     def _put(self, value: object) -> Any:
         self.count("put", value)

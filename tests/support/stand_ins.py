@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from pathlib import Path
@@ -28,11 +27,12 @@ from raypar.actors.checkpoint.snapshot_address import Address, Share
 from raypar.actors.errors import ActionError
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.relayout.moves import Holding, Kind, volume
-from raypar.actors.sharding import Pieces, Shard, Sharding
+from raypar.actors.relayout.share_index import ShareContents, ShareIndex
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.cluster.processes import Seen
+from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts
 
-ROWS, COLUMNS = 8192, 1  # of each weight
 BESIDE = ("progress", "located", "now", "abort", "write")  # what is answered during a step
 
 
@@ -62,19 +62,15 @@ class Key(NamedTuple):
     node: str
 
 
-def parts_of(world: Any, rank: int) -> dict[str, Shard]:
-    """Return by name the parts of tensors that a rank has: weights, and of each what it updates."""
-    at, mesh = world.at(rank), world.mesh
-    layers, replicas = max(4, mesh.pp), mesh.dp * mesh.cp
-    replica, found = at["dp"] * mesh.cp + at["cp"], dict[str, Shard]()
-    for layer in (layer for layer in range(layers) if layer * mesh.pp // layers == at["pp"]):
-        own = at["tp"] * replicas + replica
-        for name, pieces in (
-            (f"layers.{layer}.weight", Pieces.at(at["tp"], mesh.tp)),
-            (f"optim.layers.{layer}.weight.exp_avg", Pieces.at(own, mesh.tp * replicas)),
-        ):
-            found[name] = Shard((ROWS, COLUMNS), Sharding({0: pieces}))
-    return found
+@dataclass(frozen=True)
+class StandInAddress(Address):
+    """Where snapshots of a stand-in are.
+
+    Attributes:
+        world: The ranks of its layout, by which others know what is in them.
+    """
+
+    world: Any = None
 
 
 def _end_process() -> None:
@@ -89,6 +85,8 @@ class StandIn:
         key: Which one it is.
         pace: How long it takes.
         before: The call that it has got last; it performs them in their order.
+        worlds: The ranks of each layout of which it has snapshots, by the layout's number.
+        sent: Bytes of snapshots that it has sent.
         die: Ends its process.
     """
 
@@ -101,6 +99,8 @@ class StandIn:
     is_lying: bool = False
     steps: frozenset[int] = frozenset()
     held: dict[Share, frozenset[int]] = field(default_factory=dict)
+    worlds: dict[int, Any] = field(default_factory=dict)
+    sent: int = 0
     handed: Holding | None = None
     die: Callable[[], object] = _end_process
 
@@ -124,7 +124,7 @@ class StandIn:
     def start(self, plan: Any) -> dict[str, Shard]:
         if self.plan is not None and self.share != Share(plan.layout, plan.rank):
             self.held[self.share], self.steps = self.steps, frozenset()
-        self.plan = plan
+        self.plan, self.worlds[plan.layout] = plan, plan.world
         return {name: part for name, part in parts_of(plan.world, plan.rank).items() if name.startswith("layers")}
 
     def leave(self, comes_back: bool = False) -> None:
@@ -178,14 +178,13 @@ class StandIn:
         pass
 
     def write(self, folder: str, beside: bool = False) -> tuple[ShardFile, dict[str, Logical]] | None:
-        at, saved, header, end = self.plan.world.at(self.plan.rank), dict[str, Logical](), dict[str, Any](), 0
+        saved, header, end = dict[str, Logical](), dict[str, Any](), 0
         file = f"rank-{self.plan.rank:05}.safetensors"
-        for name, part in parts_of(self.plan.world, self.plan.rank).items():
-            if name.startswith("optim") or at["dp"] == at["cp"] == 0:
-                size = 4 * math.prod(part.shape)
-                header[name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [end, end + size]}
-                saved[name] = Logical("F32", part.whole, (Stored(file, name, part.offset, part.shape),))
-                end += size
+        for name, part in saved_parts(self.plan.world, self.plan.rank).items():
+            size = nbytes_of({name: part})
+            header[name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [end, end + size]}
+            saved[name] = Logical("F32", part.whole, (Stored(file, name, part.offset, part.shape),))
+            end += size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         data = len(text).to_bytes(8, "little") + text + bytes(end)
@@ -199,14 +198,15 @@ class StandIn:
         pass
 
     def snapshot_addresses(self) -> list[Address]:
-        own = Address(self.share, self.identity, tuple(sorted(self.steps)), is_written=True)
-        there = ((share, tuple(sorted(self._steps_of(share)))) for share in self.held if share != self.share)
-        return [own, *(Address(share, self.identity, steps) for share, steps in there if steps)]
+        own = self._address(self.share, self.steps, is_written=True)
+        there = ((share, self._steps_of(share)) for share in self.held if share != self.share)
+        return [own, *(self._address(share, steps) for share, steps in there if steps)]
 
     def hold_snapshots(self, addresses: Any) -> None:
         for address in addresses:
             if address.process != self.identity:
                 self.held[address.share] = self.held.get(address.share, frozenset()) | {*address.files}
+                self.worlds[address.share.layout] = address.world
 
     def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
         shares = {self.share, *self.held}
@@ -225,9 +225,18 @@ class StandIn:
         pass
 
     def send_snapshots(self, step: int, to: Any) -> None:
-        pass
+        self._demand(step, [share for share, _ in to])
+        self.sent += sum(nbytes_of(self._saved(share)) for share, _ in to)
+
+    def snapshot_contents(self, step: int, shares: Any) -> dict[Share, ShareContents]:
+        self._demand(step, shares)
+        return {share: contents_of(self._saved(share)) for share in shares}
+
+    def needed_shares(self, index: ShareIndex) -> list[Share]:
+        return index.needed(boxes_of(parts_of(self.plan.world, self.plan.rank)))
 
     def restore(self, step: int, shares: Any, arrived: Any, *sent: None) -> None:
+        self._demand(step, {*shares} - {address.share for address in arrived})
         self.steps, self.handed = frozenset({step}), None
 
     # --- another layout ---
@@ -311,6 +320,18 @@ class StandIn:
     def _keep(self, step: int) -> None:
         self.steps = frozenset(sorted({*self.steps, step})[-2:])
 
+    def _address(self, share: Share, steps: Iterable[int], *, is_written: bool = False) -> StandInAddress:
+        return StandInAddress(share, self.identity, tuple(sorted(steps)), is_written, self.worlds[share.layout])
+
+    def _saved(self, share: Share) -> dict[str, Shard]:
+        return saved_parts(self.worlds[share.layout], share.rank)
+
+    def _demand(self, step: int, shares: Iterable[Share]) -> None:
+        """Raise KeyError if it has no snapshot of a step of one of these."""
+        for share in shares:
+            if step not in self._steps_of(share):
+                raise KeyError(share)
+
     def _steps_of(self, share: Share) -> frozenset[int]:
         """The steps of which it has snapshots: it keeps those of its node, which are of the same steps as its own."""
         own = self.steps if share.layout == self.plan.layout else frozenset[int]()
@@ -321,28 +342,14 @@ class StandIn:
         is_last = at["pp"] == mesh.pp - 1 and at["tp"] == 0
         count = run.microbatches if is_last else 0
         return StepResult(
-            *(
-                (2.0,) * count,
-                (256,) * count,
-                1.0,
-                1e-3,
-                0.5,
-                began,
-                time.perf_counter(),
-                None,
-                run.microbatches,
-                1 << 30,
-            ),
+            *((2.0,) * count, (256,) * count, 1.0, 1e-3, 0.5),
+            *(began, time.perf_counter(), None, run.microbatches, 1 << 30),
             samples=count * run.micro_batch_size,
         )
 
     def _holding(self) -> Holding:
         parts = parts_of(self.plan.world, self.plan.rank)
-        boxes = {
-            name: [tuple((start, start + size) for start, size in zip(part.offset, part.shape, strict=True))]
-            for name, part in parts.items()
-        }
-        return Holding(boxes, {name: Kind("float32", part.whole) for name, part in parts.items()})
+        return Holding(boxes_of(parts), {name: Kind("float32", part.whole) for name, part in parts.items()})
 
 
 class Crowd:

@@ -24,10 +24,7 @@ MESHES = {
     "dp": lambda n: (rp.Mesh(dp=n), rp.Mesh(dp=n // 2, tp=2)),
     "pp x tp x dp": lambda n: (rp.Mesh(pp=4, tp=4, dp=n // 16), rp.Mesh(pp=4, tp=2, dp=n // 8)),
 }
-PATHS = [
-    *("launch", "step", "evaluation", "save", "by hand", "looking inside", "relayout", "end"),
-    pytest.param("recovery", marks=pytest.mark.xfail(reason="each share of the state goes to each node", strict=True)),
-]
+PATHS = ["launch", "step", "evaluation", "save", "recovery", "by hand", "looking inside", "relayout", "end"]
 SLACK = 1.15  # what does not grow evenly, such as the number of the nodes in a message
 
 

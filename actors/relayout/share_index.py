@@ -1,0 +1,78 @@
+"""Which shares of a state have which parts of its tensors, so that an actor finds the shares that it needs.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.relayout.moves import Box, Boxes, BoxFinder, common
+from raypar.actors.sharding import Shape
+
+
+class StoredBoxes(NamedTuple):
+    """What a share has of a logical tensor.
+
+    Attributes:
+        whole: Shape of the logical tensor.
+        boxes: The parts of it.
+    """
+
+    whole: Shape
+    boxes: tuple[Box, ...]
+
+
+ShareContents = Mapping[str, StoredBoxes]
+"""what a share has, by logical name"""
+
+
+def contents_of(tensors: Mapping[str, Logical]) -> ShareContents:
+    """Return what logical tensors have that are stored in the files of one share."""
+    return {
+        name: StoredBoxes(
+            logical.shape,
+            tuple(
+                tuple((start, start + size) for start, size in zip(one.offset, one.shape, strict=True))
+                for one in logical.slices
+            ),
+        )
+        for name, logical in tensors.items()
+    }
+
+
+class ShareIndex:
+    """Finds the shares that have parts of tensors. The driver makes it once, and each actor looks its own parts up.
+
+    Args:
+        contents: What each share has.
+
+    Attributes:
+        shapes: Shapes of all logical tensors by name.
+    """
+
+    def __init__(self, contents: Mapping[Share, ShareContents]) -> None:
+        self.shapes, parts = dict[str, Shape](), dict[str, list[tuple[Box, Share]]]()
+        for share, tensors in contents.items():
+            for name, (whole, boxes) in tensors.items():
+                self.shapes[name] = whole
+                parts.setdefault(name, []).extend((box, share) for box in boxes)
+        self._finders = {name: BoxFinder(box for box, _ in of_one) for name, of_one in parts.items()}
+        self._shares = {name: [share for _, share in of_one] for name, of_one in parts.items()}
+
+    def needed(self, wanted: Boxes) -> list[Share]:
+        """Return the shares that have elements of some parts of tensors, in the order of their ranks.
+
+        Args:
+            wanted: The parts, of tensors that there are.
+        """
+        found = set[Share]()
+        for name, boxes in wanted.items():
+            finder, shares = self._finders[name], self._shares[name]
+            near = [(box, number) for box in boxes for number in finder.near(box)]
+            having = {shares[number] for box, number in near if common(box, finder.boxes[number]) is not None}
+            found |= having or {shares[0]}  # of a part without elements, any share says that the tensor is there
+        return sorted(found)

@@ -1,0 +1,134 @@
+"""An actor goes back to a step with the shares that it needs alone, in the same layout and in others."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.relayout.share_index import ShareIndex
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from tests.support.team import Team, batch, mse
+
+MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=64)
+RUN = rp.Run(model=MODEL, microbatches=4, steps=9, optim=rp.AdamW(lr=1e-2), max_failures=1)
+STEP = 1
+LONG = pytest.mark.long
+
+
+def normed():
+    return [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))]
+
+
+NORMED = {"model": rp.Layers(normed, mse), "data": rp.Batches(batch), "optim": rp.SGD(lr=0.1)}
+MOE = replace(MODEL, moe=rp.MoE(experts=4, top_k=2))
+
+
+def on(zero=0, **axes):
+    return {"mesh": rp.Mesh(**axes), "microbatches": 4 // axes.get("dp", 1), "zero": zero}
+
+
+def keeper_of(actor):
+    return SnapshotKeeper(actor.member.seat.plan, lambda step: None)
+
+
+def with_files(actor, files):
+    """The keeper of an actor of another layout, to which the files of some shares have come."""
+    keeper = SnapshotKeeper(replace(actor.member.seat.plan, layout=1), lambda step: None)
+    for share, fds in files.items():
+        keeper._held.adopt(share, map(os.dup, fds))
+    return keeper
+
+
+def state(actor):
+    return {(name, str(shard)): tensor.clone() for name, shard, tensor in actor.member.state.pieces()}
+
+
+def alike(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def gone_back(team, files, needed):
+    """What actors have of the state after going back with these shares, by rank; an exception of one that could not."""
+
+    def go_back(actor):
+        shares = needed[team.all.index(actor)]
+        with closing(with_files(actor, {share: files[share] for share in shares})) as keeper:
+            keeper.restore(STEP, shares, (), actor.member.state)
+        return state(actor)
+
+    return team.each(go_back)
+
+
+def restored(before, after):
+    """By rank of the layout after, whose shares it needs, once these are found to be enough and no more.
+
+    That they are enough is seen by going back with all of them and with these alone: to the same bits. That they are no
+    more is seen by leaving one out for each actor in turn: it can't go back then, or has less.
+    """
+    team, others = Team.of(replace(RUN, **before)), [Team.of(replace(RUN, **after)) for _ in range(3)]
+    keepers, size = [keeper_of(actor) for actor in team.all], team.world.size
+    team.step(0)
+    for actor, keeper in zip(team.all, keepers, strict=True):
+        keeper.after(STEP, actor.member.state)
+    shares = [Share(0, rank) for rank in range(size)]
+    files = {share: keeper._slots.files for share, keeper in zip(shares, keepers, strict=True)}
+    index = ShareIndex({share: keepers[share.rank].contents(STEP, [share])[share] for share in shares})
+    needed = [index.needed(actor.member.state.wanted(index.shapes)) for actor in others[0].all]
+    everything = gone_back(others[0], files, [shares] * len(needed))
+    only = gone_back(others[1], files, needed)
+    assert all(alike(one, other) for one, other in zip(everything, only, strict=True))
+    for out in range(max(map(len, needed))):
+        fewer = [[share for at, share in enumerate(its) if at != out] for its in needed]
+        for rank, found in enumerate(gone_back(others[2], files, fewer)):
+            is_less = isinstance(found, Exception) or not alike(found, everything[rank])
+            assert is_less == (out < len(needed[rank])), f"rank {rank} without {needed[rank][out : out + 1]}"
+    for keeper in keepers:
+        keeper.close()
+    return [[share.rank for share in its] for its in needed]
+
+
+ALL, FOUR = [0, 1, 2, 3], range(4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "needed"),
+    [
+        pytest.param(on(dp=4), on(dp=4), [[0]] * 4, id="replicas"),
+        pytest.param(on(1, dp=4), on(1, dp=4), [ALL] * 4, id="zero 1"),
+        pytest.param(on(3, dp=4), on(3, dp=4), [[rank] for rank in FOUR], id="zero 3"),
+        pytest.param(on(dp=2, pp=2), on(dp=2, pp=2), [[0], [0], [2], [2]], id="stages of replicas"),
+        pytest.param(on(dp=2, pp=2), on(dp=4), [[0, 2]] * 4, id="stages become replicas"),
+        pytest.param(on(1, dp=4), on(1, dp=2), [ALL] * 2, id="half of the replicas", marks=LONG),
+        pytest.param(on(dp=2, tp=2), on(dp=2, tp=2), [[0], [0, 1]] * 2, id="tensor groups"),
+        pytest.param(on(tp=2), on(dp=2), [[0, 1]] * 2, id="tensor ranks become replicas"),
+        pytest.param(on(pp=2) | {"tile": 2}, on(tp=2), [[0, 1]] * 2, id="tiles"),
+        pytest.param(on(dp=2) | NORMED, on(dp=2) | NORMED, [[0], [0, 1]], id="running statistics"),
+        pytest.param(on(dp=2) | NORMED, on(dp=4) | NORMED, [[0], [0, 1], [0], [0]], id="statistics of replica 0"),
+    ],
+)
+def test_the_shares_that_an_actor_needs_are_enough_and_no_more(before, after, needed):
+    assert restored(before, after) == needed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(on(pp=2, dp=2, tp=2), on(pp=2, dp=2, tp=2), id="all axes", marks=LONG),
+        pytest.param(on(tp="2d:2x2"), on(tp=2), id="grid", marks=LONG),
+        pytest.param(on(pp=2) | {"model": replace(MODEL, tied=True)}, on(pp=2, dp=2), id="tied"),
+        pytest.param(on(2, dp=4) | {"mesh": rp.Mesh(dp=4, shard=2)}, on(3, dp=2), id="groups of shards", marks=LONG),
+        pytest.param(on(dp=2, ep=2) | {"model": MOE}, on(pp=2) | {"model": MOE}, id="experts", marks=LONG),
+        pytest.param(on(dp=2, pp=2) | {"precision": rp.Precision(compute="fp16")}, on(1, dp=2), id="fp16", marks=LONG),
+    ],
+)
+def test_so_they_are_in_uneven_layouts(before, after):
+    if "model" in before:
+        after = {**after, "model": before["model"]}
+    restored(before, after)
