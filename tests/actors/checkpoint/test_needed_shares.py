@@ -16,7 +16,7 @@ from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, batch, mse
 
-MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=64)
+MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
 RUN = rp.Run(model=MODEL, microbatches=4, steps=9, optim=rp.AdamW(lr=1e-2), max_failures=1)
 STEP = 1
 LONG = pytest.mark.long
