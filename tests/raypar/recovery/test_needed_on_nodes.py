@@ -12,7 +12,7 @@ from tests.support.stand_ins import StandIn
 
 STATE = 4 * 2 * 8192 * 4  # bytes: four layers, each with a weight and what the optimizer keeps of it, 8192 x 1 in fp32
 MODEL = rp.GPT(layers=4, hidden=64, heads=8, seq=8, vocab=64)
-VICTIM = 5
+VICTIM, OTHER = 5, 1  # ranks
 
 
 def batch(step, microbatch, dp):
@@ -42,9 +42,9 @@ def test_of_replicas_with_copies_of_one_state_each_other_node_gets_it_once(size)
 
 
 def test_of_tensor_groups_each_node_gets_what_its_stages_have():
-    """Four stages of four tensor ranks: a node has two stages of one replica, and another one the same of the next."""
+    """Each of four stages is on two nodes, with two replicas of four tensor ranks: the second one gets its quarter."""
     cluster, _ = recovered(run_on(rp.Mesh(pp=4, tp=4, dp=4)), 64)
-    assert cluster.sent == 3 * STATE
+    assert cluster.sent == STATE
 
 
 def test_on_one_node_nobody_is_asked_what_is_where():
@@ -55,15 +55,15 @@ def test_on_one_node_nobody_is_asked_what_is_where():
 
 @pytest.mark.parametrize("method", ["snapshot_contents", "needed_shares", "send_snapshots", "restore"])
 def test_an_actor_that_dies_meanwhile_is_replaced_too(monkeypatch, method):
-    really, dead = getattr(StandIn, method), []
+    really, dead, run = getattr(StandIn, method), [], run_on(rp.Mesh(dp=24), max_failures=2)
 
     def dies(self, *args):
-        if self.plan.rank == 2 and not dead:
+        if self.plan.rank == OTHER and not dead:
             dead.append(method)
             self.die()
         return really(self, *args)
 
     monkeypatch.setattr(StandIn, method, dies)
-    _, (failure,) = recovered(run_on(rp.Mesh(dp=24), max_failures=2), 24)
+    _, (failure,) = recovered(run, 24)
     assert dead == [method]
-    assert (failure.back_to, failure.replaced) == (1, ("dp=5", "dp=2"))
+    assert (failure.back_to, failure.replaced) == (1, tuple(map(World(run.mesh).label, (VICTIM, OTHER))))
