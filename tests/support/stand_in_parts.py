@@ -31,7 +31,7 @@ def saved_parts(world: Any, rank: int) -> dict[str, Shard]:
     """Return by name the parts of tensors that a rank saves: of equal copies on several ranks, the first."""
     at, parts = world.at(rank), parts_of(world, rank)
     is_first = at["dp"] == at["cp"] == 0
-    return {name: part for name, part in parts.items() if is_first or (world.sharded and name.startswith("optim"))}
+    return {name: part for name, part in parts.items() if (name.startswith("optim") and world.sharded) or is_first}
 
 
 def nbytes_of(parts: Mapping[str, Shard]) -> int:

@@ -9,8 +9,10 @@ import math
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,10 +21,29 @@ import raypar as rp
 from tests.support.counted_stand_ins import CountedCluster
 
 ROOT = str(Path(__file__).parents[3])
-FEW, MANY = 32, 128
-MESHES = {
-    "dp": lambda n: (rp.Mesh(dp=n), rp.Mesh(dp=n // 2, tp=2)),
-    "pp x tp x dp": lambda n: (rp.Mesh(pp=4, tp=4, dp=n // 16), rp.Mesh(pp=4, tp=2, dp=n // 8)),
+
+
+class Layouts(NamedTuple):
+    """Layouts of some numbers of actors.
+
+    Attributes:
+        meshes: For n actors, the mesh, and another one to which the run goes on.
+        few: The smaller number; each stage of its pipeline is on several nodes.
+        many: The larger number.
+        zero: See ``Run``.
+    """
+
+    meshes: Callable[[int], tuple[rp.Mesh, rp.Mesh]]
+    few: int = 32
+    many: int = 128
+    zero: int | None = None
+
+
+REPLICAS = Layouts(lambda n: (rp.Mesh(dp=n), rp.Mesh(dp=n // 2, tp=2)))
+LAYOUTS = {
+    "dp": REPLICAS,
+    "dp without ZeRO": REPLICAS._replace(zero=0),
+    "pp x tp x dp": Layouts(lambda n: (rp.Mesh(pp=2, tp=4, dp=n // 8), rp.Mesh(pp=4, tp=2, dp=n // 8)), 64, 256),
 }
 PATHS = ["launch", "step", "evaluation", "save", "recovery", "by hand", "looking inside", "relayout", "end"]
 SLACK = 1.15  # what does not grow evenly, such as the number of the nodes in a message
@@ -75,11 +96,12 @@ class Paths:
         return Counter(calls | {f"bytes of {name}": count for name, count in cluster.nbytes.items()} | cluster.asked)
 
 
-def life(actors, mesh, other, folder, **settings):
+def life(layouts, actors, folder):
     """What each part of a job's life has cost its driver."""
+    mesh, other = layouts.meshes(actors)
     model = rp.GPT(layers=4, hidden=64, heads=8, seq=8, vocab=64)
     fields = {"microbatches": 4, "micro_batch_size": 1, "steps": 20, "eval_steps": 1, "device": "cpu"}
-    run = rp.Run(model=model, data=rp.Batches(batch, batch), mesh=mesh, max_failures=1, **fields, **settings)
+    run = rp.Run(model=model, data=rp.Batches(batch, batch), mesh=mesh, max_failures=1, zero=layouts.zero, **fields)
     cluster = CountedCluster(actors + 8)
     paths = Paths(cluster)
     victim = rp.actors.mesh.world.World(mesh).label(5)
@@ -108,33 +130,37 @@ def life(actors, mesh, other, folder, **settings):
     return paths.found
 
 
-def grows_faster(few, many):
-    """What grows faster than n log n from FEW to MANY, with how often it was at both sizes."""
-    most = MANY * math.log(MANY) / (FEW * math.log(FEW)) * SLACK
-    return {name: (few.get(name, 0), n) for name, n in many.items() if n > most * max(few.get(name, 0), FEW)}
+def grows_faster(counts):
+    """What grows faster than n log n, with how often it was, given what was counted by the number of actors: of two."""
+    (small, few), (large, many) = counts.items()
+    most = large * math.log(large) / (small * math.log(small)) * SLACK
+    return {name: (few.get(name, 0), n) for name, n in many.items() if n > most * max(few.get(name, 0), small)}
 
 
-@pytest.fixture(scope="module", params=["dp", pytest.param("pp x tp x dp", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["dp", *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != "dp")]
+)
 def lives(request, tmp_path_factory):
-    """What each path of a job has cost its driver with FEW actors, and with MANY."""
-    return [life(n, *MESHES[request.param](n), tmp_path_factory.mktemp("saved")) for n in (FEW, MANY)]
+    """What each path of a job has cost its driver, by the number of actors."""
+    layouts = LAYOUTS[request.param]
+    return {n: life(layouts, n, tmp_path_factory.mktemp("saved")) for n in (layouts.few, layouts.many)}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_of_the_driver_grows_faster_than_n_log_n(lives, path):
-    few, many = (found[path] for found in lives)
-    faults = grows_faster(few, many)
+    faults = grows_faster({n: found[path] for n, found in lives.items()})
+    few, many = lives
     assert not faults, "\n".join(
-        f"{name}: {before} times with {FEW} actors, {after} with {MANY}" for name, (before, after) in faults.items()
+        f"{name}: {before} times with {few} actors, {after} with {many}" for name, (before, after) in faults.items()
     )
 
 
 def test_what_grows_with_the_square_is_seen():
-    counts = [Counter(), Counter()]
-    for n, count in zip((FEW, MANY), counts, strict=True):
+    counts = {32: Counter(), 128: Counter()}
+    for n, count in counts.items():
         with functions_counted(count):
             for _ in range(n):
                 sum(abs(other) for other in range(n))
-    assert any("genexpr" in name for name in grows_faster(*counts))
-    assert not grows_faster({"calls": FEW}, {"calls": MANY})
+    assert any("genexpr" in name for name in grows_faster(counts))
+    assert not grows_faster({n: {"calls": n} for n in counts})
