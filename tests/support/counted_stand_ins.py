@@ -52,6 +52,10 @@ class CountedCluster(StandInCluster):
     def there(self) -> Any:
         return answered(True)
 
+    def handle(self, number: int, node: str) -> StandInHandle:
+        """Return a handle of one more stand-in, on a node."""
+        return StandInHandle(self._shared[0], Key(number, node))
+
     def end(self, handle: StandInHandle) -> None:
         self.asked["kill"] += 1
 

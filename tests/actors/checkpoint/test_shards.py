@@ -275,6 +275,24 @@ def test_slices_that_are_not_in_the_files_are_refused(tmp_path):
             Assembler(ShardFolder(tmp_path)).read(logical)
 
 
+def test_only_what_is_read_must_be_there_and_once(tmp_path):
+    write_shard(tmp_path, "a", {"k": torch.arange(4.0)})
+    first, gone, twice = (Stored(file, "k", (start,), (4,)) for file, start in (("a", 0), ("b", 4), ("c", 2)))
+
+    def read(half, *slices):
+        return Assembler(ShardFolder(tmp_path)).read(Logical("F32", (8,), slices), Sharding({0: half})).tolist()
+
+    assert read(Pieces.at(0, 2), first, gone) == read(Pieces.at(0, 2), first) == [0, 1, 2, 3]
+    assert read(Pieces(4, (1, 0)), first) == [2, 3, 0, 1]
+    for says, half, slices in (
+        ("3 of its 4 elements are in no slice", Pieces.at(1, 2), [Stored("a", "k", (1,), (4,))]),
+        ("'b' can't be read", Pieces.at(1, 2), [first, gone]),
+        ("'k' of 'a' and 'k' of 'c' overlap", Pieces.at(0, 2), [first, twice]),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            read(half, *slices)
+
+
 @given(boxes(), st.data())
 def test_an_actor_reads_its_part_and_no_more(drawn, data):
     shape, parts = drawn
