@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
 
@@ -186,32 +187,39 @@ class _Holders:
 
 
 class BoxFinder:
-    """The boxes of one tensor, found by where they are.
+    """The boxes of one tensor, found by where they are. They are in arrays, so that a copy is made in no time.
 
     Args:
         boxes: The boxes.
-
-    Attributes:
-        boxes: The boxes, in the same order.
     """
 
-    def __init__(self, boxes: Iterable[Box]) -> None:
-        self.boxes = list(boxes)
-        starts = [len({box[dim][0] for box in self.boxes}) for dim in range(len(self.boxes[0]) if self.boxes else 0)]
-        self._dim = max(range(len(starts)), key=starts.__getitem__, default=None)  # that divides the tensor most
+    def __init__(self, boxes: Collection[Box]) -> None:
+        self._dims = len(next(iter(boxes), ()))
+        self._bounds = array("q", [bound for box in boxes for span in box for bound in span])
+        starts = [self._bounds[2 * dim :: 2 * self._dims] for dim in range(self._dims)]
+        self._dim = max(range(self._dims), key=lambda dim: len({*starts[dim]}), default=None)  # that divides it most
+        self._order, self._starts, self._longest = array("i", range(len(boxes))), array("q"), 0
         if self._dim is not None:
-            dim = self._dim
-            self._order = sorted(range(len(self.boxes)), key=lambda number: self.boxes[number][dim][0])
-            self._starts = [self.boxes[number][dim][0] for number in self._order]
-            self._longest = max(box[dim][1] - box[dim][0] for box in self.boxes)
+            own = starts[self._dim]
+            self._order = array("i", sorted(self._order, key=own.__getitem__))
+            self._starts = array("q", [own[number] for number in self._order])
+            self._longest = max(box[self._dim][1] - box[self._dim][0] for box in boxes)
 
     def near(self, box: Box) -> Sequence[int]:
         """Return the indices of the boxes that may have elements in common with this one; of all others none has."""
         if self._dim is None:
-            return range(len(self.boxes))
+            return self._order
         start, stop = box[self._dim]
         first = bisect_right(self._starts, start - self._longest)
         return self._order[first : bisect_left(self._starts, stop)]
+
+    def common(self, box: Box) -> list[int]:
+        """Return the indices of the boxes that have elements in common with this one."""
+        return [number for number in self.near(box) if common(box, self._box(number)) is not None]
+
+    def _box(self, number: int) -> Box:
+        bounds = self._bounds[2 * self._dims * number : 2 * self._dims * (number + 1)]
+        return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 class _Parts:
@@ -222,11 +230,11 @@ class _Parts:
     """
 
     def __init__(self, holders: Mapping[Box, _Holders]) -> None:
-        self._holders, self._finder = holders, BoxFinder(holders)
+        self._holders, self._boxes, self._finder = holders, list(holders), BoxFinder(holders)
 
     def near(self, box: Box, actor: int, place: str) -> list[tuple[Box, _Holders]]:
         """Return the boxes that may have elements in common with one, the nearest to an actor first."""
-        found = [(self._finder.boxes[number], number) for number in self._finder.near(box)]
+        found = [(self._boxes[number], number) for number in self._finder.near(box)]
         found.sort(key=lambda one: (self._holders[one[0]].distance(actor, place), one[1]))
         return [(held, self._holders[held]) for held, _ in found]
 

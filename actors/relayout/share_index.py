@@ -5,12 +5,13 @@ Imports no torch.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot_address import Share
-from raypar.actors.relayout.moves import Box, Boxes, BoxFinder, common
+from raypar.actors.relayout.moves import Box, Boxes, BoxFinder
 from raypar.actors.sharding import Shape
 
 
@@ -48,20 +49,22 @@ class ShareIndex:
     """Finds the shares that have parts of tensors. The driver makes it once, and each actor looks its own parts up.
 
     Args:
-        contents: What each share has.
+        contents: What each share of a layout has.
 
     Attributes:
         shapes: Shapes of all logical tensors by name.
     """
 
     def __init__(self, contents: Mapping[Share, ShareContents]) -> None:
-        self.shapes, parts = dict[str, Shape](), dict[str, list[tuple[Box, Share]]]()
+        ranks: dict[str, array[int]] = {}
+        self.shapes, boxes = dict[str, Shape](), dict[str, list[Box]]()
+        (self._layout,) = {share.layout for share in contents}
         for share, tensors in contents.items():
-            for name, (whole, boxes) in tensors.items():
-                self.shapes[name] = whole
-                parts.setdefault(name, []).extend((box, share) for box in boxes)
-        self._finders = {name: BoxFinder(box for box, _ in of_one) for name, of_one in parts.items()}
-        self._shares = {name: [share for _, share in of_one] for name, of_one in parts.items()}
+            for name, stored in tensors.items():
+                self.shapes[name] = stored.whole
+                boxes.setdefault(name, []).extend(stored.boxes)
+                ranks.setdefault(name, array("i")).extend([share.rank] * len(stored.boxes))
+        self._finders, self._ranks = {name: BoxFinder(its) for name, its in boxes.items()}, ranks
 
     def needed(self, wanted: Boxes) -> list[Share]:
         """Return the shares that have elements of some parts of tensors, in the order of their ranks.
@@ -69,10 +72,9 @@ class ShareIndex:
         Args:
             wanted: The parts, of tensors that there are.
         """
-        found = set[Share]()
+        found = set[int]()
         for name, boxes in wanted.items():
-            finder, shares = self._finders[name], self._shares[name]
-            near = [(box, number) for box in boxes for number in finder.near(box)]
-            having = {shares[number] for box, number in near if common(box, finder.boxes[number]) is not None}
-            found |= having or {shares[0]}  # of a part without elements, any share says that the tensor is there
-        return sorted(found)
+            finder, ranks = self._finders[name], self._ranks[name]
+            having = {ranks[number] for box in boxes for number in finder.common(box)}
+            found |= having or {ranks[0]}  # of a part without elements, any share says that the tensor is there
+        return [Share(self._layout, rank) for rank in sorted(found)]
