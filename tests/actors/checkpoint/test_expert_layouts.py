@@ -60,7 +60,7 @@ def test_a_layout_goes_on_bitwise(layout, written):
     assert losses(loaded(team_of(layout), folder, tensors), range(2, 4)) == wanted
 
 
-@pytest.mark.every_third
+@pytest.mark.long
 @pytest.mark.parametrize("there", thinned(list(LAYOUTS)[1:], SHORT.__contains__))
 def test_one_actor_and_a_layout_read_what_the_other_has_written(there, written, tmp_path):
     alone = "one actor"

@@ -617,6 +617,7 @@ def test_the_ledger_counts_the_seconds_spent_in_an_op():
     assert early > 0.2 > late
 
 
+@pytest.mark.long
 def test_a_ledger_is_read_while_others_add():
     ledger, interval = Ledger(), sys.getswitchinterval()
 

@@ -62,6 +62,7 @@ def test_a_llama_with_few_heads_of_keys_and_values(context, kv_heads, cp):
     agrees(team_of(cp, model=model, context=context, steps=2))
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     ("positions", "context"), [*product(get_args(Positions), ["ring"]), *product(["alibi", "rope"], MODES[1:])]
 )
@@ -70,6 +71,7 @@ def test_any_positions(positions, context):
     agrees(team_of(2, model=replace(MODEL, positions=positions, attention=attention), context=context, steps=2))
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout",

@@ -98,6 +98,7 @@ def test_the_most_that_is_gathered_follows_the_windows(placement):
     assert [formula.gathered for formula in formulas(team)] == [layers * layer] * 2
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(("resident", "stages"), [(None, 4), (1, 1), (2, 2), (3, 3)])
 def test_as_many_stages_are_gathered_as_may_be_resident(resident, stages):
     changes = {"schedule": "interleaved", "chunks": 4, "zero_gather": "step", "zero_resident": resident}

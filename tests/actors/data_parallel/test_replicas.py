@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every_third
 @pytest.mark.each_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dp", "pp", "schedule", "equal"), CASES)
@@ -49,6 +50,7 @@ def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mo
     agrees(team)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     ("mode", "dp", "m"),
     [(mode, dp, 6 // dp) for mode in MODES for dp in (1, 2, 3, 6) if dp > 1 or mode not in SHARED],

@@ -54,6 +54,7 @@ def test_once_a_step_all_levels_have_the_same_bits(pp, dp, schedule):
         assert bits(**fields, zero=level, zero_reduce="step") == wanted
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "interleaved")])

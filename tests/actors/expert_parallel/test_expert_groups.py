@@ -98,6 +98,7 @@ OWN = {
 }
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("layout", OWN.values(), ids=OWN.keys())
 def test_own_experts_on_several_actors_train_as_in_one_process(layout):
     model = Layers(mixtures, mse, plan={"layers.*.experts": "expert"})

@@ -29,6 +29,7 @@ def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
     return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 1, 2, 0), (2, 2, 2, 1)]

@@ -105,6 +105,7 @@ def over_nccl(monkeypatch):
         team.close()
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize(
     "layout",
     [

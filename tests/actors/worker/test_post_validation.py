@@ -143,6 +143,7 @@ def test_right_updates_are_made_once():
     assert ahead[: ahead.index(Op.VALIDATE)].count(Op.F) == RANKS - 1
 
 
+@pytest.mark.long
 def test_replicas_and_shorter_streams():
     changes = {"clip": 10.0, "dp": 2}
     equal(trained(team_of(100.0, {1}, 1, flush_every=2, **changes)), trained(team_of(100.0, {1}, 1, **changes)))

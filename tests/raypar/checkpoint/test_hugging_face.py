@@ -208,6 +208,7 @@ def test_a_checkpoint_that_can_not_be_read_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("like", [OWN[1], OWN[2]], ids=["gpt", "llama"])
 @pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2, tp=2)], ids=["alone", "pp2 tp2"])
 def test_adapters_are_merged_into_the_weights_that_they_adapt(like, mesh, tmp_path):

@@ -64,6 +64,7 @@ def trained(pool, tmp_path_factory):
         yield folder / "checkpoints", outcome(job), job
 
 
+@pytest.mark.long
 def test_the_newest_stay_and_are_there_when_train_returns(trained):
     folder, _, job = trained
     assert steps_in(folder) == [6, 5, 4, 3]
@@ -102,7 +103,7 @@ def test_save_now_and_one_that_fails(trained, tmp_path):
     assert steps_in(tmp_path / "a") == [6]
 
 
-@pytest.mark.every_third
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

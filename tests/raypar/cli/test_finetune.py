@@ -55,6 +55,7 @@ def test_all_weights_learn_if_there_are_no_adapters(said, folder, tmp_path):
     assert code == 0 and "optimizer" in out
 
 
+@pytest.mark.long
 def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, folder, tmp_path):
     path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
     other = str(made_jsonl(tmp_path / "texts.jsonl", [{"text": "abc"}] * 50))

@@ -84,6 +84,7 @@ def keeps(found, plan):
         assert "to" not in words or new.made == old.made, (name, text, found[name])
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from(("speed", "memory")), st.sampled_from(("cpu", "h100")))
 def test_semi_keeps_every_annotation(data, aim, gpu):

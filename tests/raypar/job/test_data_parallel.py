@@ -50,7 +50,7 @@ def test_one_microbatch_a_replica_is_bitwise(job, schedule):
     assert (verdict.steps, verdict.gradients, verdict.weights) == (3, 109, 109)
 
 
-@pytest.mark.every_third
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved"], lambda name: name == "interleaved")
 )
@@ -73,7 +73,7 @@ def test_a_changed_replica_is_found(job_on, monkeypatch):
     assert "differences in 3 losses" in str(verdict)
 
 
-@pytest.mark.every_third
+@pytest.mark.long
 def test_tied_embeddings(job):
     run = run_of(job)
     verdict = rp.verify(replace(run, model=replace(run.model, tied=True)), job)
@@ -98,7 +98,7 @@ def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
     assert all(torch.equal(weight, first[name]) for name, weight in job.weights(1).items())
 
 
-@pytest.mark.every_third
+@pytest.mark.long
 def test_reports_evaluation_and_looking_inside(job):
     job.reset(run_of(job, steps=5))
     before = job.evaluate()

@@ -39,6 +39,7 @@ def run_of(name, **changes):
     return rp.Run(**fields | changes)
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("order", ["row", "dynamic"])
@@ -75,6 +76,7 @@ def test_streams_have_the_bits_of_compiled_ones(name):
     assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
 @pytest.mark.parametrize("executor", ["compiled", "tasks"])

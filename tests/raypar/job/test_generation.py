@@ -122,6 +122,7 @@ def planned(generation, prompts, count):
     return generation.start(prompts, count).cache_bytes(generation.loaded)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("mesh", ["one", "pp2", "tp2", "pp2 tp2", "dp2"])
 def test_the_memory_of_caches_is_as_planned_and_linear(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:

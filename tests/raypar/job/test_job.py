@@ -82,6 +82,7 @@ def counts(job, op):
     return {label: table.get(("pp", op), None) for label, table in job.ledger().items()}
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
@@ -187,6 +188,7 @@ def test_a_loss_that_falls_no_more_ends_the_training_with_a_checkpoint(job, tmp_
     assert (tmp_path / "run/checkpoints/step-00000003").is_dir()
 
 
+@pytest.mark.long
 def test_steps_handed_over_ahead_are_the_same_steps(job):
     run = tiny(steps=7, eval_every=3)
     losses = []

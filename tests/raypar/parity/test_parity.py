@@ -226,6 +226,7 @@ def test_ranks_may_hold_different_numbers_of_stages(monkeypatch, rows):
     assert verdict.bitwise, str(verdict)
 
 
+@pytest.mark.long
 def test_a_v_that_is_searched_for(monkeypatch):
     monkeypatch.setattr("raypar.parity.verify.train_plainly", trained_with_own_dice)
     is_bitwise(verdict_of(tiny(2, schedule="zb-1p", chunks=2, microbatches=6)), "gpt-tiny")
@@ -289,6 +290,7 @@ def test_the_layout_does_not_change_the_initial_weights(job_on, pp, schedule):
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("split", ["balanced", (1, 7), (5, 3)])
 def test_any_split_of_the_layers(job_on, split):
     verdict = rp.verify(tiny(2, split=split), job_on(2))

@@ -79,6 +79,7 @@ def test_an_evaluation_and_a_checkpoint_are_of_the_step_in_which_an_actor_died(t
         assert [failure.back_to for failure in job.failures] == [3, 3]
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_lost_with_an_actor_is_saved_again(tmp_path):
     run = replace(RUN, folder=str(tmp_path / "run"), save_every=2, steps=3)
     with rp.launch(run) as job:

@@ -141,6 +141,7 @@ def test_any_order_of_ready_moves_has_the_gradients_of_a_compiled_step(name, see
         assert (found[key] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-12, key
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", TEAMS)
 @pytest.mark.parametrize("at", [0, 5, -2, -1, 1000])  # -1: all but STEP; then buckets are on their way

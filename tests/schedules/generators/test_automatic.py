@@ -57,6 +57,7 @@ def random_costs(draw, num_stages):
     return Costs(link=draw.choice([0.0, 0.1, 1.0]), of_stage=stages | whole)
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_never_longer_than_what_is_made_by_hand(seed):
     draw = Random(seed)
@@ -70,6 +71,7 @@ def test_it_is_never_longer_than_what_is_made_by_hand(seed):
         assert found == build(name, ranks, microbatches, costs=costs), "the same costs give the same schedule"
 
 
+@pytest.mark.every_third
 @pytest.mark.parametrize("seed", range(4))
 def test_a_v_is_never_longer_than_what_is_made_by_hand(seed):
     draw = Random(seed)

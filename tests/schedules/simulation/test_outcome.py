@@ -32,6 +32,7 @@ def test_a_deadlock_is_told():
         outcome(lower(build("1f1b", 2, 4)), send_capacity=0)
 
 
+@pytest.mark.long
 def test_no_event_is_kept():
     schedule = lower(build("1f1b", 16, 256))
     tracemalloc.start()

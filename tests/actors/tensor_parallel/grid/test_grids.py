@@ -57,6 +57,7 @@ def team_of(tp, model=TINY, m=2, samples=B, **changes):
     return Team(None, changes.pop("pp", 1), m, tp=tp, model=model, **fields | changes)
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("model", [TINY, replace(LLAMA, tied=True)], ids=["gpt", "llama, tied"])
 @pytest.mark.parametrize("grid", [*GRIDS, "2.5d:2x2x1"])
@@ -233,6 +234,7 @@ def test_a_step_in_a_cube_sends_what_the_formula_says():
     }
 
 
+@pytest.mark.long
 def test_selective_in_a_cube_gathers_the_inputs_of_linear_layers_once_more():
     """Those of attention, MLP and head along y, of the layers that lead out of them along z."""
     teams = [team_of("3d:2x2x2", recompute=recompute) for recompute in ("none", "selective")]

@@ -168,6 +168,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.long
 def test_damage_takes_no_more_memory_than_a_small_multiple_of_the_files(past):
     """A MiB or two of each kind of garbage, 300 MiB to read it in."""
     (past / "run.toml").write_text("a = [" + "[], " * 250_000 + "]")
