@@ -120,9 +120,12 @@ def missing(*programs: str) -> str:
         name for name in ("unshare", "nsenter", "setpriv", "ip", "tc", *programs) if shutil.which(name) is None
     ]:
         return f"no {' and no '.join(absent)}"
-    tried = "ip link add bridge type bridge && ip link add one type veth peer name other"
-    done = subprocess.run(["unshare", *_user(), *_OWN, "sh", "-c", tried], capture_output=True, text=True, timeout=20)
-    return "" if done.returncode == 0 else f"no namespaces: {done.stderr.strip()}"
+    try:
+        with _bridge() as first:
+            _inside(first, "ip", "link", "add", "one", "type", "veth", "peer", "name", "other")
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no namespaces: {error}"
+    return ""
 
 
 @contextmanager
