@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import raypar as rp
+from raypar.actors.data.text_sources import source_files
 from raypar.actors.not_yet import WHERE
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
@@ -26,6 +27,7 @@ from raypar.reporting.summary import plan_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT_OF_PAGES = 601, 11_065_582  # files and bytes
 MOST_LINES = 220  # of README.md: one page
 ONE_OF_THESE = ("", "python", "toml", "text")
 
@@ -120,13 +122,23 @@ def test_files_of_runs(page, folder, capsys):
             run_command(["train", "run.toml", "--dry-run"], capsys)
 
 
-def figures_hidden(answer):
-    """An answer without the digits of its fractions, which are those of one text."""
+def is_text_of_pages():
+    """Whether the default text, this Python's standard library, is the one of which the pages have figures."""
+    files = source_files("path", "stdlib", ROOT, [])
+    return (len(files), sum(file.size for file in files)) == TEXT_OF_PAGES
+
+
+def without_fractions(answer):
+    """An answer without the digits of its fractions."""
     return re.sub(r" *-?\d+\.\d+", " #", answer)
 
 
 def test_transcripts(kept_actors):
-    """The stepper answers as the pages have it, but for figures of the text: this Python's standard library."""
+    """The stepper answers as the pages have it; the last bits of a loss may be those of another machine.
+
+    Where the text is another one, so are the figures, and the rest is compared.
+    """
+    shown = str if (same := is_text_of_pages()) else without_fractions
     with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe", backward="whole")) as job:
         for page in PAGES:
             for fence in runs(page):
@@ -135,11 +147,9 @@ def test_transcripts(kept_actors):
                     for typed, answer in turns:
                         found = eval(typed, {"s": stepper, "job": job})
                         if isinstance(found, float):
-                            assert found == pytest.approx(float(answer), rel=1e-2)
+                            assert found == pytest.approx(float(answer), rel=1e-4 if same else 1e-2)
                         else:
-                            assert figures_hidden(repr(found).rstrip()) == figures_hidden(answer), (
-                                f"{page.name}: {typed}"
-                            )
+                            assert shown(repr(found).rstrip()) == shown(answer), f"{page.name}: {typed}"
                     job.reset(job.run)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
 
+from raypar.actors.sharding import Shape
+
 Box = tuple[tuple[int, int], ...]
 """along each dim of a tensor, the first index and the one behind the last; of a scalar ()"""
 Boxes = Mapping[str, Sequence[Box]]
@@ -132,6 +134,11 @@ def moves_between(
 def sent_bytes(moves: Sequence[Move], sizes: Mapping[str, int]) -> int:
     """Return the bytes that go from one actor to another, given the bytes of an element of each tensor."""
     return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
+
+
+def box_at(offset: Shape, shape: Shape) -> Box:
+    """Return the box that begins at some indices and has a shape."""
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def volume(box: Box) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot_address import Share
-from raypar.actors.relayout.moves import Box, Boxes, BoxFinder
+from raypar.actors.relayout.moves import Box, Boxes, BoxFinder, box_at
 from raypar.actors.sharding import Shape
 
 
@@ -34,13 +34,7 @@ ShareContents = Mapping[str, StoredBoxes]
 def contents_of(tensors: Mapping[str, Logical]) -> ShareContents:
     """Return what logical tensors have that are stored in the files of one share."""
     return {
-        name: StoredBoxes(
-            logical.shape,
-            tuple(
-                tuple((start, start + size) for start, size in zip(one.offset, one.shape, strict=True))
-                for one in logical.slices
-            ),
-        )
+        name: StoredBoxes(logical.shape, tuple(box_at(one.offset, one.shape) for one in logical.slices))
         for name, logical in tensors.items()
     }
 

@@ -88,8 +88,9 @@ class Hosted:
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
         for key, axis, name, members in memberships(plan.world, plan.rank):
-            rank, full, timeout = members.index(plan.rank), f"{plan.name}/{name}", plan.run.timeout
-            self._joined[key] = ray_groups.join(full, axis, len(members), rank, timeout, ledger, place.device)
+            size, rank = len(members), members.index(plan.rank)
+            full_name = f"{plan.name}/{name}"
+            self._joined[key] = ray_groups.join(full_name, axis, size, rank, plan.run.timeout, ledger, place.device)
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
         self._member.faults, faults.weights = faults, self._member.state.parameters
@@ -110,7 +111,7 @@ class Hosted:
         """
         self._member, self._refusals = None, Refusals()
         if self._keeper is not None:
-            (self._keeper.stop_copies if comes_back else self._keeper.close)()
+            self._keeper.leave(comes_back)
         if not comes_back:
             self._handover = self._keeper = None
         for group in self._joined.values():

@@ -200,6 +200,13 @@ class SnapshotKeeper:
         self.stop_copies()
         self._slots.forget_after(step)
 
+    def leave(self, comes_back: bool) -> None:
+        """Send and receive no more copies, and let go of all snapshots unless this actor comes back to the run."""
+        if comes_back:
+            self.stop_copies()
+        else:
+            self.close()
+
     def close(self) -> None:
         """Let go of all snapshots."""
         self.stop_copies()

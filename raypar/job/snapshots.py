@@ -90,7 +90,10 @@ class Snapshots:
             processes: By rank, the process of its actor.
         """
         calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
-        domains = [process.pid_domain for process in processes]
+        domains, what = [process.pid_domain for process in processes], f"going back to step {step}"
+        if has_all(steps[: len(domains)], self.source, step):
+            calls.all("restore", step, calls.shared(self.source), (), what=what)
+            return
         needed = self._needed(calls, others, steps, step)
         going = {secrets.token_hex(16): one for one in transfers(domains, steps, needed, step)}
         expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
@@ -114,10 +117,10 @@ class Snapshots:
             own = {*shares}
             arrived = [address for address in there.get(domain, ()) if address.share in own]
             arguments.append((step, shares, arrived, *rest.get(domain, {}).values()))  # their errors come with it
-        calls.each("restore", arguments, what=f"going back to step {step}")
+        calls.each("restore", arguments, what=what)
 
     def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[Share]]:
-        """Return by rank the shares of a step that its actor needs, or all, where all actors have all.
+        """Return by rank the shares of a step that its actor needs.
 
         Those that have shares say which parts of which tensors these have, and each actor finds there what it loads.
         The arguments are those of ``restore``.
@@ -125,10 +128,8 @@ class Snapshots:
         Raises:
             JobError: An actor failed.
         """
-        size = len(calls.handles)
-        if has_all(steps[:size], self.source, step):
-            return [self.source] * size
-        what, chosen = f"finding the snapshots of step {step}", chosen_holders(steps, size, self.source, step)
+        size, what = len(calls.handles), f"finding the snapshots of step {step}"
+        chosen = chosen_holders(steps, size, self.source, step)
         everyone = [*calls.handles, *others.handles]
         refs = {actor: everyone[actor].snapshot_contents.remote(step, shares) for actor, shares in chosen.items()}
         ranked = [actor for actor in refs if actor < size]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 NETWORK = "10.77.0"
@@ -114,6 +115,7 @@ class Network:
         _inside(self.bridge, "ip", *what)
 
 
+@cache
 def missing(*programs: str) -> str:
     """Return why this machine can't make hosts, or lacks programs; an empty text if it can, and has them."""
     if absent := [
@@ -123,7 +125,7 @@ def missing(*programs: str) -> str:
     try:
         with _bridge() as first:
             _inside(first, "ip", "link", "add", "one", "type", "veth", "peer", "name", "other")
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return f"no namespaces: {error}"
     return ""
 
@@ -221,8 +223,12 @@ def _first_process(pid: int) -> int:
 
 
 def _inside(pid: int, *command: str) -> None:
-    """Run a command in the network of a process."""
-    subprocess.run(["nsenter", f"--target={pid}", "--net", *command], check=True, timeout=20)
+    """Run a command in the network of a process. Raises OSError with what it prints if it fails."""
+    owner = ["--user", "--preserve-credentials"] if _user() else []  # only its namespace of users makes us root there
+    entered = ["nsenter", f"--target={pid}", *owner, "--net", *command]
+    done = subprocess.run(entered, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def _user() -> list[str]:

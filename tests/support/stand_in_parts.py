@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raypar.actors.relayout.moves import Box
+from raypar.actors.relayout.moves import Box, box_at
 from raypar.actors.relayout.share_index import ShareContents, StoredBoxes
 from raypar.actors.sharding import Pieces, Shard, Sharding
 
@@ -41,12 +41,9 @@ def nbytes_of(parts: Mapping[str, Shard]) -> int:
 
 def boxes_of(parts: Mapping[str, Shard]) -> dict[str, tuple[Box]]:
     """Return the boxes of parts of tensors, by name: one each."""
-    return {
-        name: (tuple((start, start + size) for start, size in zip(part.offset, part.shape, strict=True)),)
-        for name, part in parts.items()
-    }
+    return {name: (box_at(part.offset, part.shape),) for name, part in parts.items()}
 
 
 def contents_of(parts: Mapping[str, Shard]) -> ShareContents:
-    """Return what a snapshot with these parts of tensors tells of them."""
+    """Return what ``snapshot_contents`` says of a snapshot with these parts of tensors."""
     return {name: StoredBoxes(parts[name].whole, boxes) for name, boxes in boxes_of(parts).items()}

@@ -33,7 +33,7 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
 
     With ``every_third`` the first case stays, the fourth, and so on. With ``each_value`` every value of every parameter
     is in a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there
-    is such a case.
+    is such a case. Of a test with two marks those cases stay that both leave.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
