@@ -54,7 +54,7 @@ class Host:
 
     def command(self, argv: Sequence[str | Path]) -> list[str]:
         """Return the command that runs another one on this host, in the folder of this process."""
-        return ["nsenter", f"--target={self.pid}", "--all", f"--wdns={Path.cwd()}", "--", *map(str, argv)]
+        return [*_entering(self.pid), f"--wdns={Path.cwd()}", "--", *map(str, argv)]
 
     def run(self, *argv: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
         """Run a command on this host and return what it printed.
@@ -185,7 +185,7 @@ def _container(bridge: int, name: str) -> Host:
 def _apart(bridge: int, namespaces: Sequence[str]) -> int:
     """Return the first process of new namespaces below those of a bridge."""
     made = subprocess.Popen(
-        ["nsenter", f"--target={bridge}", "--all", "unshare", *namespaces, "bash", "-c", _INIT],
+        [*_entering(bridge), "unshare", *namespaces, "bash", "-c", _INIT],
         stdin=subprocess.DEVNULL,
     )
     return _first_process(made.pid)
@@ -224,11 +224,17 @@ def _first_process(pid: int) -> int:
 
 def _inside(pid: int, *command: str) -> None:
     """Run a command in the network of a process. Raises OSError with what it prints if it fails."""
-    owner = ["--user", "--preserve-credentials"] if _user() else []  # only its namespace of users makes us root there
-    entered = ["nsenter", f"--target={pid}", *owner, "--net", *command]
-    done = subprocess.run(entered, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([*_entering(pid, "--net"), *command], capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _entering(pid: int, *kinds: str) -> list[str]:
+    """Return what makes a command run in namespaces of a process: those of some kinds, or all that hosts have."""
+    if os.geteuid() == 0:
+        return ["nsenter", f"--target={pid}", *(kinds or ["--all"])]
+    here = ["--user", "--preserve-credentials"]  # in the namespace of users that we have made, we are root
+    return ["nsenter", f"--target={pid}", *here, *(kinds or ["--net", "--mount", "--uts", "--ipc", "--pid"])]
 
 
 def _user() -> list[str]:
