@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from raypar.checkpoint import Save, manifest_of, verified
 from raypar.checkpoint.base import base_of
 from raypar.checkpoint.find import Found
 from raypar.config.toml import plain_of
+from tests.support.threads import threads
 
 VOCAB, LAYERS = 29, 3
 _LLAMA = {
@@ -101,5 +100,5 @@ def logits_of(team, ids):
                     x = module.eval()(x)
         return x
 
-    with ThreadPoolExecutor(len(groups[0])) as pool, torch.no_grad():
+    with threads(len(groups[0])) as pool, torch.no_grad():
         return torch.cat(list(pool.map(torch.no_grad()(part), range(len(groups[0])))), -1)

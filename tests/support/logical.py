@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from raypar.actors.collective.local import local_groups
+from tests.support.threads import in_threads
 
 
 class Together(torch.autograd.Function):
@@ -61,9 +60,3 @@ def whole(parts, dim):
         return torch.cat(parts, dim)
     assert all(torch.equal(parts[0], other) for other in parts[1:]), "the members disagree"
     return parts[0].clone()
-
-
-def in_threads(groups, call):
-    with ThreadPoolExecutor(len(groups)) as pool:
-        futures = [pool.submit(call, group) for group in groups]
-        return [future.result(30) for future in futures]

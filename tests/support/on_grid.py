@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.grid import grid_of
 from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
+from tests.support.threads import in_threads
 
 GRIDS = ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"]
 
@@ -36,13 +35,6 @@ def cut_on(groups, shape, over):
     return Shard(tuple(shape), Sharding(dims))
 
 
-def at_once(members, call):
-    """``call(member)`` of all of them, each in a thread."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        futures = [pool.submit(call, member) for member in members]
-        return [future.result(30) for future in futures]
-
-
 class OnGrid(torch.autograd.Function):
     """``work(groups, *parts)`` on every member, forwards and backwards.
 
@@ -61,7 +53,7 @@ class OnGrid(torch.autograd.Function):
             with torch.enable_grad():
                 return cuts, leaves, cut_on(groups, *out), work(groups, *leaves)
 
-        ctx.made = at_once(members, one)
+        ctx.made = in_threads(members, one)
         return join_shards([cut for *_, cut, _ in ctx.made], [output.detach() for *_, output in ctx.made]).clone()
 
     @staticmethod
@@ -72,7 +64,7 @@ class OnGrid(torch.autograd.Function):
             found = iter(torch.autograd.grad(output, floating, cut.take(gradient), retain_graph=True))
             return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
-        found = at_once(ctx.made, one)
+        found = in_threads(ctx.made, one)
         totals = []
         for number, (cut, leaf) in enumerate(zip(*ctx.made[0][:2], strict=True)):
             totals.append(leaf.new_zeros(cut.whole) if leaf.requires_grad else None)

@@ -6,6 +6,7 @@ from raypar.actors.collective.local import local_groups
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import moves_between, sent_bytes
 from tests.support.team import Team
+from tests.support.threads import in_threads
 
 
 def relaid(team, run, seats=None):
@@ -33,15 +34,8 @@ def relaid(team, run, seats=None):
         own = [move for move in moves if number in (move.source, move.destination)]
         given[number].pass_on(own, groups[number])
 
-    in_threads(passed, range(count))
+    in_threads(range(count), passed)
     after.each(lambda actor: actor.member.state.adopt(given[seats[after.all.index(actor)]].read) or True)
     sent = sum(entry.bytes for group in groups for (_, op), entry in group.ledger.entries().items() if op == "send")
     assert sent == sent_bytes(moves, sizes), "what the ledger counts is what was planned"
     return after, moves, sizes
-
-
-def in_threads(call, items):
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(items)) as pool:
-        return list(pool.map(call, items))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -23,6 +22,7 @@ from raypar.actors.worker.members import member_of
 from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.plans import plans_of
+from tests.support.threads import threads
 
 
 def batch(step, microbatch, dp):
@@ -113,7 +113,7 @@ class Team:
 
     def each(self, call):
         """What ``call(actor)`` returned or raised, by rank."""
-        with ThreadPoolExecutor(len(self.all)) as pool:
+        with threads(len(self.all)) as pool:
             futures = [pool.submit(call, actor) for actor in self.all]
             return [future.exception(self.run.timeout + 20) or future.result() for future in futures]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from copy import deepcopy
 
 from raypar.cluster.answers import Answers, Watch
@@ -18,13 +18,14 @@ from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
 from tests.support.refs import Ref
 from tests.support.team import Team
+from tests.support.threads import threads
 
 
 class Handle:
     """As Ray's: ``handle.method.remote(...)``, one call after the other; what comes back is a copy."""
 
     def __init__(self, actor):
-        self._actor, self._thread = actor, ThreadPoolExecutor(1)
+        self._actor, self._thread = actor, threads(1)
 
     def close(self):
         self._thread.shutdown()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from raypar.actors.collective.local import local_groups
 from raypar.actors.collective.redistribution import redistribute
 from raypar.actors.collective.routes import route, split_dim
-from tests.support.logical import in_threads, together
+from tests.support.logical import together
+from tests.support.threads import in_threads
 
 SHAPE = (4, 6)
 ONE = ("R", "S0", "S1")

@@ -14,7 +14,8 @@ from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi
 from raypar.actors.specs.types import Context
-from tests.support.logical import in_threads, together
+from tests.support.logical import together
+from tests.support.threads import in_threads
 
 MODES = get_args(Context)
 

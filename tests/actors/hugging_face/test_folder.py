@@ -19,7 +19,7 @@ from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.config.toml import load_run
-from tests.support.logical import in_threads
+from tests.support.threads import in_threads
 
 CONFIG = {
     "model_type": "llama",

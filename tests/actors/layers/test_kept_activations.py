@@ -31,7 +31,7 @@ from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold 
     kept,
     one_thread,
 )
-from tests.support.logical import in_threads
+from tests.support.threads import in_threads
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])

@@ -27,7 +27,8 @@ from raypar.actors.tensor_parallel.linear import (
 )
 from raypar.actors.tensor_parallel.megatron import megatron_styles
 from raypar.actors.worker.parallelize import Parallelizer
-from tests.support.logical import in_threads, together
+from tests.support.logical import together
+from tests.support.threads import in_threads
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

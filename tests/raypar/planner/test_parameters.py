@@ -25,8 +25,8 @@ from raypar.planner.parameters import (
 from raypar.planner.tensors import held_tensors
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
-from tests.support.logical import in_threads
 from tests.support.on_grid import groups_on
+from tests.support.threads import in_threads
 
 SIZES = {"layers": 5, "hidden": 24, "heads": 4, "seq": 10, "vocab": 37}
 MODELS = [

@@ -17,7 +17,8 @@ from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold 
     kept,
     one_thread,
 )
-from tests.support.on_grid import at_once, groups_on
+from tests.support.on_grid import groups_on
+from tests.support.threads import in_threads
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -41,7 +42,7 @@ def test_of_a_divided_block_each_member_keeps_its_part(grid, parts, dropout):
     if grid == "3d:2x2x2":
         wanted += 7 * sbh / 4 - 7 * sbh / parts
     wanted += S * S / 4 + 2 * S * samples // mesh.grid.batch_parts
-    for found in at_once(groups_on(grid), one):
+    for found in in_threads(groups_on(grid), one):
         assert found == pytest.approx(wanted, rel=0.01)
 
 
@@ -53,5 +54,5 @@ def test_selective_each_member_of_a_cube_keeps_its_part_of_everything():
         stage, *_ = block(styles=styles, recompute=("selective",))
         return kept(stage, torch.randn(1, S, H // 2))
 
-    for found in at_once(groups_on("3d:2x2x2"), one):
+    for found in in_threads(groups_on("3d:2x2x2"), one):
         assert found == pytest.approx(16 * SBH * 4 // 3 / 8 + 2 * S, rel=0.01)

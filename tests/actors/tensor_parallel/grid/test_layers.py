@@ -15,7 +15,8 @@ from raypar.actors.tensor_parallel.grid.norm import NormOfShard
 from raypar.actors.tensor_parallel.grid.summa import SummaLinear
 from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
 from raypar.actors.tensor_parallel.sequence import Gathering
-from tests.support.on_grid import OnGrid, at_once, cut_on, groups_on
+from tests.support.on_grid import OnGrid, cut_on, groups_on
+from tests.support.threads import in_threads
 
 
 def called(layer, weights, *inputs):
@@ -146,7 +147,7 @@ def moved(spelling, work, *shapes):
             key: count - between.get(key, 0) for key, count in after.items() if count > between.get(key, 0)
         }
 
-    first, *others = at_once(groups_on(spelling), one)
+    first, *others = in_threads(groups_on(spelling), one)
     assert all(other == first for other in others)
     return first
 
