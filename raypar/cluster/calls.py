@@ -80,19 +80,23 @@ class Calls:
         """
         return self.gather(self.submit(method, *args), what)
 
-    def each(self, method: str, arguments: Sequence[tuple[object, ...]], *, what: str) -> list[Any]:
-        """Call a method of every actor with arguments of its own, and wait for the answers.
+    def each(
+        self, method: str, arguments: Sequence[tuple[object, ...]], *, what: str, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call a method of actors with arguments of their own, and wait for the answers.
 
         Args:
             method: The name of the method.
-            arguments: The arguments for each actor, by rank.
+            arguments: The arguments for each actor, in the order of ``ranks``.
             what: What is going on, for messages.
+            ranks: The actors' ranks; None: all of them.
 
         Returns:
-            The answers by rank. Raises what ``gather`` raises.
+            The answers, in the order of ``ranks``. Raises what ``gather`` raises.
         """
-        calls = zip(self._handles, arguments, strict=True)
-        return self.gather([getattr(handle, method).remote(*its) for handle, its in calls], what)
+        handles = self._handles if ranks is None else [self._handles[rank] for rank in ranks]
+        calls = zip(handles, arguments, strict=True)
+        return self.gather([getattr(handle, method).remote(*its) for handle, its in calls], what, ranks)
 
     def submit(self, method: str, *args: object) -> list[Any]:
         """Call a method of every actor without waiting; returns the object refs by rank, for ``gather``."""

@@ -129,16 +129,38 @@ class Inspection:
         return gradient
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
-        found: dict[str, Tensor | None] = {}
+        """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
+        holders: dict[str, list[int]] = {}  # of each parameter, those that speak for it
         for rank in self._world.server_ranks or range(self._world.size):
-            names = [name for name in self._spoken(rank) if found.get(name) is None]
-            for ranks in dict.fromkeys(self._parts_of(name, rank) for name in names):
-                alike = [name for name in names if self._parts_of(name, rank) == ranks]
-                ask = partial(self._calls.some, ranks, "gradients", alike, what="fetching gradients")
-                for name, *parts in zip(alike, *self._guard(ask), strict=True):
-                    found[name] = None if parts[0] is None else self._joined(name, ranks, parts)
-        return dict(joined(found.items()))
+            for name in self._spoken(rank):
+                holders.setdefault(name, []).append(rank)
+        found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
+        left = {name: ranks[1:] for name, ranks in holders.items() if name not in found}
+        found |= self._gradients_from(left)  # as with ZeRO, where one replica has it
+        return dict(joined((name, found.get(name)) for name in holders))
+
+    def _gradients_from(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Fetch gradients from all who may have them at once; return those that somebody has, by name.
+
+        Args:
+            holders: By name, the ranks that speak for it.
+        """
+        asked: dict[int, dict[str, None]] = {}
+        for name, ranks in holders.items():
+            for one in {one for rank in ranks for one in self._parts_of(name, rank)}:
+                asked.setdefault(one, {})[name] = None
+        arguments = [(list(names),) for names in asked.values()]
+        fetch = partial(self._calls.each, "gradients", arguments, what="fetching gradients", ranks=list(asked))
+        answers = self._guard(fetch)
+        parts = {rank: dict(zip(asked[rank], answer, strict=True)) for rank, answer in zip(asked, answers, strict=True)}
+        found = {}
+        for name, ranks in holders.items():
+            for rank in ranks:
+                group = self._parts_of(name, rank)
+                if parts[rank][name] is not None:
+                    found[name] = self._joined(name, group, [parts[one][name] for one in group])
+                    break
+        return found
 
     def _spoken(self, rank: int) -> list[str]:
         """Return the parameters of which a rank is the first of its tensor group to hold them, or a part of them."""

@@ -256,7 +256,7 @@ class Job:
         return self._loading.inspection.grad(name)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
+        """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
         return self._loading.inspection.gradients()
 
     def watch(self) -> tuple[str, ...]:

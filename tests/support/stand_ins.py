@@ -282,6 +282,9 @@ class StandIn:
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
         return {("dp", "all_reduce"): (1, 4096, 0.001)}
 
+    def gradients(self, names: Any) -> list[None]:
+        return [None for _ in names]
+
     # --- of a witness ---
 
     def know(self, located: Any) -> None:

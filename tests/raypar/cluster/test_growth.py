@@ -123,6 +123,7 @@ def life(layouts, actors, folder):
         with paths.of("looking inside"):
             job.ledger()
             job.timelines()
+            assert set(job.gradients().values()) == {None}, "all who may have one are asked"
         with paths.of("relayout"):
             job.relayout(mesh=other)
         with paths.of("end"):
