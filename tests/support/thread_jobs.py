@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from copy import deepcopy
 
 from raypar.cluster.answers import Answers, Watch
-from raypar.cluster.calls import Waiting
+from raypar.cluster.calls import Calls, Waiting
 from raypar.config.schedule import programs_of
 from raypar.config.skeleton import Skeleton
 from raypar.job.executors import executor_of
@@ -60,24 +60,11 @@ def _answer(ref, call):
         ref.set_exception(error)
 
 
-class Calls:
-    def __init__(self, handles):
-        self._handles = self.handles = handles
+class ThreadCalls(Calls):
+    """Calls to threads, whose answers are waited for without Ray."""
 
-    def some(self, ranks, method, *args, what):
-        return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what)
-
-    def submit(self, method, *args):
-        return [getattr(handle, method).remote(*args) for handle in self._handles]
-
-    def all(self, method, *args, what):
-        return self.gather(self.submit(method, *args), what)
-
-    def one(self, rank, method, *args, what):
-        return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
-
-    def waiting(self):
-        return Waiting(Answers(), Watch(lambda rank: Ref()), demand=lambda *_: None)
+    def waiting(self, refs=()):
+        return Waiting(Answers(refs), Watch(lambda rank: Ref()), demand=lambda *_: None)
 
     def gather(self, refs, what, ranks=None):
         wait(refs, 90)
@@ -90,7 +77,7 @@ class Hands:
     def __init__(self, team):
         self.team, self.next_step = team, 0
         self.handles = [Handle(actor) for actor in team.all]
-        self.calls = Calls(self.handles)
+        self.calls = ThreadCalls(self.handles, team.world, 90.0)
         self.schedule = team.programs["train"]
 
     def close(self):
