@@ -254,7 +254,8 @@ def _messages(level: int = logging.INFO) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        logger.setLevel(before[0])  # and forgets what it found to be enabled
+        logger.propagate = before[1]
 
 
 @contextmanager

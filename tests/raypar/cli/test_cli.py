@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -627,6 +628,14 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     assert said("train", "gpt-tiny") == (143, "", "raypar: terminated: the same command begins anew\n")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_was_muted_for_a_command_is_heard_after_it(caplog):
+    log = logging.getLogger("raypar.checkpoint.resume")
+    with cli._messages(logging.ERROR):
+        log.warning("within")
+    log.warning("after")
+    assert caplog.messages == ["after"]
 
 
 def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
