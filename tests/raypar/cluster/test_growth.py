@@ -96,12 +96,17 @@ class Paths:
         return Counter(calls | {f"bytes of {name}": count for name, count in cluster.nbytes.items()} | cluster.asked)
 
 
+def run_of(mesh, **settings):
+    """A run on a mesh."""
+    model = rp.GPT(layers=4, hidden=64, heads=8, seq=8, vocab=64)
+    fields = {"microbatches": 4, "micro_batch_size": 1, "steps": 20, "eval_steps": 1, "device": "cpu"}
+    return rp.Run(model=model, data=rp.Batches(batch, batch), mesh=mesh, **fields, **settings)
+
+
 def life(layouts, actors, folder):
     """What each part of a job's life has cost its driver."""
     mesh, other = layouts.meshes(actors)
-    model = rp.GPT(layers=4, hidden=64, heads=8, seq=8, vocab=64)
-    fields = {"microbatches": 4, "micro_batch_size": 1, "steps": 20, "eval_steps": 1, "device": "cpu"}
-    run = rp.Run(model=model, data=rp.Batches(batch, batch), mesh=mesh, max_failures=1, zero=layouts.zero, **fields)
+    run = run_of(mesh, max_failures=1, zero=layouts.zero)
     cluster = CountedCluster(actors + 8)
     paths = Paths(cluster)
     victim = rp.actors.mesh.world.World(mesh).label(5)
@@ -155,6 +160,22 @@ def test_no_path_of_the_driver_grows_faster_than_n_log_n(lives, path):
     assert not faults, "\n".join(
         f"{name}: {before} times with {few} actors, {after} with {many}" for name, (before, after) in faults.items()
     )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("order", ["row", "dynamic"])
+def test_a_step_of_tasks_grows_no_faster_than_n_log_n(order):
+    found = {}
+    for actors in (32, 128):
+        paths = Paths(CountedCluster(actors))
+        mesh = rp.Mesh(pp=4, tp=2, dp=actors // 8)
+        with paths.cluster.serving(), rp.launch(run_of(mesh, executor="tasks", order=order)) as job:
+            job.step()
+            with paths.of("step"):
+                job.step()
+        found[actors] = paths.found["step"]
+        assert found[actors]["calls of act"] > 8 * actors, "F and B of four microbatches at least"
+    assert not grows_faster(found)
 
 
 def test_what_grows_with_the_square_is_seen():
