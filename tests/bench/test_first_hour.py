@@ -280,7 +280,7 @@ def test_a_row_that_hangs_keeps_its_figures_and_ends_in_time(tmp_path):
     found = measured(tmp_path, [row("hangs"), row("good", seconds=40.0)], seconds=4.0)
     hangs, late = found.outcomes.values()
     assert (hangs.status, hangs.figures) == ("cut off", {"tokens_per_s": 3.0})
-    assert hangs.reason == "not done within 1 s, while recording kernels"
+    assert hangs.reason == "the time was over after 1 s, while recording kernels"
     assert (late.status, late.reason, late.attempts) == ("no time left", NO_TIME, 0)
 
 

@@ -78,8 +78,8 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> int:
     runner.small = small
     runner.run(chosen.only, found, after)
     print(f"\n{found.text()}\nKept in {chosen.out / JSON} and {chosen.out / MARKDOWN}.")
-    if left := found.left():
-        print(f"{left} rows had no time left: give the same command --resume {chosen.out / JSON} to go on with them.")
+    if left := sum(found.is_open(row.name) for row in chosen.only):
+        print(f"Rows that are still to be measured: {left}. Give the command --resume {chosen.out / JSON} for these.")
     failures = found.failures()
     for name, reason in failures.items():
         print(f"{name} failed: {reason}")

@@ -57,10 +57,6 @@ class Findings:
         """Why rows failed or were cut off, by name."""
         return {name: one.reason for name, one in self.outcomes.items() if one.status in ("failed", "cut off")}
 
-    def left(self) -> int:
-        """How many rows the time was not enough for."""
-        return sum(one.status == "no time left" for one in self.outcomes.values())
-
     def _of(self, kind: Kind) -> dict[str, Outcome]:
         return {name: one for name, one in self.outcomes.items() if name in ROWS and ROWS[name].kind == kind}
 
@@ -133,7 +129,7 @@ def _pipeline_table(outcomes: Mapping[str, Outcome]) -> Table:
         ("computes as one process does", "right", lambda right: "yes" if right else "no"),
         ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     )
-    return _table("A pipeline on one GPU", columns, outcomes, words=["classes of the groups"])
+    return _table("A pipeline on one GPU", columns, outcomes, words=[name for name, _, _ in columns[:2]])
 
 
 _TABLES: dict[Kind, Callable[[Mapping[str, Outcome]], Table]] = {
