@@ -11,21 +11,26 @@ _BLOCK = re.compile(r"(<!-- bench -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a header, and rows of as many cells; ``notes`` are sentences below it."""
+    """A title, a header, and rows of as many cells.
+
+    notes  sentences below it
+    words  headings of further columns to the left, besides the first: their cells are words, not figures
+    """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+    words: Sequence[str] = ()
 
     def text(self) -> str:
-        """Columns under one another: the first to the left, figures to the right."""
+        """Columns under one another: words to the left, figures to the right."""
         lines = [self.header, *self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
         drawn = [
             "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+                cell.ljust(width) if is_left else cell.rjust(width)
+                for is_left, cell, width in zip(self._is_left(), line, widths, strict=True)
             ).rstrip()
             for line in lines
         ]
@@ -33,9 +38,13 @@ class Table:
 
     def markdown(self) -> str:
         """The same for docs/benchmarks.md."""
-        ruler = ["---", *["--:"] * (len(self.header) - 1)]
+        ruler = ["---" if is_left else "--:" for is_left in self._is_left()]
         drawn = [f"| {' | '.join(line)} |" for line in (self.header, ruler, *self.rows)]
         return "\n\n".join([self.title, "\n".join(drawn), *([" ".join(self.notes)] if self.notes else [])])
+
+    def _is_left(self) -> list[bool]:
+        """Whether each column is to the left."""
+        return [column == 0 or name in self.words for column, name in enumerate(self.header)]
 
 
 def write_block(page: str, markdown: str) -> str:

@@ -256,6 +256,12 @@ def test_the_table_of_groups():
     assert [list(row) for row in table.rows] == [["p2p, 2", "200 (2.0)", "200 (2.0)"]]
 
 
+def test_words_are_to_the_left_and_figures_to_the_right():
+    table = Table("Title", ("who", "tokens/s", "why"), [("one", "1", "late"), ("two", "1,000", "-")], words=["why"])
+    assert table.text().splitlines()[1:] == ["who  tokens/s  why", "one         1  late", "two     1,000  -"]
+    assert "| --- | --: | --- |" in table.markdown()
+
+
 def test_a_table_as_text_and_as_markdown():
     table = Table("Title", ("who", "tokens/s"), [("one", "1"), ("another", "1,000")], ["A note.", "Another."])
     assert table.text().splitlines() == [

@@ -108,7 +108,7 @@ def test_a_peak_is_that_of_the_dtype_or_it_is_said_why_there_is_none():
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16")[0] == 989.4e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp32")[0] == 66.9e12
     assert peak_flops("Tesla T4", "fp32") == (None, "MFU: raypar's tables have no fp32 peak of Tesla T4")
-    assert peak_flops("none (CPU)", "bf16") == (None, "MFU: raypar's tables have no peak of none (CPU)")
+    assert peak_flops("none (CPU)", "bf16") == (None, "MFU: it needs a GPU")
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_a_row_that_hangs_keeps_its_figures_and_ends_in_time(tmp_path):
     found = measured(tmp_path, [row("hangs"), row("good", seconds=40.0)], seconds=4.0)
     hangs, late = found.outcomes.values()
     assert (hangs.status, hangs.figures) == ("cut off", {"tokens_per_s": 3.0})
-    assert hangs.reason == "not done within 1 s, while recording kernels"
+    assert hangs.reason == "the time was over after 1 s, while recording kernels"
     assert (late.status, late.reason, late.attempts) == ("no time left", NO_TIME, 0)
 
 
@@ -375,7 +375,7 @@ def test_a_row_reports_its_figures_and_what_a_cpu_lacks(tmp_path):
     assert (code, found["status"], found["reason"]) == (0, "done", "")
     assert found["figures"]["tokens_per_s"] > 0
     assert found["figures"]["tokens_a_step"] == 128
-    assert found["notes"] == ["MFU: raypar's tables have no peak of none (CPU)", "kernels and gaps: a CPU has none"]
+    assert found["notes"] == ["MFU: it needs a GPU", "kernels and gaps: a CPU has none"]
 
 
 def test_a_row_says_what_it_can_not_do_and_why_it_failed(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="JSON", help="go on after a call that has written this file")
     parser.add_argument("--only", metavar="PATTERN,...", default="*", help="rows by name, such as 'gpt-124m/bf16/*'")
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU: does everything run?")
-    parser.add_argument("--list", action="store_true", help="list the rows and the seconds that each may take")
+    parser.add_argument("--list", action="store_true", help="list the rows, with a guess of what each takes on an H100")
     chosen = parser.parse_args(arguments)
     patterns = chosen.only.split(",")
     chosen.only = [row for name, row in ROWS.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
@@ -78,6 +78,8 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> int:
     runner.small = small
     runner.run(chosen.only, found, after)
     print(f"\n{found.text()}\nKept in {chosen.out / JSON} and {chosen.out / MARKDOWN}.")
+    if left := sum(found.is_open(row.name) for row in chosen.only):
+        print(f"Rows that are still to be measured: {left}. Give the command --resume {chosen.out / JSON} for these.")
     failures = found.failures()
     for name, reason in failures.items():
         print(f"{name} failed: {reason}")

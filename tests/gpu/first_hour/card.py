@@ -37,9 +37,11 @@ def known_name(card: str) -> DeviceName | None:
 
 def peak_flops(card: str, dtype: str) -> tuple[float | None, str]:
     """Return the peak FLOP/s of a card in a dtype; None, and why, where it is not known."""
+    if card in ("", NO_CARD):
+        return None, "MFU: it needs a GPU"
     name = known_name(card)
     if name is None:
-        return None, f"MFU: raypar's tables have no peak of {card or NO_CARD}"
+        return None, f"MFU: raypar's tables have no peak of {card}"
     if dtype != "fp32":
         return peak_of(name), ""
     if name not in DEVICES:

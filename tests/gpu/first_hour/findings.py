@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from tests.gpu.first_hour.rows import ROWS, Kind
 
 JSON, MARKDOWN = "first_hour.json", "first_hour.md"
 _UNKNOWN = "-"
+_WHY = "why, and notes"
 _ATTEMPTS = 2  # a row that failed is tried once more
 _SAME = ("card", "driver", "torch", "nccl")  # of two machines whose rows may share a table
 _MIB = 2**20
+_Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]  # heading, figure, how it is written
 
 
 @dataclass
@@ -87,46 +89,47 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def _training_table(outcomes: Mapping[str, Outcome]) -> Table:
-    columns: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    columns: _Columns = (
         ("tokens/s", "tokens_per_s", "{:,.0f}".format),
         ("MFU", "mfu", "{:.1%}".format),
         ("peak GiB", "peak_memory_gib", "{:.2f}".format),
         ("step ms", "step_ms", "{:,.1f}".format),
         ("kernels", "kernels", "{:,}".format),
         ("gaps ms", "gap_ms", "{:,.1f}".format),
-        ("of the step", "gap_share", "{:.1%}".format),
+        ("gaps of the step", "gap_share", "{:.1%}".format),
         ("first step s", "first_step_s", "{:.1f}".format),
         ("microbatch", "micro_batch_size", str),
         ("tokens a step", "tokens_a_step", "{:,}".format),
     )
     title = (
-        "Training on one GPU. Medians of up to 3 rounds of 2 steps; kernels of a step, and the time from its first to "
-        "its last in which none runs, from the middle one of three steps. fp32 products are fp32, not TF32"
+        "Training on one GPU. Medians of up to 3 rounds of 2 steps. MFU is the share of the card's peak FLOP/s; "
+        "kernels are those of the middle one of three steps, gaps the time between its first and its last kernel in "
+        "which none runs. fp32 products are fp32, not TF32"
     )
-    return Table(title, ["row", *(name for name, _, _ in columns), "why"], _cells(outcomes, columns))
+    return _table(title, columns, outcomes)
 
 
 def _tests_table(outcomes: Mapping[str, Outcome]) -> Table:
     columns = tuple((name, name, str) for name in ("tests", "passed", "failed", "skipped"))
-    return Table("Tests that need a GPU", ["row", *(name for name, _, _ in columns), "why"], _cells(outcomes, columns))
+    return _table("Tests that need a GPU", columns, outcomes)
 
 
 def _groups_table(outcomes: Mapping[str, Outcome]) -> Table:
-    columns: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("class", "group", str),
+    columns: _Columns = (
+        ("class of the group", "group", str),
         ("operations that are right", "ops", len_of),
-        ("tensor of 64 KiB; 1 MiB; 16 MiB: MB/s", "bytes_per_s", bandwidths),
+        ("MB/s with 64 KiB, 1 MiB and 16 MiB", "bytes_per_s", bandwidths),
     )
-    return Table("Groups on one GPU", ["row", *(name for name, _, _ in columns), "why"], _cells(outcomes, columns))
+    return _table("Groups on one GPU", columns, outcomes, words=[name for name, _, _ in columns])
 
 
 def _pipeline_table(outcomes: Mapping[str, Outcome]) -> Table:
-    columns: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("class", "group", ", ".join),
-        ("as one process", "right", lambda right: "yes" if right else "no"),
+    columns: _Columns = (
+        ("classes of the groups", "group", ", ".join),
+        ("computes as one process does", "right", lambda right: "yes" if right else "no"),
         ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     )
-    return Table("A pipeline on one GPU", ["row", *(name for name, _, _ in columns), "why"], _cells(outcomes, columns))
+    return _table("A pipeline on one GPU", columns, outcomes, words=[name for name, _, _ in columns[:2]])
 
 
 _TABLES: dict[Kind, Callable[[Mapping[str, Outcome]], Table]] = {
@@ -137,10 +140,16 @@ _TABLES: dict[Kind, Callable[[Mapping[str, Outcome]], Table]] = {
 }
 
 
-def _cells(
-    outcomes: Mapping[str, Outcome], columns: tuple[tuple[str, str, Callable[[Any], str]], ...]
-) -> list[list[str]]:
-    """A row for each outcome: its name, its figures, and why there are no more."""
+def _table(title: str, columns: _Columns, outcomes: Mapping[str, Outcome], *, words: Sequence[str] = ()) -> Table:
+    """A row for each outcome: its name, its figures, and why there are no more, or what to know of them.
+
+    ``words`` are the headings of columns that are no figures.
+    """
+    header = ["row", *(name for name, _, _ in columns), _WHY]
+    return Table(title, header, _cells(outcomes, columns), words=[*words, _WHY])
+
+
+def _cells(outcomes: Mapping[str, Outcome], columns: _Columns) -> list[list[str]]:
     return [
         [
             name,

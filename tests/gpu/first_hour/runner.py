@@ -84,8 +84,10 @@ class Runner:
             options = ["--halvings", str(halvings), "--seconds", str(expected), "--card", self.card]
             options += ["--cache", str(self._folder / "text")]
             factor, more = _SMALL_SLACK if self.small else _SLACK
-            deadline = min(self.left, factor * expected + more)
+            deadline = min(left := self.left, factor * expected + more)
             outcome = self._run(row.name, deadline, [*options, *(["--small"] if self.small else [])])
+            if outcome.status == "cut off" and deadline == left:
+                outcome.reason = outcome.reason.replace("not done within", "the time was over after", 1)
             spent += outcome.seconds
             if (
                 not _ran_out_of_memory(outcome)
