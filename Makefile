@@ -101,19 +101,26 @@ with_dev := .[dev,hf]
 with_bench := .[dev,hf,bench]
 with_docs := .[docs]
 
-# PYTHON was given and .venv has another one: then everything in it is made anew.
+# The Python of .venv is gone, as after an upgrade of the system, or PYTHON was given and .venv has another one: then
+# everything in it is made anew.
 version_of = $(shell '$(1)' -c 'import platform; print(platform.python_version())' 2>/dev/null)
-ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+has :=
 ifneq ($(wildcard $(venv)/bin/pip),)
+ifeq ($(realpath $(python)),)
+has := a Python that is gone
+else ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
 ifneq ($(call version_of,$(PYTHON)),$(call version_of,$(python)))
+has := Python $(call version_of,$(python))
+endif
+endif
+endif
+ifneq ($(has),)
 $(venv)/bin/pip $(addprefix $(venv)/.installed,-dev -bench -docs) $(venv)/.installed: of-another-python
-endif
-endif
 endif
 
 of-another-python:
 	$(usable)
-	@echo '$(venv) has Python $(call version_of,$(python)): it is made anew with $(call version_of,$(PYTHON)).'
+	@echo '$(venv) has $(has): it is made anew with $(call version_of,$(PYTHON)).'
 
 $(venv)/.installed: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar into $(venv); the first time this takes a few minutes.'

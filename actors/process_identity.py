@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from raypar.actors.system_features import has_feature
+
 _PROC = Path("/proc")
 _STAT = 4096  # bytes, more than the text of /proc/PID/stat has
 _UNUSABLE = -1  # in the place of a namespace: /proc does not show the processes by their numbers in it
@@ -106,9 +108,11 @@ def open_process(process: ProcessIdentity) -> int:
         Its descriptor (pidfd).
 
     Raises:
-        OSError: It has ended, or this process can't use its pid.
+        OSError: It has ended, or this process can't use its pid, or this Python opens no processes.
     """
     _check_domain(process)
+    if not has_feature("process_handles"):  # as where Python was built for an old Linux
+        raise OSError(errno.ENOSYS, "this Python can't open processes")
     opened = os.pidfd_open(process.pid)
     try:
         with _verified(process):  # only after it was opened: who has this identity now had the number then

@@ -23,6 +23,7 @@ Feature = Literal[
     "memory_files",
     "process_handles",
     "process_list",
+    "shared_memory_folder",
     "released_pages",
     "closing_connections",
 ]
@@ -63,6 +64,8 @@ REQUIREMENTS: Mapping[Feature, Requirement] = {
     "process_handles": Requirement(((os, "pidfd_open"), (signal, "pidfd_send_signal"))),
     # Processes and when each began. Without: doctor does not look for what earlier Rays left behind.
     "process_list": Requirement(files=("/proc/self/stat",)),
+    # Files in memory, in a folder. Without: the object store of raypar's own Ray is in files below TMPDIR.
+    "shared_memory_folder": Requirement(files=("/dev/shm",)),
     # Pages that madvise gives back at once. Without: the allocator decides when memory goes back to the system.
     "released_pages": Requirement(((mmap, "MADV_DONTNEED"), (mmap, "MADV_HUGEPAGE")), only_on="linux"),
     # Gloo's transport "tcp", where a late wait closes the group's connections at both ends. Elsewhere it is "uv", where

@@ -155,3 +155,16 @@ def test_without_a_newer_python_nothing_is_run_on_one(tmp_path):
     newest = fake_python(tmp_path / "python", "3.99")
     done = subprocess.run(["bash", ROOT / "tests/newest.sh", newest], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("What needs no torch is not run on a newer Python: none starts here")
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
+    """As after an upgrade of the system: what .venv links to is no longer there."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(tmp_path / "gone")
+    for name in (".venv/bin/pip", "pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (tmp_path / name).touch()
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON"))}
+    command = ["make", "-n", "-f", ROOT / "Makefile", "install"]
+    made = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert ".venv has a Python that is gone: it is made anew with 3." in made.stdout
+    assert "-m venv --clear .venv" in made.stdout

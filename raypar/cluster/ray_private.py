@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from raypar.actors.process_identity import own_identity
+from raypar.actors.system_features import has_feature
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,13 @@ def start_on_loopback(**settings: Any) -> None:
     """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
 
     The public ``ray.init`` takes no address to listen on, makes its folders writable to all, and fails where TMPDIR is
-    so long that a socket below it would have too long a path. Retry at upgrades.
+    so long that a socket below it would have too long a path, and where there is no /dev/shm. Retry at upgrades.
 
     Args:
         **settings: The settings of ``ray.init``.
     """
+    if not has_feature("shared_memory_folder"):
+        settings["_plasma_directory"] = tempfile.gettempdir()
     with _loopback_kept():
         started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(ray_folder()), **settings)
     session = Path(started.address_info["session_dir"])

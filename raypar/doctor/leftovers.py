@@ -70,15 +70,19 @@ def _owned(root: Path | None) -> list[tuple[Path, int, int]]:
 
 
 def _processes(folder: Path) -> dict[int, int]:
-    """Return this user's processes whose command line names a session folder, and when they began."""
-    found, named = {}, re.compile(re.escape(str(folder)) + r"(?![\w.-])")
+    """Return this user's processes that were given a session folder as Ray's are, and when they began.
+
+    All of Ray's have it in an option, ``--log-dir=FOLDER/logs``. Who reads a log there, or a shell whose command names
+    the folder, is no process of Ray's.
+    """
+    found, given = {}, re.compile(rb"--[\w-]+=" + re.escape(os.fsencode(folder)) + rb"(?![\w.-])")
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 own = entry.stat().st_uid == os.getuid()
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                words = (entry / "cmdline").read_bytes().split(b"\0")
                 began = process_began(int(entry.name))
-                if own and began is not None and named.search(words):
+                if own and began is not None and any(map(given.match, words)):
                     found[int(entry.name)] = began
     return found
 

@@ -121,3 +121,12 @@ def test_nobody_else_is_ended_who_has_the_number_of_an_actor(differs):
         processes.know({0: Located("here", its)})
         processes.kill(0)
         assert innocent.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (signal, "pidfd_send_signal")])
+def test_a_python_that_opens_no_processes_knows_none(monkeypatch, module, name):
+    """As one that was built for an old Linux: a launch without recovery needs none of it."""
+    monkeypatch.delattr(module, name)
+    before, processes = num_open(), Processes()
+    processes.know({0: located(os.getppid())})
+    assert (processes.number(0), num_open()) == (None, before)

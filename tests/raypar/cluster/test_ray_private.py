@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,14 @@ def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplo
     assert started.services.resolve_ip_for_localhost is before, "only for the time of the start"
     assert oct(started.folder.stat().st_mode & 0o777) == "0o700"
     assert not caplog.records
+
+
+def test_without_shared_memory_the_object_store_is_in_the_folder_for_temporary_files(started, monkeypatch):
+    """Ray itself looks for /dev/shm and does not start without it."""
+    monkeypatch.setattr(ray_private, "has_feature", lambda feature: feature != "shared_memory_folder")
+    ray_private.start_on_loopback()
+    ((_, settings),) = started.found
+    assert settings["_plasma_directory"] == tempfile.gettempdir()
 
 
 def test_a_function_that_is_gone_is_told_and_ray_starts_without_it(started, caplog):

@@ -274,6 +274,19 @@ def test_leftovers_are_found_and_swept_and_nothing_else_is(tmp_path):
             one.wait()
 
 
+def test_who_reads_the_logs_of_a_ray_that_is_over_is_not_ended(tmp_path):
+    folder = session(tmp_path, "dead", 2**22 + 5, 1)
+    (folder / "log").touch()
+    with subprocess.Popen(["tail", "-f", folder / "log"]) as reader:
+        try:
+            while str(folder) not in Path(f"/proc/{reader.pid}/cmdline").read_text():
+                time.sleep(0.01)  # until it has begun
+            (found,) = leftovers(tmp_path)
+            assert found.processes == {}
+        finally:
+            reader.kill()
+
+
 def test_a_number_that_is_another_processs_now_is_no_driver(tmp_path):
     folder = session(tmp_path, "old", os.getpid(), process_began(os.getpid()) - 1)
     (found,) = leftovers(tmp_path)
