@@ -235,7 +235,8 @@ def test_a_v_that_is_searched_for(monkeypatch):
 def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     rows = ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"]
     schedule = Schedule.of("backwards", [row.split() for row in rows])
-    verdict = rp.verify(tiny(2, schedule=schedule, microbatches=4), job_on(2))
+    optim = rp.AdamW(eps=1e-5)  # divided by the usual 1e-8, gradients that are mostly rounding would move weights
+    verdict = rp.verify(tiny(2, schedule=schedule, microbatches=4, optim=optim), job_on(2))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
     assert verdict.worst <= 1e-6
