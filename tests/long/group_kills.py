@@ -99,7 +99,7 @@ def trial(transport: str, blow: signal.Signals, size: int, chance: random.Random
                 os.kill(pid, signal.SIGKILL)
                 continue
             last = max(last, float(ended) - struck)
-        if last > DEADLINE + 1.0:
+        if last > DEADLINE + 2.0:  # that long on a busy machine
             faults.append(f"the last survivor took {last:.2f} s")
         os.kill(members[victim][0], signal.SIGKILL)
         for pid, hears in members:

@@ -12,7 +12,7 @@ def faults_of(said, *words):
     """Return the faults that a command tells, in their order."""
     code, out, err = said(*words)
     assert (code, out) == (2, ""), out
-    head, *lines = err.splitlines()
+    head, *lines = [line for line in err.splitlines() if not line.startswith("converting ")]  # once in a process
     return [line.removeprefix("- ") for line in lines] if "mistake" in head else [head]
 
 
