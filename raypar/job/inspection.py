@@ -130,20 +130,20 @@ class Inspection:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
-        holders: dict[str, list[int]] = {}  # of each parameter, those that speak for it
+        holders: dict[str, list[int]] = {}  # of each parameter, the first ranks of the tensor groups that hold it
         for rank in self._world.server_ranks or range(self._world.size):
             for name in self._spoken(rank):
                 holders.setdefault(name, []).append(rank)
         found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
         left = {name: ranks[1:] for name, ranks in holders.items() if name not in found}
-        found |= self._gradients_from(left)  # as with ZeRO, where one replica has it
+        found |= self._gradients_from(left)  # as with ZeRO, where only one replica has it
         return dict(joined((name, found.get(name)) for name in holders))
 
     def _gradients_from(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Fetch gradients from all who may have them at once; return those that somebody has, by name.
+        """Ask for gradients, all ranks at once; return those that there are, by name.
 
         Args:
-            holders: By name, the ranks that speak for it.
+            holders: By name, the first ranks of the tensor groups to ask.
         """
         asked: dict[int, dict[str, None]] = {}
         for name, ranks in holders.items():

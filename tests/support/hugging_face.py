@@ -8,7 +8,7 @@ from raypar.checkpoint import Save, manifest_of, verified
 from raypar.checkpoint.base import base_of
 from raypar.checkpoint.find import Found
 from raypar.config.toml import plain_of
-from tests.support.threads import threads
+from tests.support.threads import in_threads
 
 VOCAB, LAYERS = 29, 3
 _LLAMA = {
@@ -100,5 +100,4 @@ def logits_of(team, ids):
                     x = module.eval()(x)
         return x
 
-    with threads(len(groups[0])) as pool, torch.no_grad():
-        return torch.cat(list(pool.map(torch.no_grad()(part), range(len(groups[0])))), -1)
+    return torch.cat(in_threads(range(len(groups[0])), torch.no_grad()(part)), -1)

@@ -1,4 +1,4 @@
-"""Threads that stand for actors share a core: on two, each change of the thread that has Python's lock takes longer."""
+"""Threads that play actors, on one core: on two, each change of the thread that has Python's lock takes longer."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Runner:
 
     def machine(self) -> dict[str, Any]:
         """Return what is known of the machine. Raises RuntimeError with the reason why nothing is."""
-        found = self._run(MACHINE, max(1.0, min(_STARTS, self.left)), [])
+        found = self._run(MACHINE, _STARTS, [])
         if found.status != "done":
             raise RuntimeError(f"{found.reason}\n" + "\n".join(found.log))
         self.card = str(found.figures["card"])
@@ -84,10 +84,8 @@ class Runner:
             options = ["--halvings", str(halvings), "--seconds", str(expected), "--card", self.card]
             options += ["--cache", str(self._folder / "text")]
             factor, more = _SMALL_SLACK if self.small else _SLACK
-            deadline = min(left := self.left, factor * expected + more)
-            outcome = self._run(row.name, deadline, [*options, *(["--small"] if self.small else [])])
-            if outcome.status == "cut off" and deadline == left:
-                outcome.reason = outcome.reason.replace("not done within", "the time was over after", 1)
+            allowed = factor * expected + more
+            outcome = self._run(row.name, allowed, [*options, *(["--small"] if self.small else [])])
             spent += outcome.seconds
             if (
                 not _ran_out_of_memory(outcome)
@@ -102,8 +100,9 @@ class Runner:
         outcome.seconds, outcome.attempts = spent, 1 if before is None else before.attempts + 1
         return outcome
 
-    def _run(self, name: str, deadline: float, options: Sequence[str]) -> Outcome:
-        """Run a process to its end or to its deadline, and return what it reported."""
+    def _run(self, name: str, allowed: float, options: Sequence[str]) -> Outcome:
+        """Run a process for as many seconds as it is allowed, or as are left, and return what it reported."""
+        deadline = max(1.0, min(allowed, self.left))
         self._count += 1
         result, log = self._folder / f"{self._count}.json", self._folder / f"{self._count}.log"
         begin = time.monotonic()
@@ -132,7 +131,8 @@ class Runner:
         )
         if is_late:
             doing = report.get("doing", "starting")
-            outcome.status, outcome.reason = "cut off", f"not done within {deadline:.0f} s, while {doing}"
+            cause = "not done within" if deadline == allowed else "the time was over after"
+            outcome.status, outcome.reason = "cut off", f"{cause} {deadline:.0f} s, while {doing}"
         elif (code != 0 and outcome.status != "failed") or "status" not in report:
             outcome.status, outcome.reason = "failed", f"{_end_of(code)}: {lines[-1] if lines else 'it wrote nothing'}"
         if outcome.status in ("failed", "cut off"):
