@@ -264,8 +264,12 @@ class TokenMean:
     @cached_property
     def expected(self) -> int:
         """Tokens of one replica in a step, if all microbatches are like the first one of the run."""
-        reference = self._model.count(self._source.targets("train", 0, 0, 0))
+        reference = self.count(self._source.targets("train", 0, 0, 0))
         return self._num_microbatches * max(1, reference)
+
+    def count(self, targets: Values) -> int:
+        """Return the number of tokens of a microbatch's targets."""
+        return self._model.count(targets)
 
     def weight(self, count: int, scale: float = 1.0) -> Tensor:
         """Return the weight of a microbatch in the loss, a scalar tensor.
@@ -280,6 +284,8 @@ class TokenMean:
 
     def auxiliary(self, scale: float = 1.0) -> float:
         """Return the weight of a microbatch's auxiliary losses, which are means over the microbatches of the step.
+
+        Where the step's gradients are corrected, it is to be divided by that ``correction``.
 
         Args:
             scale: Factor of the loss.

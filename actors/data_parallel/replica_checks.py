@@ -146,14 +146,14 @@ def gathered(own: bytes, group: Group) -> list[bytes]:
     return [row.numpy().tobytes() for row in found.view(group.size, len(words))]
 
 
-def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], step: int | None = None) -> None:
+def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], when: str | None = None) -> None:
     """Check that all members of a group hold the same weights, by comparing digests.
 
     Args:
         digests: Digests of this member's weights, see ``digest``.
         group: The members to compare with.
         labels: What to call each member in the error message, by rank.
-        step: The step before whose update they are compared, counted from 1; None before the first step.
+        when: When in the run they are compared, as "in step 3"; None before the first step.
 
     Raises:
         UnequalReplicasError: The weights of some members are not those of most others, or of rank 0 if there is no
@@ -166,7 +166,7 @@ def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], 
     unequal = [label for label, row in zip(labels, rows, strict=True) if row != right]
     if not unequal:
         return
-    if step is None:
+    if when is None:
         raise UnequalReplicasError(
             f"the weights of {', '.join(unequal)} are not those of {labels[rows.index(right)]}: the model must be "
             "built alike in every process (a layer drew its weights from a generator that the run's seed does not "
@@ -174,6 +174,6 @@ def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], 
         )
     others = "those of all others" if is_majority else f"those of {labels[0]}, and nobody knows which are right"
     raise UnequalReplicasError(
-        f"in step {step} the weights of {', '.join(unequal)} are not {others}: a bit has flipped in a memory or on "
+        f"{when} the weights of {', '.join(unequal)} are not {others}: a bit has flipped in a memory or on "
         "its way (see that machine's error counters), or a layer of yours has changed weights on one replica only"
     )

@@ -24,7 +24,7 @@ class AuxiliaryLoss(nn.Module, Routed):
 
     def __init__(self, kind: str, weight: float = 1.0) -> None:
         super().__init__()
-        self.kind, self.weight = kind, weight
+        self.kind, self.weight, self.adds_losses = kind, weight, True
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
         """Add a loss to the objective.

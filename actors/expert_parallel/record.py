@@ -165,11 +165,13 @@ class Routed:
         record: The record; None outside of a stage.
         name: Logical name of the module.
         divides_tokens: Whether the ranks of a tensor group have different tokens here, and not all the same.
+        adds_losses: Whether it adds auxiliary losses to the objective.
     """
 
     record: RouterRecord | None = None
     name: str = ""
     divides_tokens: bool = False
+    adds_losses: bool = False
 
 
 class Balanced(Routed):

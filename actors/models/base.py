@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.token_slices import TokenSlices
+from raypar.actors.models.deferred_init import as_kind_of, slots_of
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.models.placed_step import PlacedStep
@@ -49,6 +51,7 @@ Named = Literal[  # a kind of module, as parallel styles distinguish them
 Kind = Named | PlacedStep
 TensorPlan = tuple[tuple[str, Kind], ...]
 Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
+Change = Callable[[Sequence[int], Sequence[nn.Module]], list[nn.Module]]  # indices of layers, and these
 
 
 class Expert(NamedTuple):
@@ -120,12 +123,38 @@ class Model(ABC):
     slices: TokenSlices | None = None
     skips: tuple[tuple[int, int], ...] = ()
 
+    _origin: tuple[Model, Change] | None = None  # the model that this one is a changed copy of, and the change
+
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton
         self.cross_entropy: CrossEntropy = partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
 
-    @abstractmethod
+    def changed(self, change: Change) -> Self:
+        """Return a copy of the model some of whose modules are others. All else of it is as it was.
+
+        Args:
+            change: Changes layers in place or replaces them, those of the skeleton and those that are made: called with
+                their indices and the layers, it returns these. Initial values must stay those of this model.
+        """
+        made = copy(self)
+        for name, value in vars(Model).items():
+            if isinstance(value, cached_property):
+                vars(made).pop(name, None)  # they depend on the skeleton
+        tensors = {tensor for module in self.skeleton for part in module.modules() for *_, tensor in slots_of(part)}
+        kept = {id(tensor): as_kind_of(tensor, tensor.detach().to("meta")) for tensor in tensors}
+        made.skeleton = change(range(len(self.names)), deepcopy(list(self.skeleton), kept))
+        made._origin = self, change
+        return made
+
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
+        """Make some layers with their initial weights, those of the copy that ``changed`` returns too; see ``make``."""
+        if self._origin is None:
+            return self.make(layers, seed, parallelize)
+        model, change = self._origin
+        return change(layers, model.materialize(layers, seed, parallelize))
+
+    @abstractmethod
+    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
         """Make some layers with their initial weights, which have the same bits whichever other layers are made.
 
         Args:

@@ -50,6 +50,7 @@ class MoE(nn.Module, Balanced):
         self.over: Callable[[Tensor], Tensor] = self._over
         self.router = Router(self.spec, model.hidden, num_experts)
         self.is_balanced = self.router.bias is not None
+        self.adds_losses = bool((self.spec.alpha and self.spec.loss != "none") or self.spec.z_loss)
         self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
         self.shared = mlp(model.expert_width * self.spec.shared) if self.spec.shared else None
         self.residual = mlp(model.mlp_width) if self.spec.residual else None

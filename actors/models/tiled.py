@@ -6,17 +6,14 @@ Source: Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3 (memory-centric 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.layers.linear import Linear
-from raypar.actors.models.base import Model, Parallelize, unsharded
-from raypar.actors.models.deferred_init import as_kind_of, slots_of
+from raypar.actors.models.base import Model
 from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.models.tile_names import tile_count, tile_name
-from raypar.actors.tensors import Values
 
 
 class TiledLinear(nn.Module):
@@ -55,8 +52,8 @@ class TiledLinear(nn.Module):
         return torch.cat(outs, -1)
 
 
-class TiledModel(Model):
-    """A model some of whose linear layers are cut into tiles. Each tile has parameters of its own.
+def tiled_model(model: Model, patterns: Mapping[str, int]) -> Model:
+    """Return a copy of a model some of whose linear layers are cut into tiles, each with parameters of its own.
 
     Initial values are those of the model that is not tiled.
 
@@ -65,41 +62,17 @@ class TiledModel(Model):
         patterns: Into how many tiles linear layers are cut, by pattern of their logical names.
     """
 
-    def __init__(self, model: Model, patterns: Mapping[str, int]) -> None:
-        self._model, self._patterns = model, patterns
-        self.names, self.body, self.costs, self.ties = model.names, model.body, model.costs, model.ties
-        self.tensor_plan, self.halves, self.is_deferred = model.tensor_plan, model.halves, model.is_deferred
-        tensors = {tensor for module in model.skeleton for part in module.modules() for *_, tensor in slots_of(part)}
-        kept = {id(tensor): as_kind_of(tensor, tensor.detach().to("meta")) for tensor in tensors}
-        skeleton = self._tiled(range(len(model.names)), deepcopy(list(model.skeleton), kept))
-        super().__init__(skeleton)
-        self.cross_entropy = model.cross_entropy
-
-    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
-        """Make some layers with their initial weights; see ``Model.materialize``."""
-        return self._tiled(layers, self._model.materialize(layers, seed, parallelize))
-
-    def note(self, layer: int, error: Exception) -> str:
-        """Return the note to add to an error that a layer raised."""
-        return self._model.note(layer, error)
-
-    def loss(self, output: Values, target: Values) -> Tensor:
-        """Return the mean loss of a microbatch; see ``Model.loss``."""
-        return self._model.loss(output, target)
-
-    def count(self, target: Values) -> int:
-        """Return the number of target elements that the loss is the mean of."""
-        return self._model.count(target)
-
-    def _tiled(self, layers: Sequence[int], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    def tiled(layers: Sequence[int], modules: Sequence[nn.Module]) -> list[nn.Module]:
         """Replace the linear layers that are cut, in place; a layer of the model may be one itself."""
         root = nn.ModuleList(modules)
         replacements: dict[nn.Module, nn.Module] = {}
         for index, module in zip(layers, modules, strict=True):
-            for linear, count in tiled_layers(self.names[index], module, self._patterns):
+            for linear, count in tiled_layers(model.names[index], module, patterns):
                 replacements[linear] = TiledLinear(linear, count)
         replace_modules(root, replacements)
         return list(root)
+
+    return model.changed(tiled)
 
 
 def tiled_in(layer: nn.Module) -> list[TiledLinear]:
@@ -113,7 +86,7 @@ def tiled_layers(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> It
     Args:
         name: Logical name of the layer.
         layer: The layer.
-        patterns: As in ``TiledModel``.
+        patterns: As in ``tiled_model``.
     """
     for path, module in linears_of(name, layer):
         if (count := tile_count(patterns, path)) > 1:

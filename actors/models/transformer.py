@@ -23,7 +23,7 @@ from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added, between
 from raypar.actors.layers.token_slices import TokenSlices
-from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan, unsharded
+from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.deferred_init import on_meta, unfilled
 from raypar.actors.models.moe import MoE
 from raypar.actors.models.partition import transformer_costs
@@ -176,8 +176,8 @@ class TransformerModel(Model):
     def mlp(self, width: int) -> nn.Module:
         """Return an MLP of this width, (..., D) -> (..., D). Its output projection must be called ``down``."""
 
-    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
-        """Make some layers with their initial weights; see ``Model.materialize``.
+    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+        """Make some layers with their initial weights; see ``Model.make``.
 
         Each weight has its own generator, seeded by its logical name. A sharded weight is drawn whole and then sliced,
         one weight at a time, so that every layout gets the same bits. Of weights in a folder only the slices are read.

@@ -62,8 +62,8 @@ class LayersModel(Model):
         self.skips = tuple((source, target) for source, target in layers.skips)
         super().__init__(modules)
 
-    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
-        """Make some layers with their initial weights; see ``Model.materialize``."""
+    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+        """Make some layers with their initial weights; see ``Model.make``."""
         if parallelize is not unsharded:
             return self._materialize_shards(layers, seed, parallelize)
         own = [self.skeleton[index] for index in layers]

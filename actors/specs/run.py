@@ -161,9 +161,10 @@ class Run:
     min_dp: Count = 1
     """with max_failures, the fewest replicas with which the run goes on while no node has room for those that are lost:
     with the same samples in a step, and until there is room again; mesh.dp: it does not"""
-    check_every: Steps = 0
+    check_every: Steps | None = None
     """before the update of every check_every-th step, replicas compare digests of their weights, which a flipped bit
-    makes unequal; 0: only before the first step"""
+    makes unequal; with an asynchronous schedule or flush_every, after a flush in which there is such a step; None:
+    step 2 and every 1,000th; 0: only before the first step"""
     recheck_every: Steps = 0
     """in every recheck_every-th step, other replicas compute one microbatch of each replica again, and all that comes
     of it is compared, which a bit that flips while an actor computes makes unequal; 0: never"""

@@ -15,7 +15,7 @@ from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, S
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
-from raypar.actors.expert_parallel.record import RouterRecord
+from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.home import home_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
@@ -24,14 +24,14 @@ from raypar.actors.models.frozen import first_learning
 from raypar.actors.models.skips import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import patterns_of
-from raypar.actors.models.tiled import TiledModel
+from raypar.actors.models.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
-from raypar.actors.specs.data import Examples
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
@@ -128,7 +128,7 @@ def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
 def model_of(run: Run) -> Model:
     """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
     model, patterns = build_model(run.model, run.seed), patterns_of(run.model, run.tile)
-    return model if all(count == 1 for count in patterns.values()) else TiledModel(model, patterns)
+    return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
@@ -239,7 +239,15 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
         source = CastSource(source, dtype_of(run.precision.compute))
     if part.model.documents is not None and isinstance(run.data, Examples) and run.data.packing:
         part.model.documents.reads = partial(_starts, source, run.mesh.dp, scaler, seat.place)
-    return TokenFlow(seat, part.stages, source, mean, scaler)
+    # All blocks of a text count alike, and stages that update by themselves refuse other counts than the first.
+    is_even = isinstance(run.data, Text) or (train.stream > 0 and not train.validated)
+    ahead = not is_even and any(
+        isinstance(module, Routed) and module.adds_losses
+        for stage in part.stages.values()
+        for layer in stage.modules
+        for module in layer.modules()
+    )
+    return TokenFlow(seat, part.stages, source, mean, scaler, counts_ahead=ahead)
 
 
 def _starts(

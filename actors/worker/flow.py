@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raypar.actors.data.batches import BatchSource, TokenMean
+from raypar.actors.data.batches import BatchSource, TokenMean, correction
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
@@ -27,8 +27,8 @@ class Flow(Protocol):
     def begin(self, step: Step, program: Program) -> None:
         """Begin a step."""
 
-    def auxiliary(self) -> float:
-        """Return the weight of a microbatch's auxiliary losses."""
+    def auxiliary(self, microbatch: int) -> float:
+        """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return what a forward takes: the outputs of the stage before, or a batch, and targets in the last stage."""
@@ -67,20 +67,33 @@ class TokenFlow:
         source: The batches.
         mean: The weights of the microbatches in the loss.
         scaler: The scale of the loss.
+        counts_ahead: Whether a step's targets are counted before its first forward, for the weight of auxiliary losses.
     """
 
     def __init__(
-        self, seat: Seat, stages: Mapping[int, Stage], source: BatchSource, mean: TokenMean, scaler: LossScaler
+        self,
+        seat: Seat,
+        stages: Mapping[int, Stage],
+        source: BatchSource,
+        mean: TokenMean,
+        scaler: LossScaler,
+        *,
+        counts_ahead: bool,
     ) -> None:
         self._seat, self._stages, self.source = seat, stages, source
         self._mean, self._scaler, self._place = mean, scaler, seat.place
+        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step of those under way
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
 
     def begin(self, step: Step, program: Program) -> None:
         self._step, self._program = step, program
+        if self._counts_ahead and step.is_train:
+            self._corrections = self._corrections_ahead(step, program)
 
-    def auxiliary(self) -> float:
-        return self._mean.auxiliary(self._scaler.scale)
+    def auxiliary(self, microbatch: int) -> float:
+        """Return it; it is the same share of every step, while corrected gradients go by the step's targets."""
+        weight = self._mean.auxiliary(self._scaler.scale)
+        return weight / self._corrections[microbatch // self._step.length] if self._corrections else weight
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
@@ -139,14 +152,41 @@ class TokenFlow:
         step.read_losses()
         own = [microbatch for microbatch in microbatches if microbatch in step.counts]
         sound = all(math.isfinite(step.losses[microbatch]) for microbatch in own)
-        tokens, expected = sum(map(step.counts.__getitem__, own)), self._mean.expected * len(own) // len(microbatches)
-        return ballot_of(tokens, expected / self._seat.world.mesh.cp, sound=sound)
+        tokens = sum(map(step.counts.__getitem__, own))
+        return ballot_of(tokens, self._expected(len(own), len(microbatches)), sound=sound)
 
     def seen(self, action: Action) -> Values:
         computed, values = self._step.computed, self._step.values
         if action.op is Op.F and action.microbatch in computed and self._stages[numbers_of(action)[0]].is_last:
             return (computed[action.microbatch],)
         return next((values[value] for value in provides(action) if value in values), ())
+
+    def _expected(self, own: int, microbatches: int) -> float:
+        """Return how many targets this actor's losses are weighted for, if it has so many microbatches of a step's."""
+        return self._mean.expected * own // microbatches / self._seat.world.mesh.cp
+
+    def _corrections_ahead(self, step: Step, program: Program) -> list[float]:
+        """Return the factor by which the gradients of each step that begins will be corrected.
+
+        Every actor counts the targets of its own replica, and replicas add these up.
+        """
+        own = sorted({numbers_of(action)[1] for action in program.row if action.op is Op.F})
+        steps = range(program.schedule.stream or 1)
+        counted = torch.zeros(len(steps), 2, dtype=torch.float64)
+        replicas = range(self._seat.world.mesh.dp) if self._seat.world.servers else [self._seat.replica(step.further)]
+        for number in steps:
+            here = [microbatch for microbatch in own if microbatch // step.length == number]
+            for dp in replicas:
+                tokens = [self._count(step, microbatch, dp) for microbatch in here]
+                counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
+        if "dp" in self._seat.groups:
+            self._seat.groups["dp"].host.all_reduce(counted).wait()
+        return [correction(tokens, expected) for tokens, expected in counted.tolist()]
+
+    def _count(self, step: Step, microbatch: int, dp: int) -> int:
+        """Return the number of targets of a microbatch of a training step."""
+        number, place = step.place_of(microbatch)
+        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, place, dp))
 
     def _take(self, action: Action) -> Values:
         """Remove and return the values that an action needs from other actions, in one tuple.
@@ -179,7 +219,7 @@ class ExpertFlow:
 
     def begin(self, step: Step, program: Program) -> None: ...
 
-    def auxiliary(self) -> float:
+    def auxiliary(self, microbatch: int) -> float:
         return 0.0
 
     def inputs(self, action: Action) -> tuple[Values, Values]:

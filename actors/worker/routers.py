@@ -34,8 +34,12 @@ class Routers:
         self._balanced = [one for one in self._modules.values() if isinstance(one, Balanced) and one.is_balanced]
 
     def begin(self, weight: float) -> None:
-        """Begin a step, in which each microbatch's auxiliary losses have this weight."""
+        """Begin a step, in which each microbatch's auxiliary losses have this weight, unless ``weigh`` changes it."""
         self._record.begin(weight)
+
+    def weigh(self, weight: float) -> None:
+        """Give the auxiliary losses of a microbatch a weight, where those of one row belong to several steps."""
+        self._record.weight = weight
 
     def balance(self, updated: Updated) -> None:
         """Balance the routers by the tokens of the whole step, over all replicas, after an update that was not skipped.

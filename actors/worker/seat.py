@@ -113,13 +113,13 @@ class Seat:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, keys: Collection[str], digests: Iterable[bytes], step: int | None = None) -> None:
+    def compare(self, keys: Collection[str], digests: Iterable[bytes], when: str | None = None) -> None:
         """Check that all replicas have the same weights.
 
         Args:
             keys: Keys of the groups, of those that there are, whose members have the same weights.
             digests: Digests of this actor's weights.
-            step: The step before whose update they are compared, counted from 1; None before the first step.
+            when: When in the run, as "in step 3"; None before the first step.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
@@ -127,7 +127,7 @@ class Seat:
         for group in memberships(self.world, self.plan.rank):
             if group.key in keys:
                 labels = [self.world.label(rank) for rank in group.members]
-                demand_equal(digests, self.groups[group.key], labels, step)
+                demand_equal(digests, self.groups[group.key], labels, when)
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""

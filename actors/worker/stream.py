@@ -79,6 +79,8 @@ class Stream:
         microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
         ballot = self._flow.ballot(microbatches)
         if self._is_validated:
+            if self._reducer is not None and ballot is not None:
+                self._reducer.total(ballot)  # all replicas correct their gradients by the targets of all
             with self._of(action).updating(action):
                 self._doubt = self._state.begin_update(number, ballot)
             return

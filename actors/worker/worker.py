@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -28,7 +29,7 @@ from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import program_of
 from raypar.actors.worker.recheck import Recheck
-from raypar.actors.worker.replica_weights import compare_fixed, compare_weights
+from raypar.actors.worker.replica_weights import compare_fixed, compare_if_due, compare_weights
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
@@ -158,7 +159,7 @@ class Worker:
                 self._stream.begin(self.program.row)
         self.program.courier.begin()
         self._flow.begin(self._step, self.program)
-        self._routers.begin(self._flow.auxiliary())
+        self._routers.begin(self._flow.auxiliary(0))
         for stage in self._stages.values():
             stage.begin(train=train)
         if self.parts.part.overflow is not None:
@@ -223,7 +224,10 @@ class Worker:
         try:
             self.program.courier.drain()
             self.seat.synchronize()
-        except GroupError as error:
+            if step.is_train and self._stream is not None:
+                flushed = range(step.number, step.number + self.program.schedule.stream)
+                compare_if_due(self.seat, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
+        except (GroupError, UnequalReplicasError) as error:
             raise self.seat.failed("end of step", None, error) from None
         step.read_losses()
         self._place.finish()
@@ -298,8 +302,7 @@ class Worker:
             self._stream.update(action, self._step)
             return
         step, parts, ballot = self._step, self.parts, self._flow.ballot(range(self._step.length))
-        if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
-            compare_weights(self.seat, parts.part, step.number + 1)
+        compare_if_due(self.seat, parts.part, range(step.number, step.number + 1), f"in step {step.number + 1}")
         self._recheck.compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
@@ -332,7 +335,10 @@ class Worker:
 
     def _using(self, action: Action) -> AbstractContextManager[None]:
         """Return a context for an F, B, I or W, in which its stage has the version of its weights that the row says."""
-        return self._stream.using(action) if self._stream is not None and self._step.is_train else nullcontext()
+        if self._stream is None or not self._step.is_train:
+            return nullcontext()
+        self._routers.weigh(self._flow.auxiliary(numbers_of(action)[1]))
+        return self._stream.using(action)
 
     def _compute_again(self, step: int) -> None:
         """Compute a microbatch of other replicas, if that is due before this step, and keep digests of all it gives."""

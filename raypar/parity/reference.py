@@ -149,6 +149,7 @@ class _Plain:
         run, num_dp, parameters = self._run, self._run.mesh.dp, self._masters.parameters
         losses, counts = list[float](), list[int]()
         self._record.begin(1.0)
+        self._correction = self._ahead(step)
         for parameter in (*self._parameters.values(), *parameters.values()):
             parameter.grad = None
         for layer in self.layers:
@@ -159,7 +160,7 @@ class _Plain:
             losses.append(loss)
             counts.append(count)
         self._masters.take_gradients(1.0 / self._scaler.scale)
-        _scale(parameters, correction(sum(counts), num_dp * self._mean.expected))
+        _scale(parameters, self._correction)
         norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if run.clip is not None:
@@ -174,6 +175,16 @@ class _Plain:
             self._scaler.grow()
             self._balance()
         return mean_loss(losses, counts), float(norm)
+
+    def _ahead(self, step: int) -> float:
+        """Return by what the gradients of a step are corrected, which its auxiliary losses are not to notice."""
+        run, num_dp = self._run, self._run.mesh.dp
+        targets = [
+            self._source.targets("train", step, microbatch, dp)
+            for microbatch in range(run.microbatches)
+            for dp in range(num_dp)
+        ]
+        return correction(sum(map(self.model.count, targets)), num_dp * self._mean.expected)
 
     @property
     def has_auxiliary(self) -> bool:
@@ -217,7 +228,9 @@ class _Plain:
         objective = loss * weight
         if self._added and auxiliary:
             microbatches = self._run.microbatches * self._run.mesh.dp
-            objective = objective + torch.stack(self._added).sum() * (self._scaler.scale / microbatches)
+            objective = objective + torch.stack(self._added).sum() * (
+                self._scaler.scale / microbatches / self._correction
+            )
         if objective.requires_grad:
             objective.backward()
         return loss.item(), count

@@ -100,7 +100,6 @@ _FITTING: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("offload", lambda value: value == "none", "'none'"),
     ("backward", lambda value: value != "split", "'whole'"),
     ("order", lambda value: value == "row", "'row'"),
-    ("check_every", lambda value: not value, "0"),
     ("recheck_every", lambda value: not value, "0"),
     ("overflow_every", lambda value: not value, "0"),
 )

@@ -28,9 +28,10 @@ def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"check_every is {run.check_every}, but there is one replica, so nothing to compare: set it to 0"
     elif run.data_parallel == "parameter_server":
         yield f"check_every is {run.check_every}, but servers send replicas their weights in every step: set it to 0"
-    elif run.zero == 3 or run.offload == "parameters":
+    elif (run.zero == 3 and run.mesh.shards == replicas) or run.offload == "parameters":
         why = "zero is 3" if run.zero == 3 else "offload is 'parameters'"
-        yield f"check_every is {run.check_every}, but {why}, so no two actors hold the same weights: set it to 0"
+        shard = " (with mesh.shard, copies of shards are compared)" if run.offload != "parameters" else ""
+        yield f"check_every is {run.check_every}, but {why}, so no two actors hold the same weights: set it to 0{shard}"
     if run.max_failures and run.snapshot_every % run.check_every:
         yield (
             f"snapshot_every is {run.snapshot_every}, and check_every {run.check_every}: a snapshot would hold what no "

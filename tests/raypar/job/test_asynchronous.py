@@ -107,7 +107,7 @@ FAULTS = {
     "nonfinite": ({"nonfinite": "skip"}, "set nonfinite to 'stop'"),
     "order": ({"executor": "tasks", "order": "dynamic"}, "set order to 'row'"),
     "backward": ({"backward": "split"}, "set backward to 'whole'"),
-    "checks": ({"mesh": rp.Mesh(pp=2, dp=2), "zero": 0, "check_every": 1}, "set check_every to 0"),
+    "checks": ({"mesh": rp.Mesh(pp=2, dp=2), "zero": 0, "recheck_every": 1}, "set recheck_every to 0"),
     "fp16": ({"precision": rp.Precision("fp16")}, "compute in bf16 or fp32"),
     "experts": ({"model": rp.recipe("moe-tiny").model}, "set model.moe to None"),
     "tied": ({"model": rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=64, tied=True)}, "set model.tied to False"),
@@ -138,7 +138,7 @@ def test_it_is_not_compared_with_a_plain_process():
 
 def test_all_misfits_are_told_at_once():
     with pytest.raises(ConfigError) as error:
-        check_run(rp.Run(**{**vars(TINY), "clip": 1.0, "nonfinite": "skip", "check_every": 1, "backward": "split"}))
+        check_run(rp.Run(**{**vars(TINY), "clip": 1.0, "nonfinite": "skip", "recheck_every": 1, "backward": "split"}))
     assert len(error.value.faults) >= 4
 
 

@@ -1,0 +1,130 @@
+"""Runs on threads beside the oracle (tests/oracle), which gets plain tensors and numbers of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+
+from raypar.actors.data.batches import batch_source
+from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.specs.model import Layers
+from raypar.actors.tensors import cast_floating
+from raypar.reporting.report import reports_of
+from tests.oracle.training import Microbatch, of_transformer, train
+from tests.support.team import Team
+
+LOSS, NORM, GRADIENT = 3e-6, 3e-5, 2e-4
+MOVED = {"sgd": 3e-4, "adamw": 1e-3, "muon": 1e-2}  # of how far the weights of a tensor have moved at the most
+TIMES = 3.0  # beyond these bounds: so many times as far from float64 as plain float32 is
+
+
+class Numbers(NamedTuple):
+    """What a run and its oracle are compared by.
+
+    Attributes:
+        losses, norms: By step.
+        gradients, weights: By name, at the end; gradients are those that the optimizer got.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def made_by_run(run, steps):
+    """The first weights of a run on threads, and its numbers after so many steps."""
+    team = Team.of(run)
+    first = {name: weight.clone() for name, weight in whole(team.weights()).items()}
+    reports = []
+    for at, length in _flushes(team.programs["train"].stream, steps):
+        results = team.each(lambda actor, at=at, length=length: actor.run("train", at, None, 0, length))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        reports += reports_of(at, 1.0, results, team.world)
+    norms = [report.grad_norm for report in reports]
+    for dp in range(1, run.mesh.dp if not team.world.gathers else 1):
+        assert all(torch.equal(weight, team.weights(dp)[name]) for name, weight in team.weights().items())
+    return first, Numbers([report.loss for report in reports], norms, whole(team.gradients()), whole(team.weights()))
+
+
+def whole(tensors):
+    """Tensors by name, in which the tiles of a layer are one again."""
+    tiles = defaultdict(list)
+    for name, tensor in tensors.items():
+        tiles[untiled(name)].append((0 if (tile := tile_of(name)) is None else tile.own[0], tensor))
+    return {
+        name: parts[0][1] if len(parts) == 1 else torch.cat([tensor for _, tensor in sorted(parts, key=itemgetter(0))])
+        for name, parts in tiles.items()
+    }
+
+
+def _flushes(stream, steps):
+    """Where streams of steps begin, and how long they are; a synchronous schedule has one step at a time."""
+    length = stream or 1
+    return [(at, min(length, steps - at) if stream else 0) for at in range(0, steps, length)]
+
+
+def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, **settings):
+    """The numbers of the oracle that trains what a run does; ``model`` is the loss of own layers."""
+    if model is None:
+        assert not isinstance(run.model, Layers)
+        model = of_transformer(asdict(run.model))
+    source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
+    read = source.inputs, source.targets
+    batches = [
+        [
+            Microbatch(*(cast_floating(of(*at), dtype)[0] for of in read), source.starts(*at))
+            for microbatch in range(run.microbatches)
+            for dp in range(run.mesh.dp)
+            for at in [("train", step, microbatch, dp)]
+        ]
+        for step in range(steps)
+    ]
+    settings = {"num_steps": run.steps, "clip": run.clip, "ema": run.ema} | settings
+    trained = train(first, model, batches, asdict(run.optim), dtype=dtype, **settings)
+    return Numbers(trained.losses, trained.norms, trained.gradients, trained.weights)
+
+
+def differences(run, steps=3, **settings):
+    """What a run on threads has that the oracle has not, a line each; none if all is within the bounds."""
+    first, ours = made_by_run(run, steps)
+    right = made_by_oracle(run, first, steps, **settings)
+    plain = made_by_oracle(run, first, steps, torch.float32, **settings)
+    noise = {name for name, one in right.gradients.items() if 0 < one.norm() <= 1e-9 * max(right.norms)}  # right is 0
+    found = []
+    for what, bound in (("losses", LOSS), ("norms", NORM)):
+        for step, (own, other, rounded) in enumerate(
+            zip(*(getattr(one, what) for one in (ours, right, plain)), strict=True)
+        ):
+            if own is not None and not abs(own - other) <= max(bound * abs(other), TIMES * abs(rounded - other)):
+                found.append(f"{what} of step {step + 1}: {own} is not {other} (in float32 {rounded})")
+    for name, gradient in ours.gradients.items():
+        if name in noise:
+            continue
+        if gradient is None:
+            if name in right.gradients and right.gradients[name].abs().max() > 0:
+                found.append(f"gradient of {name}: there is none")
+        else:
+            found += _far(f"gradient of {name}", gradient, right.gradients[name], plain.gradients[name], GRADIENT)
+    for name, weight in ours.weights.items():
+        if name in noise:
+            continue
+        moved = (right.weights[name] - first[name]).abs().max().item()
+        bound = MOVED[run.optim.kind]
+        found += _far(f"weight {name}", weight, right.weights[name], plain.weights[name], bound, moved)
+    return found
+
+
+def _far(what, own, right, plain, bound, size=None):
+    """A line if a tensor is too far from the right one."""
+    size = right.abs().max().item() if size is None else size
+    off, rounding = ((one.double() - right).abs().max().item() for one in (own, plain))
+    if off <= max(bound * size, TIMES * rounding):
+        return []
+    return [f"{what}: off by {off:.3g} of {size:.3g} (in float32 {rounding:.3g})"]
