@@ -96,13 +96,14 @@ class Updater:
             reserve_states(masters.home, optim, self._parameters)
         self._average = None if ema is None else WeightAverage(ema, masters)
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated:
+    def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
 
         Args:
             step: Number of the step, from 0.
             ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64, if this actor has it. Of exactly
                 one member of the group it counts.
+            change: Changes the gradients after their norm is known, right before the update; None: nothing does.
 
         Returns:
             The global gradient norm before clipping, the learning rate of the update, and the scale of the loss; or
@@ -113,7 +114,7 @@ class Updater:
                 changed a weight.
         """
         self._prepare()
-        return self._decide(step, ballot, self._count(ballot))
+        return self._decide(step, ballot, self._count(ballot), change)
 
     def begin(self, ballot: Tensor | None) -> Vote:
         """Tell the gradients' norms to the group, for a step whose outcome ``conclude`` says when all have told theirs.
@@ -180,7 +181,9 @@ class Updater:
         fits = self._clip is None or not bool(self._clip / (total + 1e-6) < 1.0)
         return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
 
-    def _decide(self, step: int, ballot: Tensor | None, tally: Tally) -> Updated:
+    def _decide(
+        self, step: int, ballot: Tensor | None, tally: Tally, change: Callable[[], object] | None = None
+    ) -> Updated:
         """Clip the gradients and update the parameters, or not, as all say; see ``step``."""
         overflow = not tally.is_finite
         if overflow and self._scaler.clamps:
@@ -197,6 +200,8 @@ class Updater:
             return Updated(float(total), None, scale, is_skipped=True)
         if self._clip is not None and (share := self._clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
             self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
+        if change is not None:
+            change()
         lr = self.apply(step)
         if overflow:
             self._scaler.fall()

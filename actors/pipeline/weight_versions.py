@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class WeightVersions:
         """
         self._versions = Versions(row, self._stage)
         self._banks: dict[int, _Bank] = {}
-        self._before: list[Tensor | None] = []  # the gradients of the step before
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -97,26 +96,6 @@ class WeightVersions:
                 parameter.data = parameter.data.clone()
         yield
         self._perform(action)
-
-    def look_ahead(self, *, is_stale: bool) -> None:
-        """Replace the gradients u(t) of a step by 2 u(t) - u(t-1), if they are those of older weights.
-
-        A gradient that is some steps behind is one of a trend, which this follows for a step. The first step of a
-        stream has none before it.
-
-        Args:
-            is_stale: Whether the step's gradients are those of older weights; if not, they are kept for the next step.
-        """
-        present = [None if p.grad is None else p.grad.clone() for p in self._places]
-        if is_stale:
-            for parameter, before in zip(self._places, self._before, strict=False):
-                if parameter.grad is not None and before is not None:
-                    parameter.grad.mul_(2.0).sub_(before)
-        self._before = present
-
-    def is_stale(self, microbatches: Iterable[int]) -> bool:
-        """Return whether one of these microbatches has used weights older than those that the next update changes."""
-        return any(self._versions.used[microbatch] < self._versions.newest for microbatch in microbatches)
 
     def _bank(self, version: int) -> _Bank:
         """Return the parameters of a version that is kept."""

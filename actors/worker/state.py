@@ -95,21 +95,25 @@ class WorkerState:
         for parameter in chain(self._layers.values(), self.masters.values()):
             parameter.grad = None
 
-    def take(self, step: int, ballot: Tensor | None) -> Updated:
+    def take(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Update the weights at the end of a step, or put the buffers back if the step is not taken.
 
         Running statistics would else keep the values that are not finite, for good.
 
         Args:
             step: Number of the step.
-            ballot: See ``Updater.step``.
+            ballot, change: See ``Updater.step``. Where weights are updated elsewhere too, there is no change.
 
         Raises:
             NonFiniteError: See ``Updater.step``.
         """
         taken = False
         try:
-            updated = self.update.step(step, ballot)
+            if change is None:
+                updated = self.update.step(step, ballot)
+            else:
+                assert isinstance(self.update, Updater)
+                updated = self.update.step(step, ballot, change)
             taken = not updated.is_skipped
             return updated
         finally:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
 
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.optim.delay_feedback import DelayFeedback
+from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
-from raypar.actors.worker.flow import Flow
+from raypar.actors.worker.flow import Flow, numbers_of
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import Doubt, WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import Action, Op
+from raypar.schedules.versions import versions_used
 
 
 class Stream:
@@ -28,6 +34,7 @@ class Stream:
         flow: What they are given.
         reducer: Sums gradients over replicas; None if there are none.
         row: Its row of the training schedule.
+        masters: The weights that it updates.
 
     Attributes:
         older: Bytes of versions besides the newest ones.
@@ -41,11 +48,14 @@ class Stream:
         flow: Flow,
         reducer: Reducer | None,
         row: Sequence[Action],
+        masters: Masters,
     ) -> None:
         self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
         self._doubt: Doubt | None = None
         self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
+        self._feedback = DelayFeedback(masters) if seat.plan.run.delay_feedback else None
+        self._stale: set[int] = set()
         self.older = HighWater()
 
     def begin(self, row: Sequence[Action]) -> None:
@@ -53,6 +63,9 @@ class Stream:
         self._row, self._doubt = row, None
         for versions in self._versions.values():
             versions.begin(row)
+        if self._feedback is not None:
+            self._feedback.begin()
+            self._stale = self._stale_steps(row)
         self.older.add(-self.older.now)
         self.older.begin()
 
@@ -92,11 +105,12 @@ class Stream:
                 "in an asynchronous schedule all microbatches have as many; use a synchronous one, as 1f1b"
             )
         versions = self._of(action)
-        if self._seat.plan.run.delay_feedback:
-            versions.look_ahead(is_stale=versions.is_stale(microbatches))
+        change = None
+        if self._feedback is not None:
+            change = partial(self._feedback.extend, is_stale=action.microbatch in self._stale)
         try:
             with versions.updating(action):
-                step.updates.append(self._state.take(number, ballot))
+                step.updates.append(self._state.take(number, ballot, change))
         except NonFiniteError as error:
             told = str(error).replace("no weight was changed", "other stages may have updated already")
             raise ValueError(f"{told}, and resume from the last checkpoint") from None
@@ -129,6 +143,20 @@ class Stream:
             return iter(())
         made = self._row.index(action._replace(op=Op.STEP))
         return iter(self._row[made + 1 : self._row.index(action)])
+
+    def _stale_steps(self, row: Sequence[Action]) -> set[int]:
+        """Return the steps of a row some of whose microbatches use weights older than those that their update changes.
+
+        Where replicas have other microbatches in their rows, a step is stale for all if it is for one.
+        """
+        steps = [numbers_of(action)[1] for action in row if action.op is Op.STEP]
+        length, stale = self._seat.plan.programs["train"].numbers_a_step, torch.zeros(max(steps) + 1)
+        for number in self._versions:
+            for microbatch, version in versions_used(row, number).items():
+                stale[microbatch // length] += version < microbatch // length
+        if self._seat.world.mesh.is_uneven and "dp" in self._seat.groups:
+            self._seat.groups["dp"].host.all_reduce(stale).wait()
+        return {step for step in steps if stale[step] > 0}
 
     def _go_on(self, action: Action) -> None:
         """Begin the gradients of the next step. Those of the last one stay, to be looked at."""

@@ -23,7 +23,7 @@ def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
     if isinstance(run.data, Batches):
         from raypar.config.validate.batches import batches_faults  # imports torch
 
-        lengths = length_faults(run.model, run.data) if right("model.seq") else ()
+        lengths = length_faults(run, run.data, right) if right("model.seq") else ()
         return [*batches_faults(run.data), *lengths]
     seq = run.model.seq if right("model.seq") else 1
     if seq is None:

@@ -80,6 +80,31 @@ def test_gradients_are_those_of_finite_differences(context, core):
     assert torch.autograd.gradcheck(lambda *x: across(context, 2, core, *x), small, fast_mode=True)
 
 
+def strided(x):
+    """The same numbers, with another last stride than 1, as rotations of heads of width 2 make them."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("context", MODES)
+def test_any_width_and_stride_gives_the_softmax_of_the_scores(context, width):
+    tensors = [x.detach().float().requires_grad_() for x in inputs(length=8, width=width)]
+    order = torch.cat([portion.take(torch.arange(8), 0) for portion in tokens_of(context, 2)])
+    parts = (x[:, :, order] for x in tensors)
+
+    def one(group, *x):
+        return strided(context_core(context, fused(), group)(*map(strided, x)))
+
+    ours = together(one, 2, (2, 2, 2), 2, *parts)[:, :, order.argsort()]
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in tensors]
+    later = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    right = torch.softmax((q @ k.mT / width**0.5).masked_fill(later, -torch.inf), -1) @ v
+    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6)
+    seed = random(4, *right.shape).detach()
+    found, wanted = torch.autograd.grad(ours, tensors, seed.float()), torch.autograd.grad(right, exact, seed)
+    torch.testing.assert_close([x.double() for x in found], list(wanted), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("context", MODES)
 def test_large_scores_do_not_overflow(context):
     q, k, v = (x.detach() for x in inputs())

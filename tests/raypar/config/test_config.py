@@ -370,6 +370,24 @@ def test_batches_longer_than_the_model_are_refused(tiny, positions, monkeypatch)
     check_run(replace(tiny, model=model, data=Batches(broken)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"token_slices": 4}, "token_slices is 4: give 28 or 32 tokens"),
+        ({"mesh": Mesh(cp=2)}, "mesh.cp 2 with context 'ring' cuts them into 4 pieces: give 28 or 32 tokens"),
+        ({"mesh": Mesh(cp=4), "context": "rsa"}, "mesh.cp 4 with context 'rsa' cuts them into 4 pieces: give 28 or 32"),
+    ],
+    ids=["slices", "ring", "rsa"],
+)
+def test_batches_that_can_not_be_cut_are_refused(tiny, settings, fault):
+    def tokens(step, microbatch, dp):
+        return torch.zeros(2, 30, dtype=torch.int64), torch.zeros(2, 30, dtype=torch.int64)
+
+    run = replace(tiny, model=GPT(layers=8, seq=32, heads=4), data=Batches(tokens), **settings)
+    assert [one for one in faults_of(run) if one.startswith(f"data.fn returns sequences of 30 tokens, but {fault}")]
+    check_run(replace(run, data=Batches(lambda *_: [part[:, :28] for part in tokens(*_)])))
+
+
 def test_faults_are_returned_without_raising(tiny):
     assert rp.faults(tiny) == []
     wrong = replace(tiny, steps=0, mesh=Mesh(pp=2, dp=0))

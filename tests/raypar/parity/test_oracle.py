@@ -110,6 +110,44 @@ def test_auxiliary_losses_weigh_the_same_whatever_counts(name, mesh):
     assert not differences(run_of(MODELS[name], mesh=mesh))
 
 
+# --- weights that are some steps old ---------------------------------------------------------------------------------
+
+DELAYS = {
+    "even": {"mesh": rp.Mesh(pp=2)},
+    "replicas": {"mesh": rp.Mesh(pp=2, dp=2), "zero": 0},
+    "unequal replicas": {"mesh": rp.Mesh(pp=2, rank_dp=(2, 1)), "zero": 0},
+}
+
+
+@pytest.mark.parametrize("mesh", DELAYS)
+@pytest.mark.parametrize("delay_feedback", [False, True], ids=["as they are", "feedback"])
+def test_stale_gradients_and_their_norms(mesh, delay_feedback):
+    """PipeDream-2BW computes step t with the weights of step t - 1; norms are those of its gradients."""
+    settings = {"schedule": "pipedream-2bw", "flush_every": 4, "data": rp.Batches(all_count)}
+    run = run_of(gpt(), delay_feedback=delay_feedback, **settings, **DELAYS[mesh])
+    assert not differences(run, 4, version=lambda name, t: max(0, t - 1), delay_feedback=delay_feedback)
+
+
+def all_count(step, microbatch, dp):
+    x, _ = uneven(step, microbatch, dp)
+    return x, x.roll(1, 1)
+
+
+# --- tokens on several actors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
+def test_rotated_heads_of_width_2_over_cp(context):
+    model = llama(layers=1, hidden=8, vocab=23, ffn=24)
+    settings = {"mesh": rp.Mesh(cp=2), "context": context, "data": rp.Batches(of_23)}
+    assert not differences(run_of(model, **settings))
+
+
+def of_23(step, microbatch, dp):
+    x, y = uneven(step, microbatch, dp)
+    return x % 23, torch.where(y < 0, y, y % 23)
+
+
 # --- a model whose linear layers are cut into tiles is the same model ------------------------------------------------
 
 
