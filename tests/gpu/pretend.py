@@ -256,6 +256,7 @@ def times():
 
 
 if __name__ == "__main__":
-    found = {"differences": {name: compare(layout) for name, layout in LAYOUTS.items()}}
+    some = [*LAYOUTS][:: int(sys.argv[1])]  # of every so many layouts one
+    found = {"differences": {name: compare(LAYOUTS[name]) for name in some}}
     found |= {"recomputed": recomputed(), "reads": reads({"pp": 1, **gpt()}), "times": times()}
     json.dump(found, sys.stdout)

@@ -31,16 +31,34 @@ CLOSE = 2e-6  # relative; attention and RMSNorm have other kernels for the prete
 # --- on a device of its own ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pretended():
-    """What tests/gpu/pretend.py found; a process of its own, for it registers a device."""
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.pretend"], cwd=ROOT, capture_output=True, text=True)
+def pretend(every):
+    """What tests/gpu/pretend.py finds for one of so many layouts; a process of its own, for it registers a device."""
+    command = [sys.executable, "-m", "tests.gpu.pretend", str(every)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def pretended():
+    """What is found for some layouts: in a pipeline, of replicas, of a GPT."""
+    return pretend(4)
+
+
 def test_no_tensor_of_the_host_meets_one_of_the_device_and_every_bit_is_the_cpus(pretended):
-    assert len(pretended["differences"]) == 13
+    assert {"dp=2", "gpt"} < set(pretended["differences"])
+    assert_the_same(pretended)
+
+
+@pytest.mark.long
+def test_so_it_is_for_all_layouts():
+    found = pretend(1)
+    assert len(found["differences"]) == 13
+    assert_the_same(found)
+
+
+def assert_the_same(pretended):
+    """Assert that every layout has the CPU's numbers, and nothing in a wrong place."""
     for layout, (worst, misplaced) in pretended["differences"].items():
         assert worst <= (CLOSE if "gpt" in layout or "llama" in layout else 0.0), layout
         assert not misplaced, layout
