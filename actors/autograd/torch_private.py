@@ -215,7 +215,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Ten
     scores would have to be computed twice, or kept; what that would cost is not measured. Retry at upgrades.
 
     Args:
-        q: Queries (B, N, S, d), floating.
+        q: Queries (B, N, S, d), floating. Of all tensors the last stride must be 1: the kernel does not look.
         k: Keys (B, N, T, d) of the same dtype.
         v: Values (B, N, T, d) of the same dtype.
         causal: Whether a query sees only the keys up to its own place.
@@ -225,7 +225,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Ten
         Outputs (B, N, S, d), and the logarithm of each query's denominator (B, N, S).
     """
     made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_in_rows, (q, k, v)), 0.0, causal, attn_mask=None if mask is None else _in_rows(mask)
+        q, k, v, 0.0, causal, attn_mask=mask
     )
     return made
 
@@ -251,18 +251,9 @@ def flash_attention_cpu_backward(
         What these keys add to the gradient of the queries, and the gradients of these keys and values.
     """
     made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_in_rows, (gradient, q, k, v, out)),
-        _in_rows(logs),
-        0.0,
-        causal,
-        attn_mask=None if mask is None else _in_rows(mask),
+        gradient, q, k, v, out, logs, 0.0, causal, attn_mask=mask
     )
     return made
-
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dim has stride 1, which the private kernels take for granted without a check."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def demand_later(condition: Tensor, message: str) -> None:

@@ -266,7 +266,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
     """
     if terms.is_fused:
         causal, extra = _as_torch(terms.causal, terms.bias, q)
-        return flash_attention_cpu(q, k, v, causal, extra)
+        return flash_attention_cpu(_in_rows(q), _in_rows(k), _in_rows(v), causal, extra)
     scores = _scores(q, k, terms)
     logs = scores.logsumexp(-1)
     weights = (scores - finite_logs(logs).unsqueeze(-1)).exp_()
@@ -289,6 +289,7 @@ def _backward(
     """
     if terms.is_fused:
         causal, extra = _as_torch(terms.causal, terms.bias, q)
+        gradient, q, k, v, out, total = map(_in_rows, (gradient, q, k, v, out, total))
         return flash_attention_cpu_backward(gradient, q, k, v, out, total, causal, extra)
     weights = (_scores(q, k, terms) - total.unsqueeze(-1)).exp_()
     exact = gradient.to(weights.dtype)
@@ -311,6 +312,11 @@ def _scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later, -math.inf)
     return scores if terms.hidden is None else scores.masked_fill_(terms.hidden.to(q.device), -math.inf)
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last stride is 1, as torch's kernel takes for granted."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _as_torch(causal: bool, bias: Tensor | None, q: Tensor) -> tuple[bool, Tensor | None]:
