@@ -70,7 +70,10 @@ def runs(page: Path) -> list[Fence]:
 
 
 def named(pages):
-    return {"argvalues": pages, "ids": [page.relative_to(ROOT).as_posix() for page in pages]}
+    long = {"docs/recovery.md"}  # kills actors again and again, as tests/raypar/recovery does
+    ids = [page.relative_to(ROOT).as_posix() for page in pages]
+    marks = [pytest.mark.long if name in long else () for name in ids]
+    return {"argvalues": [pytest.param(page, marks=own) for page, own in zip(pages, marks, strict=True)], "ids": ids}
 
 
 @pytest.fixture

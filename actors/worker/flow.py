@@ -179,8 +179,7 @@ class TokenFlow:
             for dp in replicas:
                 tokens = [self._count(step, microbatch, dp) for microbatch in here]
                 counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
-        if "dp" in self._seat.groups:
-            self._seat.groups["dp"].host.all_reduce(counted).wait()
+        self._seat.sum_ahead(counted)
         return [correction(tokens, expected) for tokens, expected in counted.tolist()]
 
     def _count(self, step: Step, microbatch: int, dp: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
@@ -128,6 +130,22 @@ class Seat:
             if group.key in keys:
                 labels = [self.world.label(rank) for rank in group.members]
                 demand_equal(digests, self.groups[group.key], labels, when)
+
+    def sum_ahead(self, tensor: Tensor) -> None:
+        """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.
+
+        Args:
+            tensor: A tensor of any shape; where replicas do not talk to each other, it stays as it is.
+
+        Raises:
+            ActionError: The communication failed.
+        """
+        if "dp" not in self.groups:
+            return
+        try:
+            self.groups["dp"].host.all_reduce(tensor).wait()
+        except GroupError as error:
+            raise self.failed("beginning of step", None, error) from None
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""

@@ -154,8 +154,8 @@ class Stream:
         for number in self._versions:
             for microbatch, version in versions_used(row, number).items():
                 stale[microbatch // length] += version < microbatch // length
-        if self._seat.world.mesh.is_uneven and "dp" in self._seat.groups:
-            self._seat.groups["dp"].host.all_reduce(stale).wait()
+        if self._seat.world.mesh.is_uneven:
+            self._seat.sum_ahead(stale)
         return {step for step in steps if stale[step] > 0}
 
     def _go_on(self, action: Action) -> None:

@@ -20,6 +20,7 @@ def load(name):
     return module
 
 
+@pytest.mark.long
 def test_train_your_text(kept_actors, tmp_path):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     (tmp_path / "b.txt").write_text("pack my box with five dozen liquor jugs. " * 200)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.errors import ActionError
 from tests.oracle.training import Loss
 from tests.support.examples import made_jsonl
 from tests.support.oracle_runs import differences
+from tests.support.team import Team
 
 ORACLE = Path(__file__).parents[2] / "oracle"
 VOCAB = 29
@@ -107,6 +109,15 @@ def test_replicas_that_are_flushed_correct_by_the_targets_of_all():
 @pytest.mark.parametrize("name", ["experts", "sigmoid", "residual"])
 def test_auxiliary_losses_weigh_the_same_whatever_counts(name):
     assert not differences(run_of(MODELS[name], mesh=rp.Mesh(pp=2, dp=2)))
+
+
+def test_a_replica_that_is_gone_when_targets_are_counted_is_named():
+    team = Team.of(run_of(MODELS["experts"], mesh=rp.Mesh(dp=2)))
+    team.each(lambda actor: actor.run("train", 0))
+    for group in team.all[1].member.seat.groups.values():
+        group.abort()
+    with pytest.raises(ActionError, match="actor pp=0 dp=0: action beginning of step with pp=0 dp=1 failed: "):
+        team.all[0].run("train", 1)
 
 
 # --- weights that are some steps old ---------------------------------------------------------------------------------
