@@ -130,11 +130,11 @@ class Model(ABC):
         self.cross_entropy: CrossEntropy = partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
 
     def changed(self, change: Change) -> Self:
-        """Return a copy of the model some of whose modules are others. All else of it is as it was.
+        """Return a copy of the model in which some modules are replaced; every other attribute stays.
 
         Args:
-            change: Changes layers in place or replaces them, those of the skeleton and those that are made: called with
-                their indices and the layers, it returns these. Initial values must stay those of this model.
+            change: Takes indices of layers and the layers, and returns these layers with modules replaced. It is called
+                with the skeleton now, and with layers that are made later. It must keep their initial values.
         """
         made = copy(self)
         for name, value in vars(Model).items():

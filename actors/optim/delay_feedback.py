@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
-from raypar.actors.optim.masters import Masters
+import torch
+from torch import Tensor, nn
 
 
 class DelayFeedback:
@@ -15,10 +15,10 @@ class DelayFeedback:
     has none before it.
 
     Args:
-        masters: The weights that this actor updates.
+        masters: The weights that this actor updates, by logical name.
     """
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: Mapping[str, nn.Parameter]) -> None:
         self._masters = masters
         self._before: dict[str, Tensor] = {}
 
@@ -30,7 +30,8 @@ class DelayFeedback:
     def extend(self, *, is_stale: bool) -> None:
         """Replace the gradients of a step, if they are stale; in any case keep what they are for the next step."""
         before, self._before = self._before, {}
-        for name, _, gradient in self._masters.with_gradients(writes=True):
-            self._before[name] = gradient.clone()
-            if is_stale and name in before:
-                gradient.mul_(2.0).sub_(before[name])
+        for name, master in self._masters.items():
+            if master.grad is not None:
+                self._before[name] = master.grad.clone()
+                if is_stale and name in before:
+                    master.grad.mul_(2.0).sub_(before[name])

@@ -12,7 +12,6 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.optim.delay_feedback import DelayFeedback
-from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
@@ -34,7 +33,6 @@ class Stream:
         flow: What they are given.
         reducer: Sums gradients over replicas; None if there are none.
         row: Its row of the training schedule.
-        masters: The weights that it updates.
 
     Attributes:
         older: Bytes of versions besides the newest ones.
@@ -48,13 +46,12 @@ class Stream:
         flow: Flow,
         reducer: Reducer | None,
         row: Sequence[Action],
-        masters: Masters,
     ) -> None:
         self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
         self._doubt: Doubt | None = None
         self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
-        self._feedback = DelayFeedback(masters) if seat.plan.run.delay_feedback else None
+        self._feedback = DelayFeedback(state.masters) if seat.plan.run.delay_feedback else None
         self._stale: set[int] = set()
         self.older = HighWater()
 

@@ -74,8 +74,7 @@ class Worker:
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
         reducer, row = self.parts.reducer, train.rows[seat.row]
-        stream = partial(Stream, seat, self.state, part.stages, self._flow, reducer, row, part.masters)
-        self._stream = stream() if train.stream else None
+        self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
         self._place, self._stages, self._step = place, part.stages, self.probe.step

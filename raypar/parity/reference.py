@@ -137,6 +137,7 @@ class _Plain:
         if run.precision.is_half:
             self._source = CastSource(self._source, dtype_of(run.precision.compute))
         self._mean = TokenMean(self.model, self._source, m, num_dp)
+        self._correction = 1.0  # of the step under way
 
     def step(self, step: int, watch: Watch | None = None, *, auxiliary: bool = True) -> tuple[float, float]:
         """Train one step, and return its loss and its gradient norm before clipping.
@@ -177,7 +178,7 @@ class _Plain:
         return mean_loss(losses, counts), float(norm)
 
     def _ahead(self, step: int) -> float:
-        """Return by what the gradients of a step are corrected, which its auxiliary losses are not to notice."""
+        """Return the factor that corrects the gradients of a step; auxiliary losses are divided by it beforehand."""
         run, num_dp = self._run, self._run.mesh.dp
         targets = [
             self._source.targets("train", step, microbatch, dp)

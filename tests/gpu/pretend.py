@@ -1,6 +1,6 @@
 """A GPU that is none: a device of torch's whose tensors are CPU tensors behind a wall.
 
-    python -m tests.gpu.pretend
+    python -m tests.gpu.pretend 1    # all layouts; 4: of every four one
 
 Whatever mixes them with tensors of the host raises, as CUDA does, and whatever brings a number to the host is counted:
 a GPU's host would wait for it. The numbers are the CPU's own, so that runs can be compared bit by bit. A device is

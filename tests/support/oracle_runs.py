@@ -27,19 +27,22 @@ class Numbers(NamedTuple):
 
     Attributes:
         losses, norms: By step.
-        gradients, weights: By name, at the end; gradients are those that the optimizer got.
+        gradients, weights, averages: By name, at the end; gradients are those that the optimizer got.
     """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
 
 
 def made_by_run(run, steps):
     """The first weights of a run on threads, and its numbers after so many steps."""
     team = Team.of(run)
     first = {name: weight.clone() for name, weight in whole(team.weights()).items()}
+    for actor in team.workers if getattr(run.model, "lora", None) is not None else ():
+        first |= {name: weight.clone() for name, weight in actor.member.state.fixed().items()}
     reports = []
     for at, length in _flushes(team.programs["train"].stream, steps):
         results = team.each(lambda actor, at=at, length=length: actor.run("train", at, None, 0, length))
@@ -50,7 +53,11 @@ def made_by_run(run, steps):
     norms = [report.grad_norm for report in reports]
     for dp in range(1, run.mesh.dp if not team.world.gathers else 1):
         assert all(torch.equal(weight, team.weights(dp)[name]) for name, weight in team.weights().items())
-    return first, Numbers([report.loss for report in reports], norms, whole(team.gradients()), whole(team.weights()))
+    gradients, weights, averages = whole(team.gradients()), whole(team.weights()), dict[str, torch.Tensor]()
+    if run.ema is not None:
+        team.each(lambda actor: actor.member.state.use_averages(use=True))
+        averages = whole(team.weights())
+    return first, Numbers([report.loss for report in reports], norms, gradients, weights, averages)
 
 
 def whole(tensors):
@@ -74,7 +81,12 @@ def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, **setting
     """The numbers of the oracle that trains what a run does; ``model`` is the loss of own layers."""
     if model is None:
         assert not isinstance(run.model, Layers)
-        model = of_transformer(asdict(run.model))
+        biases = _biases(run.model)
+        model = of_transformer(asdict(run.model), biases)
+        if biases is not None:
+            settings["biases"] = biases, run.model.moe.bias_rate
+        if run.model.lora is not None:
+            settings["frozen"] = [name for name in first if "_lora." not in name]
     source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
     read = source.inputs, source.targets
     batches = [
@@ -88,7 +100,14 @@ def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, **setting
     ]
     settings = {"num_steps": run.steps, "clip": run.clip, "ema": run.ema} | settings
     trained = train(first, model, batches, asdict(run.optim), dtype=dtype, **settings)
-    return Numbers(trained.losses, trained.norms, trained.gradients, trained.weights)
+    return Numbers(trained.losses, trained.norms, trained.gradients, trained.weights, trained.averages)
+
+
+def _biases(model):
+    """The first biases of experts by block, if the model has any."""
+    if model.moe is None or not model.moe.bias_rate:
+        return None
+    return {f"blocks.{block}": [0.0] * model.num_experts(block) for block in model.moe.blocks(model.layers)}
 
 
 def differences(run, steps=3, **settings):
@@ -102,7 +121,7 @@ def differences(run, steps=3, **settings):
         for step, (own, other, rounded) in enumerate(
             zip(*(getattr(one, what) for one in (ours, right, plain)), strict=True)
         ):
-            if own is not None and not abs(own - other) <= max(bound * abs(other), TIMES * abs(rounded - other)):
+            if not abs(own - other) <= max(bound * abs(other), TIMES * abs(rounded - other)):
                 found.append(f"{what} of step {step + 1}: {own} is not {other} (in float32 {rounded})")
     for name, gradient in ours.gradients.items():
         if name in noise:
@@ -112,12 +131,11 @@ def differences(run, steps=3, **settings):
                 found.append(f"gradient of {name}: there is none")
         else:
             found += _far(f"gradient of {name}", gradient, right.gradients[name], plain.gradients[name], GRADIENT)
-    for name, weight in ours.weights.items():
-        if name in noise:
-            continue
-        moved = (right.weights[name] - first[name]).abs().max().item()
-        bound = MOVED[run.optim.kind]
-        found += _far(f"weight {name}", weight, right.weights[name], plain.weights[name], bound, moved)
+    for what in ("weights", "averages"):
+        own, other, rounded = (getattr(one, what) for one in (ours, right, plain))
+        for name in own.keys() - noise:
+            moved = (other[name] - first[name]).abs().max().item()
+            found += _far(f"{what}: {name}", own[name], other[name], rounded[name], MOVED[run.optim.kind], moved)
     return found
 
 

@@ -72,7 +72,7 @@ def _divisors(run: Run, right: Callable[..., bool]) -> Iterator[tuple[str, int]]
     """Yield the numbers of which the length of a sequence is a multiple, each after the reason."""
     if right("token_slices") and run.token_slices > 1:
         yield f"token_slices is {run.token_slices}", run.token_slices
-    if not right("mesh.cp", "mesh.tp", "context", "sequence_parallel") or run.mesh.cp == 1:
+    if not right("mesh.cp", "context") or run.mesh.cp == 1:
         return
     pieces = num_pieces(run.context, run.mesh.cp)
     yield f"mesh.cp {run.mesh.cp} with context {run.context!r} cuts them into {pieces} pieces", pieces

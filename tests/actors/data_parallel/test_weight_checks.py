@@ -11,8 +11,8 @@ from raypar.actors.specs.optim import SGD
 from raypar.actors.worker.replica_weights import is_due
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from tests.raypar.parity.test_oracle import gpt, run_of
 from tests.support.team import Team, linears
+from tests.support.uneven_runs import gpt, run_of
 
 
 @pytest.mark.parametrize(

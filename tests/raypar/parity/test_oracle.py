@@ -15,32 +15,9 @@ from tests.oracle.training import Loss
 from tests.support.examples import made_jsonl
 from tests.support.oracle_runs import differences
 from tests.support.team import Team
+from tests.support.uneven_runs import gpt, llama, run_of, uneven
 
 ORACLE = Path(__file__).parents[2] / "oracle"
-VOCAB = 29
-
-
-def uneven(step, microbatch, dp):
-    """Two sequences of 8 tokens, of which other numbers count in each microbatch and replica; in one, none does."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + dp)
-    x = torch.randint(0, VOCAB, (2, 8), generator=generator)
-    y = torch.randint(0, VOCAB, (2, 8), generator=generator)
-    y.view(-1)[(16, 4, 9, 1)[(2 * microbatch + dp + step) % 4] :] = -100
-    return x, y
-
-
-def run_of(model, **settings):
-    fields = {"data": rp.Batches(uneven), "microbatches": 2, "micro_batch_size": 2, "steps": 4, "device": "cpu"}
-    fields |= {"optim": rp.SGD(lr=0.2), "clip": None, "timeout": 20.0}
-    return rp.Run(model=model, **(fields | settings))
-
-
-def gpt(**fields):
-    return rp.GPT(**({"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "vocab": VOCAB} | fields))
-
-
-def llama(**fields):
-    return rp.Llama(**({"layers": 2, "hidden": 16, "heads": 4, "seq": 8, "vocab": VOCAB} | fields))
 
 
 def scaling(kind, **fields):
@@ -66,6 +43,8 @@ MODELS = {
     "llama3": llama(rope_scaling=scaling("llama3", low=0.2, high=0.6), rope_base=50.0),
     "experts": gpt(moe=rp.MoE(experts=4, alpha=0.3, z_loss=0.02, capacity=1.2)),
     "sigmoid": llama(moe=rp.MoE(experts=4, gate="sigmoid", groups=2, shared=1, alpha=0.3, every=2)),
+    "bias": gpt(moe=rp.MoE(experts=4, gate="sigmoid", bias_rate=0.05, loss="none")),
+    "adapters": llama(lora=rp.Lora(rank=3, alpha=5.0)),
     "residual": llama(moe=rp.MoE(experts=(3, 5), gate="switch", top_k=1, residual=True, loss="gshard", alpha=0.4)),
 }  # fmt: skip
 
@@ -88,6 +67,7 @@ def test_a_model_of_one_actor_learns_what_the_papers_say(name):
 OPTIMIZERS = {
     "momentum": {"optim": rp.SGD(lr=0.1, momentum=0.8, weight_decay=0.1, warmup=2, decay="cosine")},
     "adamw": {"optim": rp.AdamW(lr=1e-2, warmup=1, decay="linear", rates={"head.*": 0.5}), "clip": 0.5},
+    "averages": {"optim": rp.AdamW(lr=1e-2), "ema": 0.7},
     "muon": {"optim": rp.Muon(lr=1e-2, decay="wsd", decay_steps=2, adamw_lr=3e-3, no_decay=("embed.*",))},
     "original": {"optim": rp.Muon(lr=1e-2, scale="original", nesterov=False, iterations=4), "clip": 0.3},
 }
