@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -54,8 +54,24 @@ def python_files(*tops):
     return [path for path in project_files() if path.suffix == ".py" and (not tops or path.parts[0] in tops)]
 
 
-def faults_of(check, *tops):
-    return [fault for path in python_files(*tops) for fault in check(path.as_posix(), (ROOT / path).read_text())]
+@lru_cache(maxsize=1)  # one file after the other goes through all checks
+def parsed(source):
+    """The tree of a source, and all its nodes."""
+    tree = ast.parse(source)
+    return tree, list(ast.walk(tree))
+
+
+@cache
+def faults_by_check():
+    """{check: its faults in all files that it is for}."""
+    checks = {import_faults: (), private_faults: ("actors", "raypar"), style_faults: ROOMS}
+    found = {check: [] for check in checks}
+    for path in python_files():
+        source = (ROOT / path).read_text()
+        for check, tops in checks.items():
+            if not tops or path.parts[0] in tops:
+                found[check] += check(path.as_posix(), source)
+    return found
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------
@@ -91,7 +107,7 @@ def inside(module, *packages):
 def import_faults(path, source):
     """Imports that go the wrong way: raypar -> actors -> schedules, and ray only where the cluster is talked to."""
     room = path.split("/")[0]
-    for module, line in imported(path, ast.walk(ast.parse(source))):
+    for module, line in imported(path, parsed(source)[1]):
         root = module.split(".")[0]
         says = None
         if root in ("actors", "schedules"):
@@ -109,7 +125,7 @@ def import_faults(path, source):
 
 def test_imports_go_raypar_to_actors_to_schedules():
     assert {path.parts[0] for path in python_files(*ROOMS)} == set(ROOMS)
-    assert not (faults := faults_of(import_faults)), "\n".join(faults)
+    assert not (faults := faults_by_check()[import_faults]), "\n".join(faults)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +210,7 @@ def names_of(package, nodes):
 def private_faults(path, source):
     """Lines with private names of torch or Ray outside of the one file (of Ray: one a room) where they may stand."""
     torch, ray = (TORCH_PRIVATE, PRIVATE_ATTRIBUTES.split()), (RAY_PRIVATE[path.split("/")[0]], [])
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = parsed(source)[1]
     for package, (home, attributes) in {"torch": torch, "ray": ray}.items():
         if path != home:
             for line, name in sorted(private_names(package, attributes, path, nodes).items()):
@@ -225,7 +241,7 @@ def private_names(package, attributes, path, nodes):
 
 def test_private_names_of_torch_and_of_ray_are_in_files_of_their_own():
     assert all((ROOT / home).is_file() for home in (TORCH_PRIVATE, *RAY_PRIVATE.values()))
-    assert not (faults := faults_of(private_faults, "actors", "raypar")), "\n".join(faults)
+    assert not (faults := faults_by_check()[private_faults]), "\n".join(faults)
 
 
 @pytest.mark.parametrize(
@@ -563,8 +579,7 @@ def bare_doctests(docstring):
 
 def style_faults(path, source):
     """Too long, not typed, not explained, or using what this project does not use."""
-    lines, tree = source.splitlines(), ast.parse(source)
-    nodes = list(ast.walk(tree))
+    lines, (tree, nodes) = source.splitlines(), parsed(source)
     if len(lines) > MAX_FILE:
         yield f"{path}: {len(lines)} lines, more than {MAX_FILE}: does it have two subjects?"
     for function, public in functions(tree):
@@ -590,7 +605,7 @@ def style_faults(path, source):
 
 
 def test_files_are_short_typed_and_explained():
-    assert not (faults := faults_of(style_faults, *ROOMS)), "\n".join(faults)
+    assert not (faults := faults_by_check()[style_faults]), "\n".join(faults)
 
 
 def body(lines):

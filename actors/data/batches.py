@@ -296,6 +296,6 @@ class TokenMean:
 def correction(tokens: float, expected: float) -> float:
     """Return the factor for the gradients of a step.
 
-    Expected over true number of tokens, rounded to fp32; 1 for no tokens.
+    Expected over true number of tokens, rounded to fp32; 0 for a step without tokens, which changes no weight.
     """
-    return float(torch.tensor(expected / tokens)) if tokens else 1.0
+    return float(torch.tensor(expected / tokens)) if tokens else 0.0

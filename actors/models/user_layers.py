@@ -140,6 +140,18 @@ class LayersModel(Model):
             f"and heads that are there, and end with a row linear layer) {note}"
         )
 
+    def count(self, target: Values) -> int:
+        """Call the user's function, if there is one. Raises ValueError if it does not return a number of elements."""
+        if self._spec.count is None:
+            return super().count(target)
+        counted = self._spec.count(unwrap(target))
+        number = counted.item() if isinstance(counted, Tensor) and counted.numel() == 1 else counted
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(
+                f"model.count returns {counted!r}: return of how many elements the loss is the mean, as an int"
+            )
+        return int(number)
+
     def loss(self, output: Values, target: Values) -> Tensor:
         """Call the user's loss function. Raises ValueError if it does not return one floating number."""
         try:

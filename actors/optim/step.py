@@ -99,6 +99,8 @@ class Updater:
     def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
 
+        A step without targets changes nothing either: no weight, no state of the optimizer, no scale of the loss.
+
         Args:
             step: Number of the step, from 0.
             ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64, if this actor has it. Of exactly
@@ -185,6 +187,9 @@ class Updater:
         self, step: int, ballot: Tensor | None, tally: Tally, change: Callable[[], object] | None = None
     ) -> Updated:
         """Clip the gradients and update the parameters, or not, as all say; see ``step``."""
+        scale = self._scaler.scale if self._scaler.is_on else None
+        if tally.correction == 0.0:  # the step has no targets
+            return Updated(float(torch.linalg.vector_norm(tally.norms)), None, scale, is_skipped=True)
         overflow = not tally.is_finite
         if overflow and self._scaler.clamps:
             most = FP16_MAX / self._scaler.scale
@@ -194,7 +199,6 @@ class Updater:
             self._change_gradients(lambda gradient: gradient.mul_(tally.correction))
             tally = self._count(ballot)
         total = torch.linalg.vector_norm(tally.norms)
-        scale = self._scaler.scale if self._scaler.is_on else None
         if not tally.is_finite or not torch.isfinite(total):
             self._refuse(step, tally)
             return Updated(float(total), None, scale, is_skipped=True)

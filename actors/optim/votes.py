@@ -15,7 +15,8 @@ class Tally(NamedTuple):
 
     Attributes:
         norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
-        correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``.
+        correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``;
+            0 of a step without tokens.
         against: Number of replicas whose loss is not finite.
         overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
     """

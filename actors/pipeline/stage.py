@@ -198,7 +198,7 @@ class Stage:
             step: The step.
             microbatch: Number of the microbatch in the whole step.
             inputs: The outputs of the previous stage; for the first stage, the data.
-            target: The targets of the microbatch; only the last stage uses them.
+            target: The targets of the microbatch, if any count; only the last stage uses them.
 
         Returns:
             The outputs, detached; from the last stage the loss, a scalar.
@@ -317,7 +317,7 @@ class Stage:
         with nullcontext() if host is None else host.keeping(step, microbatch, leaves, self.modules) as hook:
             self._linears.hook = hook
             outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
-        if self.is_last:
+        if self.is_last and target:
             self._first_time.check(outputs[0], learns=lambda: any(wanted) or bool(self.parameters()))
         return leaves, outputs
 
@@ -327,6 +327,8 @@ class Stage:
             values = self._run(step, microbatch, values, self.modules)
             if not self.is_last:
                 return values
+            if not target:
+                return (self.model.no_loss(values),)
             return ((self.model.loss_in_fp32 if self._is_half else self.model.loss)(values, target),)
 
     def _run(

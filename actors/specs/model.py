@@ -291,6 +291,9 @@ class Layers:
     hf: str | None = None
     """folder of a Hugging Face model whose weights the layers begin with, as rp.HF("folder") gives it; None: what fn
     gives them"""
+    count: Callable[[Any], int] | None = None
+    """``count(target) -> int``: of how many elements the loss of a microbatch is the mean, by which microbatches are
+    weighted; None: of the elements of the target, of several the first, without those of -100 if they are integers"""
 
     @property
     def computes_again(self) -> bool:

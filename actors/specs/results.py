@@ -42,7 +42,7 @@ class Updated(NamedTuple):
         grad_norm: Global norm of the gradients before clipping; None if not known.
         lr: Learning rate; None if another actor made the update, or if nobody did.
         scale: Scale of the loss in this step; None if it was not scaled.
-        is_skipped: Whether nobody has changed a weight, because a number was not finite.
+        is_skipped: Whether nobody has changed a weight, because a number was not finite or the step had no targets.
     """
 
     grad_norm: float | None = None
@@ -151,7 +151,7 @@ class StepResult:
         memory: Bytes by kind, at their most within a step; gathered weights and buckets of gradients only where these
             come and go. Empty if the actor has not taken a training step.
         scale: Scale of the loss; None if it was not scaled.
-        is_skipped: Whether the step changed no weight, because a number was not finite.
+        is_skipped: Whether the step changed no weight, because a number was not finite or it had no targets.
         ranges: Counts of overflow; empty in a step without them.
         auxiliary: Auxiliary losses of the actor's microbatches, by layer and kind; empty in an evaluation, and except
             from the first rank of a tensor group.

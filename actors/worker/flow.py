@@ -31,7 +31,10 @@ class Flow(Protocol):
         """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
-        """Return what a forward takes: the outputs of the stage before, or a batch, and targets in the last stage."""
+        """Return what a forward takes: the outputs of the stage before, or a batch, and the last stage's targets.
+
+        Where no target counts, there are none.
+        """
 
     def made(self, action: Action, outputs: Values) -> None:
         """Take the outputs of a forward."""
@@ -93,7 +96,10 @@ class TokenFlow:
     def auxiliary(self, microbatch: int) -> float:
         """Return it; it is the same share of every step, while corrected gradients go by the step's targets."""
         weight = self._mean.auxiliary(self._scaler.scale)
-        return weight / self._corrections[microbatch // self._step.length] if self._corrections else weight
+        if not self._corrections:
+            return weight
+        factor = self._corrections[microbatch // self._step.length]
+        return weight / factor if factor else 0.0
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
@@ -105,9 +111,9 @@ class TokenFlow:
         if not self._stages[stage].is_last:
             return inputs, ()
         target = self.source.targets(*batch)
-        step.counts[microbatch] = self._stages[stage].model.count(target)
+        counted = step.counts[microbatch] = self._stages[stage].model.count(target)
         step.samples += len(target[0]) if target[0].dim() else 1
-        return inputs, self._place.to(target)
+        return inputs, self._place.to(target) if counted else ()
 
     def made(self, action: Action, outputs: Values) -> None:
         stage, microbatch = numbers_of(action)

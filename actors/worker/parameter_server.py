@@ -15,7 +15,7 @@ from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.votes import ballot_of
-from raypar.actors.specs.results import Span, StepResult
+from raypar.actors.specs.results import Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import build_part
 from raypar.actors.worker.fault_injection import FaultInjector
@@ -153,8 +153,7 @@ class Server:
         return StepResult(
             losses=(),
             counts=(),
-            grad_norm=step.updates[-1].grad_norm if step.updates else None,
-            lr=step.updates[-1].lr if step.updates else None,
+            **(step.updates[-1] if step.updates else Updated())._asdict(),
             busy=0.0,
             start=0.0,
             end=0.0,

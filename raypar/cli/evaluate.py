@@ -19,6 +19,7 @@ from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import Rows
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def evaluate(words: Sequence[str]) -> Rows:
 
     with launch(run, resume=found) as job:
         told = job.evaluate(args.steps)
-    rows = [("loss", f"{told.loss:.4f} nats a token"), ("tokens", f"{told.tokens:,}")]
+    unit = "" if told.loss is None else " nats a token"
+    rows = [("loss", f"{loss_text(told.loss)}{unit}"), ("tokens", f"{told.tokens:,}")]
     if told.perplexity is not None:
         rows.append(("perplexity", f"{told.perplexity:.2f}"))
     if told.bits_per_byte is not None:

@@ -38,6 +38,7 @@ from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.progress import validation_told
 from raypar.reporting.report import Report
@@ -269,7 +270,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
         if averaged is not None:
-            rows = [*rows, ("validation loss of the averages", f"{averaged.loss:.4f}")]
+            rows = [*rows, ("validation loss of the averages", loss_text(averaged.loss))]
         if job.failures:
             rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
         if job.saved is not None:

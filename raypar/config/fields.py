@@ -57,6 +57,7 @@ _BATCH = "batch, where def batch(step, microbatch, dp): returns (inputs, targets
 _FUNCTIONS = {  # what fields look like that are functions
     "model.fn": "lambda: [torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)]",
     "model.loss": "torch.nn.functional.mse_loss",
+    "model.count": "lambda target: int((target != 0).sum())",
     "data.fn": _BATCH,
     "data.validate": _BATCH,
     "on": "print",

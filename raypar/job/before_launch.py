@@ -38,6 +38,7 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
     """
     demand_fitting(run, skeleton)
     warn_of_batches(run)
+    _warn_of_loss(run)
     warn_of_layers(run, skeleton, programs["train"])
 
 
@@ -62,6 +63,14 @@ def demand_fitting(run: Run, skeleton: Skeleton) -> None:
 
         if wrong := token_faults(replace(run, data=data)):
             raise ConfigError(wrong)
+
+
+def _warn_of_loss(run: Run) -> None:
+    if isinstance(run.model, Layers):
+        from raypar.config.loss_trial import warn_of_loss
+
+        model, data = shipped((run.model, run.data))
+        warn_of_loss(replace(run, model=model, data=data), Skeleton(model, run.seed))
 
 
 def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: int, device: DeviceKind) -> Prepared:

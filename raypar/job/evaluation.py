@@ -76,6 +76,8 @@ class Evaluations:
 
     def keep(self, evaluation: Evaluation) -> str:
         """Keep an evaluation of the training, and return why the training ends with it; "" if it goes on."""
+        if evaluation.loss is None:
+            return ""
         self._losses[evaluation.step] = evaluation.loss
         losses = {step: math.inf if math.isnan(loss) else loss for step, loss in sorted(self._losses.items())}
         best, most = min(losses, key=losses.__getitem__), self.run.early_stop

@@ -45,7 +45,7 @@ class Trained:
         layers: The logical names of the layers.
     """
 
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
     grad_norms: tuple[float, ...]
     gradients: dict[str, Tensor | None]
     weights: dict[str, Tensor]
@@ -139,8 +139,10 @@ class _Plain:
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
 
-    def step(self, step: int, watch: Watch | None = None, *, auxiliary: bool = True) -> tuple[float, float]:
+    def step(self, step: int, watch: Watch | None = None, *, auxiliary: bool = True) -> tuple[float | None, float]:
         """Train one step, and return its loss and its gradient norm before clipping.
+
+        Without targets it has no loss, and changes nothing.
 
         Args:
             step: The step.
@@ -161,9 +163,11 @@ class _Plain:
             losses.append(loss)
             counts.append(count)
         self._masters.take_gradients(1.0 / self._scaler.scale)
-        _scale(parameters, self._correction)
+        _scale(parameters, self._correction or 1.0)
         norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if not sum(counts):
+            return None, float(norm)
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), run.clip, norm, foreach=False)
         if run.counts_skips and not torch.isfinite(norm):
@@ -221,13 +225,14 @@ class _Plain:
             skipped.keep(index, values)
         if self._run.precision.is_half:
             values = cast_floating(values, torch.float32)
-        loss, count = self.model.loss(values, target), self.model.count(target)
+        count = self.model.count(target)
+        loss = self.model.loss(values, target) if count else self.model.no_loss(values)
         weight = self._mean.weight(count, self._scaler.scale).to(loss)
         if watch is not None:
             watch.keep(Spot(LOSS, number), loss)
             watch.keep(Spot(LOSS, number, backward=True), weight)
         objective = loss * weight
-        if self._added and auxiliary:
+        if self._added and auxiliary and self._correction:
             microbatches = self._run.microbatches * self._run.mesh.dp
             objective = objective + torch.stack(self._added).sum() * (
                 self._scaler.scale / microbatches / self._correction

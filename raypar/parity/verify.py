@@ -133,7 +133,7 @@ class Verdict:
     steps: int
     gradients: int
     weights: int
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
     differences: tuple[Difference, ...]
     replicas: int = 1
     diagnosis: Diagnosis | None = None
@@ -340,8 +340,9 @@ def _apart(run: Run, name: str, weight: Tensor) -> float:
     return moved * math.sqrt(weight.numel())
 
 
-def _exact(figure: float) -> Tensor:
-    return torch.tensor(figure, dtype=torch.float64)
+def _exact(figure: float | None) -> Tensor:
+    """Return a figure; a missing one is infinite, which equals only another missing one."""
+    return torch.tensor(torch.inf if figure is None else figure, dtype=torch.float64)
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

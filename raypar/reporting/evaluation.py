@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.notebook import box, table
 
 
@@ -16,7 +17,7 @@ class Evaluation:
     Attributes:
         step: Number of steps taken before it: it was made after this step, counted from 1.
         loss: Mean of the model's loss over the target elements of the validation data: of a GPT or Llama its
-            cross-entropy, in nats a token; of Layers what their ``loss`` returns, in its unit.
+            cross-entropy, in nats a token; of Layers what their ``loss`` returns, in its unit. None without targets.
         tokens: Number of target elements, as tokens to predict or labels.
         seconds: Duration in seconds.
         is_cross_entropy: Whether the loss is known to be a cross-entropy.
@@ -25,7 +26,7 @@ class Evaluation:
     """
 
     step: int
-    loss: float
+    loss: float | None
     tokens: int
     seconds: float
     is_cross_entropy: bool = True
@@ -40,7 +41,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float | None:
         """The exponential of the loss, at most that of 700, which is still finite; None if it says nothing."""
-        return math.exp(min(self.loss, 700.0)) if self.is_cross_entropy else None
+        return math.exp(min(self.loss, 700.0)) if self.is_cross_entropy and self.loss is not None else None
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -48,7 +49,7 @@ class Evaluation:
 
         Models with other tokenizers can be compared by it.
         """
-        if not self.is_cross_entropy or not self.num_bytes:
+        if not self.is_cross_entropy or not self.num_bytes or self.loss is None:
             return None
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
@@ -71,7 +72,7 @@ class Evaluation:
     def _repr_html_(self) -> str:
         rows = [
             ("steps taken", self.step),
-            ("validation loss", f"{self.loss:.4f}"),
+            ("validation loss", loss_text(self.loss)),
             *([] if self.perplexity is None else [("perplexity", f"{self.perplexity:.4g}")]),
             *([] if self.bits_per_byte is None else [("bits per byte", f"{self.bits_per_byte:.4g}")]),
             ("tokens", f"{self.tokens:,}"),

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.loss_text import NO_LOSS, loss_text
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
 from raypar.schedules.float_sum import float_sum
@@ -110,11 +111,15 @@ class _Lines:
 def _figures(report: Report, unit: str) -> str:
     """Format a step as one line. The memory is that of the pipeline rank with the most."""
     scale = "" if report.loss_scale is None else f"scale {report.loss_scale:g}  "
-    start = f"{'skipped  ' if report.skipped else ''}{scale}loss {_short(report.loss, 4)}{_experts(report)}"
+    start = f"{'skipped  ' if report.skipped else ''}{scale}loss {_loss(report)}{_experts(report)}"
     return (
         f"{start}  grad {_short(report.grad_norm, 3)}  {report.per_second(unit):,.0f} {unit}/s  "
         f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
     )
+
+
+def _loss(report: Report) -> str:
+    return NO_LOSS if report.loss is None else _short(report.loss, 4)
 
 
 def _experts(report: Report) -> str:
@@ -141,4 +146,4 @@ def validation_told(evaluation: Evaluation) -> str:
     further = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
     further += "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.3f} bits per byte"
     of_averages = " of the averaged weights" if evaluation.is_averaged else ""
-    return f"after step {evaluation.step}: validation loss{of_averages} {evaluation.loss:.4f}{further}"
+    return f"after step {evaluation.step}: validation loss{of_averages} {loss_text(evaluation.loss)}{further}"

@@ -49,6 +49,7 @@ class Record:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
         self._overflow, self._scale = OverflowWarnings(), ScaleWarnings(run.loss_scale)
+        self._has_missed_targets = False
         self._loads_every = max(1, run.steps // _LOADS)
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
         self._last: int | None = None  # the same, also if they are
@@ -74,7 +75,8 @@ class Record:
         if run.folder is None:
             return {}
         lines = map(json.loads, kept(absolute(run.folder) / METRICS, step).splitlines())
-        return {line["step"]: float(line["val_loss"]) for line in lines if "val_loss" in line}  # "NaN" is a word there
+        found = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
+        return {step: float(loss) for step, loss in found.items()}  # "NaN" is a word there
 
     def move(self, run: Run, schedule: Schedule, step: int, skeleton: Skeleton, *, is_other: bool = False) -> None:
         """Record that the run goes on in another layout, with another schedule of a training step.
@@ -117,6 +119,10 @@ class Record:
                 log.warning("%s", told)
         if (stuck := self._scale.of(report)) is not None:
             log.warning("%s", stuck)
+        if report.loss is None and not self._has_missed_targets:
+            self._has_missed_targets = True
+            told = "step %d: no target of the step counts, so it changed no weight, and its loss is missing; said once"
+            log.warning(told, report.steps_taken)
 
     def unmeasured(self) -> int | None:
         """Return the latest step if its times were not recorded yet, else None. A second call returns None."""

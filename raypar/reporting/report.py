@@ -13,6 +13,7 @@ from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
@@ -84,7 +85,7 @@ class Report:
 
     Attributes:
         step: Its number, counted from 0; texts count from 1.
-        loss: Mean over the step's tokens, over all replicas.
+        loss: Mean over the step's tokens, over all replicas; None if the step has no targets.
         grad_norm: Global 2-norm of the gradients before clipping.
         lr: Learning rate of the update; 0 of a step that was skipped.
         tokens: Number of target elements of the step.
@@ -108,7 +109,7 @@ class Report:
         by_hand: Whether the step was taken by hand. Then its times are those of the moves alone, one after the other,
             which say nothing of a run: they are shown and written nowhere.
         loss_scale: Scale of the loss; None if it was not scaled.
-        skipped: Whether the step changed no weight, because a loss or a gradient was not finite.
+        skipped: Whether the step changed no weight, because a loss or a gradient was not finite, or it has no targets.
         aux_by_layer: Auxiliary losses by kind and layer, as they are in the objective: with their coefficients, means
             over the microbatches and replicas. ``loss`` is without them.
         loads: Tokens of each expert; None if the model has none.
@@ -116,7 +117,7 @@ class Report:
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float
     lr: float
     tokens: int
@@ -170,7 +171,7 @@ class Report:
     def _repr_html_(self) -> str:
         rows = [
             ("step", self.steps_taken),
-            ("loss", f"{self.loss:.4f}"),
+            ("loss", loss_text(self.loss)),
             ("gradient norm", f"{self.grad_norm:.4g}"),
             ("learning rate", f"{self.lr:.4g}"),
             *figures(self.aux, self.loads),
@@ -329,7 +330,7 @@ def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
     return losses, counts
 
 
-def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float | None:
     """Compute the mean loss over tokens.
 
     Args:
@@ -337,11 +338,11 @@ def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
         counts: Number of tokens of each microbatch.
 
     Returns:
-        The mean; 0 if there are no tokens.
+        The mean; None if there are no tokens.
     """
     most = max(counts)
     if not most:
-        return 0.0
+        return None
     # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
     shares = [count / most for count in counts]
     return float_sum(share * loss for share, loss in zip(shares, losses, strict=True)) / float_sum(shares)

@@ -22,7 +22,7 @@ class ScaleWarnings:
 
     def of(self, report: Report) -> str | None:
         """Return what to say of the scale after a step; None if there is nothing new."""
-        if report.loss_scale is None:
+        if report.loss_scale is None or report.loss is None:
             return None
         self._history.append((report.loss_scale, report.skipped))
         told = stuck_scale(tuple(self._history), self._spec.floor, self._spec.window)

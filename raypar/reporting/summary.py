@@ -26,6 +26,7 @@ from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import compared, forecast_of
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -262,9 +263,9 @@ def closing_rows(
     step_time, *peaks = compared(forecast, [report.step_ms for report in steady], memory)
     return [
         ("steps", f"{len(reports):,}{since}" + (f", of which {skipped:,} skipped" if skipped else "")),
-        ("train loss", f"{last.loss:.4f}"),
+        ("train loss", loss_text(last.loss)),
         *_expert_rows(reports),
-        ("validation loss", f"{evaluation.loss:.4f}"),
+        ("validation loss", loss_text(evaluation.loss)),
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         *([] if evaluation.bits_per_byte is None else [("bits per byte", f"{evaluation.bits_per_byte:.3f}")]),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
@@ -327,7 +328,7 @@ def job_told(run: Run, device: str, taken: int, last: Report | None, failure: st
         failure: Why the job is over; None while it is alive.
     """
     over = f", over: {failure}" if failure is not None else ""
-    loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
+    loss = f", loss {loss_text(last.loss)} in step {last.step + 1}" if last is not None else ""
     head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{brief(run.model)}"
     return f"{head}\n{steps_told(taken, run.steps)}{loss}"
 

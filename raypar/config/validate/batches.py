@@ -72,8 +72,10 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def loss_faults(model: Layers) -> Iterator[str]:
-    """Yield a fault if the loss can't be called with an output and a target, as a class can't."""
+    """Yield a fault if the loss can't be called with an output and a target, or the count with a target."""
     if isinstance(model.loss, type):
         yield f"model.loss is a class, {model.loss.__name__}: give an object of it, {model.loss.__name__}()"
     elif not takes(model.loss, 2):
         yield "model.loss can't be called with (output, target): give a function of these two"
+    if model.count is not None and not takes(model.count, 1):
+        yield "model.count can't be called with (target): give a function of it"

@@ -13,6 +13,7 @@ from typing import Any
 from raypar.actors.specs.loss_name import names_cross_entropy
 from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
+from raypar.reporting.loss_text import loss_text
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.float_sum import float_sum
@@ -100,12 +101,12 @@ class History:
 
     @property
     def skipped(self) -> list[int]:
-        """The steps, counted from 1, that changed no weight because a loss or a gradient was not finite."""
+        """The steps, counted from 1, that changed no weight: a number was not finite, or they had no targets."""
         return [line["step"] + 1 for line in self.steps if line.get("skipped")]
 
     def validation(self) -> list[tuple[float, float]]:
-        """Return ``(number of steps taken before, loss)`` of every evaluation."""
-        return [(line["step"], line["val_loss"]) for line in self.evaluations]
+        """Return ``(number of steps taken before, loss)`` of every evaluation that had targets."""
+        return [(line["step"], line["val_loss"]) for line in self.evaluations if line["val_loss"] is not None]
 
     def effective(self, failures: Sequence[Mapping[str, Any]]) -> float | None:
         """Return the share of effective training time: that of the steps that were kept, over it and what was lost.
@@ -154,10 +155,10 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
     if skips or history.skipped:
         rows.append(("skipped steps", f"{len(history.skipped):,}"))
     if history.steps:
-        rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
+        rows.append(("train loss", loss_text(history.steps[-1]["loss"])))
     if history.evaluations:
-        rows.append(("validation loss", f"{history.evaluations[-1]['val_loss']:.4f}"))
-        if history.is_cross_entropy:
+        rows.append(("validation loss", loss_text(history.evaluations[-1]["val_loss"])))
+        if history.is_cross_entropy and history.evaluations[-1]["val_loss"] is not None:
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
         if (bits := history.evaluations[-1].get("bits_per_byte")) is not None:
             rows.append(("bits per byte", significant(bits)))

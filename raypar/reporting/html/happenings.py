@@ -90,7 +90,7 @@ def _of_metrics(past: Past) -> Iterator[Mark]:
     for line, then in pairwise(steps):
         if then["step"] <= line["step"]:
             yield Mark(then["step"], "resume", f"went on after step {then['step']:,}")
-    lost = next((line for line in steps if not math.isfinite(line["loss"])), None)
+    lost = next((line for line in steps if line["loss"] is not None and not math.isfinite(line["loss"])), None)
     if lost is not None:
         yield Mark(lost["step"] + 1, "failure", f"the loss of step {lost['step'] + 1:,} is not finite")
 

@@ -74,11 +74,11 @@ class StepLine:
     """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
 
     Its figures must be finite, except losses and gradient norm, which a failing training makes infinite or NaN. Times
-    of a step by hand are None.
+    of a step by hand are None, and so is the loss of a step without targets.
     """
 
     step: Number
-    loss: Loss
+    loss: Loss | None
     grad_norm: Loss
     lr: Figure
     tokens: Number
@@ -106,7 +106,7 @@ class EvaluationLine:
     """The schema of an evaluation."""
 
     step: Number
-    val_loss: Loss
+    val_loss: Loss | None
     tokens: Number
     perplexity: Loss | None = None
     bits_per_byte: Loss | None = None

@@ -1,4 +1,4 @@
-"""Hostile and clumsy runs: a few hundred of the cases of ``tests/long/config_fuzz.py``."""
+"""Hostile and clumsy runs: some of the cases of ``tests/long/config_fuzz.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def here(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", range(8))
 def test_any_run_is_a_plan_or_mistakes_that_are_listed(here, kind):
-    wrongs = {case: wrong for case in range(kind, 480, 8) if (wrong := violation(case, here)[1]) is not None}
+    wrongs = {case: wrong for case in range(kind, 160, 8) if (wrong := violation(case, here)[1]) is not None}
     assert not wrongs
 
 

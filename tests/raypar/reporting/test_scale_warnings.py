@@ -9,7 +9,7 @@ from raypar.reporting.scale_warnings import ScaleWarnings
 
 
 def told(warnings, step, scale, skipped):
-    return warnings.of(SimpleNamespace(steps_taken=step, loss_scale=scale, skipped=skipped))
+    return warnings.of(SimpleNamespace(steps_taken=step, loss=1.0, loss_scale=scale, skipped=skipped))
 
 
 def test_it_is_told_once_until_the_scale_has_room_again():

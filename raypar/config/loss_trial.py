@@ -1,0 +1,188 @@
+"""Try whether the user's loss is a mean over as many elements as microbatches are weighted by. Imports torch.
+
+Only the loss is called, with outputs that are drawn. If it is a mean over elements, its value for two microbatches that
+are joined is the mean of its two values, weighted by their elements. So these weights show how many elements it counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.actors.data.batches import batch_source
+from raypar.actors.errors import first_line
+from raypar.actors.models.base import Model
+from raypar.actors.models.skips import Skipped
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.actors.tensors import Values, as_values
+from raypar.config.skeleton import Skeleton
+
+log = logging.getLogger(__name__)
+
+Range = Callable[[Tensor], Tensor]
+
+_MICROBATCHES = 4  # that are looked at
+_MOST_DRAWN = 1 << 24  # elements of the outputs of two microbatches
+_DRAWS = 3
+_APART = 0.01  # relative difference of two losses from which on the weights of their mean are looked at
+_NEAR = 5e-3  # weights that differ by less are the same, in fp32
+_FIX = "give rp.Layers(count=fn), where fn(target) returns of how many elements the loss is the mean"
+
+
+class _Batch(NamedTuple):
+    """What the loss of a microbatch is made of.
+
+    Attributes:
+        outputs: The outputs of the last layer, without memory.
+        target: The targets.
+        counted: How many elements of the targets are counted.
+    """
+
+    outputs: Values
+    target: Values
+    counted: int
+
+
+class _UnfitError(Exception):
+    """The loss can't be looked at; the message says why."""
+
+
+def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
+    """Log a warning if microbatches would be weighted by other numbers than those of the elements in their losses.
+
+    What can't be tried is said on the level of information.
+
+    Args:
+        run: The run, checked, with a model and data that no actor gets.
+        skeleton: The model without weights, which nothing else uses.
+    """
+    if not isinstance(run.model, Layers) or run.device == "cuda" or torch.cuda.is_available():
+        return
+    if not skeleton.model.is_deferred or run.mesh.cp > 1:
+        return
+    with torch.random.fork_rng(), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the actors will warn of the same
+        torch.manual_seed(0)
+        try:
+            batches = list(islice(_batches(run, skeleton.model), _MICROBATCHES))
+            found = _disagreeing(skeleton.model, run.model, batches) or _misweighted(skeleton.model, batches)
+        except Exception as error:  # layers, loss and data are the user's; their faults are found elsewhere
+            log.info("of how many elements model.loss is the mean was not tried: %s", first_line(error))
+        else:
+            if found is not None:
+                log.warning("%s", found)
+
+
+def _batches(run: Run, model: Model) -> Iterator[_Batch]:
+    """Yield the first microbatches of a run, of all replicas."""
+    source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
+    known: dict[tuple[torch.Size, ...], Values] = {}
+    for place in product(range(run.steps), range(run.microbatches), range(run.mesh.dp)):
+        inputs, target = source.inputs("train", *place), source.targets("train", *place)
+        shapes = tuple(value.shape for value in inputs)
+        if shapes not in known:
+            known[shapes] = _outputs(model, inputs)
+        yield _Batch(known[shapes], target, model.count(target))
+
+
+def _outputs(model: Model, inputs: Values) -> Values:
+    """Return the outputs of the last layer, without memory."""
+    values, skipped = tuple(value.to("meta") for value in inputs), Skipped(model.skips, model.names)
+    for index, layer in enumerate(model.skeleton):
+        values = as_values(layer(*skipped.inputs(index, values)))
+        skipped.keep(index, values)
+    if not all(value.is_meta and value.is_floating_point() for value in values):
+        raise _UnfitError("the last layer makes something else than floating numbers")
+    return values
+
+
+def _disagreeing(model: Model, layers: Layers, batches: Sequence[_Batch]) -> str | None:
+    """Say that several targets do not count in proportion, so that the first can't stand for all of them."""
+    if layers.count is not None:
+        return None
+    counts = [[model.count((target,)) for target in batch.target] for batch in batches]
+    for one, other in combinations(counts, 2):
+        if any(one[0] * theirs != other[0] * ours for ours, theirs in zip(one[1:], other[1:], strict=False)):
+            return (
+                f"of several targets {_listed(one)} elements count in one microbatch, and {_listed(other)} in another, "
+                f"and microbatches are weighted by those of the first target alone: {_FIX}"
+            )
+    return None
+
+
+def _misweighted(model: Model, batches: Sequence[_Batch]) -> str | None:
+    """Say that a microbatch weighs something else in the loss than by the elements that are counted."""
+    for batch in batches:
+        if batch.counted:
+            continue
+        loss = _loss(model, _drawn(batch, 1.0, _range_of(model, batch)), batch.target)
+        if loss and math.isfinite(loss):
+            return f"no target of a microbatch counts, so its loss, as {loss:.4g}, counts for nothing: {_FIX}"
+    counting = [batch for batch in batches if batch.counted]
+    for other in counting[1:]:
+        first = counting[0]
+        found, counted = _share(model, first, other), first.counted / (first.counted + other.counted)
+        if found is not None and abs(found - counted) > _NEAR:
+            return (
+                f"in model.loss for two microbatches joined, the first weighs {found:.3f}; by the elements of its "
+                f"targets, {first.counted:,} and {other.counted:,}, it weighs {counted:.3f} in a step: {_FIX}"
+            )
+    return None
+
+
+def _share(model: Model, one: _Batch, other: _Batch) -> float | None:
+    """Return the weight of the first of two microbatches in the loss of both; None if it is no mean of theirs."""
+    if sum(value.numel() for value in (*one.outputs, *other.outputs)) > _MOST_DRAWN:
+        raise _UnfitError("the outputs of a microbatch are too large")
+    target, shares, within = _joined(one.target, other.target), list[float](), _range_of(model, one)
+    for _ in range(_DRAWS):
+        ours, theirs = _drawn(one, 1.0, within), _drawn(other, 4.0, within)
+        first, second = _loss(model, ours, one.target), _loss(model, theirs, other.target)
+        both = _loss(model, _joined(ours, theirs), target)
+        if not abs(first - second) > _APART * max(abs(first), abs(second)):
+            raise _UnfitError("two microbatches have nearly the same loss, or one that is not finite")
+        shares.append((both - second) / (first - second))
+    is_mean = max(shares) - min(shares) < _NEAR and min(shares) > -_NEAR and max(shares) < 1 + _NEAR
+    return sum(shares) / len(shares) if is_mean else None
+
+
+def _loss(model: Model, outputs: Values, target: Values) -> float:
+    return model.loss(outputs, target).item()
+
+
+def _range_of(model: Model, batch: _Batch) -> Range:
+    """Return of which outputs the loss can be computed: of any numbers, or of those between 0 and 1."""
+    try:
+        fits = math.isfinite(_loss(model, _drawn(batch, 4.0, _any), batch.target))
+    except RuntimeError:
+        fits = False
+    return _any if fits else torch.sigmoid
+
+
+def _any(drawn: Tensor) -> Tensor:
+    return drawn
+
+
+def _drawn(batch: _Batch, scale: float, within: Range) -> Values:
+    """Draw outputs that spread with the scale."""
+    return tuple(within(scale * torch.randn(value.shape)).to(value.dtype) for value in batch.outputs)
+
+
+def _joined(ours: Values, theirs: Values) -> Values:
+    """Put the samples of two microbatches together. Raises _UnfitError if they can't be."""
+    pairs = list(zip(ours, theirs, strict=True))
+    if any(not one.dim() or one.shape[1:] != other.shape[1:] for one, other in pairs):
+        raise _UnfitError("two microbatches can't be joined along their first dimension")
+    return tuple(torch.cat(pair) for pair in pairs)
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " and ".join(f"{count:,}" for count in counts)
