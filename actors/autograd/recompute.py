@@ -6,21 +6,19 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values, as_values
 
 Function = Callable[..., Values]  # takes tensors
-_Place = tuple[nn.Module, str]  # where a buffer is registered: the module, and the buffer's name in it
-Then = dict[_Place, Tensor]  # the values of buffers at an earlier time
 
 
 class SelectiveRecompute:
@@ -104,128 +102,16 @@ class Twice:
         return outputs
 
 
-class Before(NamedTuple):
-    """The buffers of modules at some time.
-
-    Attributes:
-        now: The buffers.
-        clones: Copies of those that may change.
-        writes: How often each was written to.
-    """
-
-    now: Then
-    clones: Then
-    writes: dict[_Place, int]
-
-
-class Buffers:
-    """Save the buffers that are about to change: by a forward that is run again, or in a step that may not be taken.
-
-    The first time all buffers are saved, to find out which of them change. Later only those are.
-
-    Args:
-        *modules: The modules whose buffers are watched, with all submodules.
-    """
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self._modules, self._changing = modules, set[_Place]()
-        self._known = False
-
-    def before(self) -> Before:
-        """Save the buffers, before something changes them."""
-        now = self._now()
-        asked = [place for place in now if place in self._changing or not self._known]
-        clones = {place: now[place].clone() for place in asked}
-        return Before(now, clones, {place: num_writes(buffer) for place, buffer in now.items()})
-
-    def changed(self, before: Before) -> Then:
-        """Find out which buffers have changed.
-
-        Args:
-            before: What ``before`` returned.
-
-        Returns:
-            Their values before, as far as they were saved.
-        """
-        after = self._now()
-        self._changing |= {
-            place
-            for place, buffer in before.now.items()
-            if place not in self._changing
-            and (
-                after.get(place) is not buffer
-                or num_writes(buffer) > before.writes[place]
-                # batch_norm's writes are not counted
-                or (place in before.clones and not torch.equal(buffer, before.clones[place]))
-            )
-        }
-        self._known = True
-        return {place: clone for place, clone in before.clones.items() if place in self._changing}
-
-    def put_back(self, before: Before) -> None:
-        """Give the modules the buffers, and the values, that they had before.
-
-        Args:
-            before: What ``before`` returned.
-        """
-        with torch.no_grad():
-            for (module, name), clone in self.changed(before).items():
-                module._buffers[name] = before.now[module, name].copy_(clone)
-
-    def keep(self, forward: Callable[[], Values]) -> tuple[Values, Then]:
-        """Run a forward.
-
-        Args:
-            forward: The forward, without arguments.
-
-        Returns:
-            The outputs, and the values before the forward of the buffers that it changes.
-        """
-        before = self.before()
-        outputs = forward()
-        return outputs, self.changed(before)
-
-    @contextmanager
-    def as_then(self, then: Then) -> Iterator[None]:
-        """Replace the modules' buffers by copies with saved values, for the time of the context.
-
-        Changes to the copies are dropped: the first forward has added the batch to running statistics already.
-
-        Args:
-            then: The saved values, from ``keep``. Buffers that are not in it get copies of their present values.
-        """
-        now, stand_ins = self._now(), dict[int, Tensor]()  # by id of the buffer: a shared one stays shared
-        for place, buffer in now.items():
-            if id(buffer) not in stand_ins:
-                stand_ins[id(buffer)] = then[place] if place in then else buffer.clone()
-            module, name = place
-            module._buffers[name] = stand_ins[id(buffer)]
-        try:
-            yield
-        finally:
-            for (module, name), buffer in now.items():
-                module._buffers[name] = buffer
-
-    def _now(self) -> Then:
-        """Return the present buffers of all modules."""
-        return {
-            (part, name): buffer
-            for module in self._modules
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        }
-
-
 class LayerAgain:
     """A layer whose forward keeps only its inputs, and whose backward runs the layer again.
 
     Args:
         module: The layer. It takes one or more tensors and returns a tensor or several.
+        writes: Notices the first writes into its frozen parameters.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._twice, self._buffers = module, Twice(), Buffers(module)
+    def __init__(self, module: nn.Module, writes: FrozenWrites) -> None:
+        self._module, self._twice, self._state = module, Twice(), ForwardState(module, writes=writes)
 
     def __call__(self, inputs: Values, reseed: Callable[[], None]) -> Values:
         """Compute the layer's outputs.
@@ -246,11 +132,11 @@ class LayerAgain:
 
         def again(*leaves: Tensor) -> Values:
             reseed()
-            with self._buffers.as_then(then):
+            with self._state.as_then(then):
                 return self._twice.with_history(layer, leaves)
 
         def first(*values: Tensor) -> Values:
-            outputs, before = self._buffers.keep(partial(self._twice.without_history, layer, values))
+            outputs, before = self._state.keep(partial(self._twice.without_history, layer, values))
             then.update(before)
             return outputs
 

@@ -184,6 +184,20 @@ def all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
+def joined_parts(group: Group, dim: int, whole: int, x: Tensor) -> Tensor:
+    """Concatenate the members' parts of a dim of any size, about equally long each, without autograd.
+
+    Args:
+        group: The members.
+        dim: The dim along which they have parts.
+        whole: Its size.
+        x: This member's part.
+    """
+    if whole % group.size == 0:
+        return all_gathered(group, dim, x)
+    return _rows_of_all(group, whole, x.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
+
+
 def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
     """Sum the members' tensors and return this member's part along ``dim``, without autograd."""
     handle, own = begin_sum(group, x, dim)

@@ -82,6 +82,10 @@ def skips_between(skips: Skips, parts: Sequence[Sequence[int]]) -> tuple[tuple[i
     return tuple((stage, target) for stage, one in enumerate(every) for target, _ in one.given)
 
 
+class SkipError(ValueError):
+    """What a layer returns can't be given to a later one."""
+
+
 class Skipped:
     """The outputs of layers that later ones take, in one forward of all layers or of a stage.
 
@@ -107,11 +111,11 @@ class Skipped:
         return (*values, *map(self.value, self._sources[layer])) if layer in self._sources else values
 
     def keep(self, layer: int, outputs: Values) -> None:
-        """Keep the output of a layer if it is wanted. Raises ValueError if that is not one tensor."""
+        """Keep the output of a layer if it is wanted. Raises SkipError if that is not one tensor."""
         if layer not in self._wanted:
             return
         if len(outputs) != 1:
-            raise ValueError(
+            raise SkipError(
                 f"{self._names[layer]} returns {len(outputs)} tensors, and model.skips give its output to a later "
                 "layer: return one tensor there"
             )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from raypar.actors.autograd.forward_state import FrozenWrites
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.models.meta_guard import MetaGuard
 
@@ -18,6 +19,7 @@ class FirstTime:
     """Guards the first forward in training, the first in evaluation and the first backward; checks the first loss.
 
     Args:
+        writes: Notices writes into frozen parameters.
         is_deferred: Whether the layers were built without values, so that some of their tensors may have none yet.
         weights: The stage's weights, if they are sharded over replicas; else None.
         check_loss: Called with the first loss; raises ValueError if it is computed from only a part of the last layer's
@@ -25,20 +27,30 @@ class FirstTime:
     """
 
     def __init__(
-        self, *, is_deferred: bool, weights: StageWeights | None, check_loss: Callable[[Tensor], None] | None
+        self,
+        writes: FrozenWrites,
+        *,
+        is_deferred: bool,
+        weights: StageWeights | None,
+        check_loss: Callable[[Tensor], None] | None,
     ) -> None:
         self._is_deferred, self._weights, self._check_loss = is_deferred, weights, check_loss
+        self._writes = writes
         self._left: set[Work] = {"train", "eval", "backward"}
         self._has_loss = False
 
     @contextmanager
     def guarded(self, what: Work) -> Iterator[None]:
-        """The first time that something is done, guard against meta tensors and unusual uses of sharded weights."""
+        """The first time that something is done, guard against meta tensors and unusual uses of sharded weights.
+
+        Notice then, too, which frozen parameters a forward in training writes into.
+        """
         is_first = what in self._left
         self._left.discard(what)
         with (
             MetaGuard() if is_first and self._is_deferred else nullcontext(),
             self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
+            self._writes if is_first and what == "train" and self._writes.is_needed else nullcontext(),
         ):
             yield
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
-from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
+from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
+from raypar.actors.autograd.recompute import LayerAgain, SelectiveRecompute, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -95,8 +96,9 @@ class Stage:
         self.ends = ends or StageEnds(NO_SKIPS, takes_data=self.layers[0] == 0)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
         words = {index: word_of(recompute, model.body, index) for index in self.layers}
+        self._writes = FrozenWrites(modules)
         self._again = {
-            index: LayerAgain(module)
+            index: LayerAgain(module, self._writes)
             for index, module in zip(self.layers, modules, strict=True)
             if words[index] == "full" and not self.recompute
         }
@@ -120,12 +122,13 @@ class Stage:
         self._owed: dict[_Key, Owed] = {}  # what is left for backward_weight
         self._place = place
         self._train, self._twice = True, Twice()  # copies the stage's inputs if the first layer writes into them
-        self._buffers = Buffers(*self.modules)
-        self.step_buffers = StepBuffers(self._buffers)
-        # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
-        # buffers and target are empty.
+        self._changing = ForwardState(*self.modules, writes=self._writes)
+        self.step_buffers = StepBuffers(self._changing)
+        # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers and target.
         self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
-        self._first_time = FirstTime(is_deferred=model.is_deferred, weights=weights, check_loss=check_loss)
+        self._first_time = FirstTime(
+            self._writes, is_deferred=model.is_deferred, weights=weights, check_loss=check_loss
+        )
         self.listener: Listener | None = None
         self.host: HostMemory | None = None
 
@@ -149,26 +152,43 @@ class Stage:
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the layers' ``state_dict``, with its logical name."""
-        for index, module in zip(self.layers, self.modules, strict=True):
-            yield from ((f"{self.model.names[index]}.{name}", value) for name, value in module.state_dict().items())
+        for layer, module in self._named():
+            yield from ((f"{layer}.{name}", value) for name, value in module.state_dict().items())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by logical name."""
-        return {
-            f"{self.model.names[index]}.{inner}": parameter
-            for index, module in zip(self.layers, self.modules, strict=True)
-            for inner, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+        return {name: parameter for name, parameter in self._parameters() if parameter.requires_grad}
+
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """Return the frozen parameters by logical name."""
+        return {name: parameter for name, parameter in self._parameters() if not parameter.requires_grad}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by logical name, such as the running statistics of a BatchNorm."""
+        """Return what forwards change, by logical name.
+
+        These are persistent buffers, such as the running statistics of a BatchNorm, and frozen parameters that forwards
+        have written into.
+        """
+        moved = self._changing.moved()
         return {
-            f"{self.model.names[index]}.{inner}": buffer
-            for index, module in zip(self.layers, self.modules, strict=True)
+            f"{layer}.{inner}": buffer
+            for layer, module in self._named()
             for inner, buffer in module.named_buffers()
             if inner in module.state_dict()
-        }
+        } | {name: parameter for name, parameter in self.frozen().items() if id(parameter) in moved}
+
+    def load_buffer(self, name: str, saved: Tensor) -> None:
+        """Load what ``buffers`` returned under a name; a frozen parameter is one of them from now on."""
+        if (parameter := self.frozen().get(name)) is not None:
+            self._changing.note_moved(parameter)
+        self.buffers()[name].copy_(saved)
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        return zip([self.model.names[index] for index in self.layers], self.modules, strict=True)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for layer, module in self._named():
+            yield from ((f"{layer}.{inner}", parameter) for inner, parameter in module.named_parameters())
 
     def begin(self, *, train: bool) -> None:
         """Open a step, and drop what an interrupted step left behind.
@@ -189,6 +209,7 @@ class Stage:
                 module.train(train)
         self._train = train
         if train:
+            self._writes.first.clear()
             self.step_buffers.begin()
 
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
@@ -269,7 +290,7 @@ class Stage:
             return tuple(value.detach() for value in self._apply(step, microbatch, target, *inputs))
         if self.recompute:
             forward = partial(self._apply, step, microbatch, target)
-            outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
+            outputs, then = self._changing.keep(partial(self._twice.without_history, forward, inputs))
             self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
@@ -289,7 +310,7 @@ class Stage:
         if self._weights is not None:
             self._weights.start("both" if self.recompute else "backward")
         if self.recompute:
-            with self._buffers.as_then(then):
+            with self._changing.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
             tail = self.ends.tail(outputs)
             del outputs

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.autograd import all_gathered
+from raypar.actors.collective.autograd import joined_parts
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import Windows
@@ -251,7 +251,7 @@ class Generation:
             ends_B = (self._lengths[group] - 1 + self.steps).to(logits_BSV.device)
             logits_BV = logits_BSV[torch.arange(len(ends_B), device=logits_BSV.device), ends_B]
         if logits_BV.shape[-1] < self._vocab:
-            logits_BV = all_gathered(self._seat.groups["tp"], 1, logits_BV)
+            logits_BV = joined_parts(self._seat.groups["tp"], 1, self._vocab, logits_BV)
         prompts, steps = self.prompts.groups[group], self.steps
         positions = [len(prompt.tokens) + steps for prompt in prompts]
         tokens_B = choose(logits_BV, self.prompts.sampling, [prompt.number for prompt in prompts], positions).cpu()
@@ -264,7 +264,7 @@ class Generation:
     def _score(self, group: int, logits_BSV: Tensor) -> None:
         """Keep the logarithm of each token's probability behind those before it, and whether it is the likeliest."""
         if logits_BSV.shape[-1] < self._vocab:
-            logits_BSV = all_gathered(self._seat.groups["tp"], 2, logits_BSV)
+            logits_BSV = joined_parts(self._seat.groups["tp"], 2, self._vocab, logits_BSV)
         made = []
         for logits_SV, prompt in zip(logits_BSV.float(), self.prompts.groups[group], strict=True):
             ids_T = torch.tensor(prompt.tokens[1:], device=logits_SV.device)

@@ -86,9 +86,14 @@ class WorkerState:
         return {name: self._shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of all stages with their names in a checkpoint."""
+        """Yield the buffers of all stages, and the frozen parameters that change, with their names in a checkpoint."""
         for stage in self.stages.values():
             yield from ((buffer_name(self._seat.dp, name), buffer) for name, buffer in stage.buffers().items())
+
+    def put_buffers_back(self) -> None:
+        """Give them what they had when the step under way began."""
+        for stage in self.stages.values():
+            stage.step_buffers.settle(taken=False)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step before."""
@@ -276,7 +281,7 @@ class WorkerState:
             yield Wish(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
         yield Wish(SCALER, "", (SCALER,), Sharding())
         for stage in self.stages.values():
-            for buffer in stage.buffers():
+            for buffer in {**stage.buffers(), **stage.frozen()}:
                 own = buffer_name(self._seat.dp, buffer)
                 yield Wish(own, "", (own, buffer_name(0, buffer)), Sharding())  # there may have been fewer replicas
 
@@ -363,8 +368,8 @@ class WorkerState:
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():
-            for name, buffer in stage.buffers().items():
+            for name in {**stage.buffers(), **stage.frozen()}:
                 for dp in (self._seat.dp, 0):  # the checkpoint may have fewer replicas
                     if (saved := read(buffer_name(dp, name), "")) is not None:
-                        buffer.copy_(saved)
+                        stage.load_buffer(name, saved)
                         break

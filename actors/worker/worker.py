@@ -210,6 +210,7 @@ class Worker:
         self._place.enter()
         with torch.no_grad():
             self._settle(notes)
+        self.state.put_buffers_back()
         self.state.restore(notes)
         self.open(self._step.number)
 
@@ -347,8 +348,7 @@ class Worker:
             self.begin("train", step, further)
             for action in self._recheck.row:
                 self.perform(action)
-            for stage in self._stages.values():
-                stage.step_buffers.settle(taken=False)
+            self.state.put_buffers_back()
         if others:
             self._recheck.watch(0)
 

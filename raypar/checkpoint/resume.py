@@ -267,12 +267,13 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
             (one, here), (other, was) = wanted[name], there[name]
             yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
     shapes = {buffer_name(0, name): shape for name, shape in skeleton.buffers.items()}
+    moved = {buffer_name(0, name): shape for name, shape in skeleton.fixed.items()}  # frozen parameters may be there
     yield from (f"{brief(name)} is not in it" for name in shapes if name not in beside)
     for name, logical in beside.items():
         head, _, rest = name.partition(".")
         weight, _, kept = rest.rpartition(".")
         if head == "buffers":
-            fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
+            fits = (shapes | moved).get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
             keys = KEPT[rule_of(run.optim, weight, weights[weight].dim()).kind] if weight in weights else ()
             known = kept in keys or (kept == AVERAGE and weight in weights)

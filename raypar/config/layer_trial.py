@@ -18,14 +18,16 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.build import build_model
 from raypar.actors.models.made_at import made_at
-from raypar.actors.models.skips import Skipped
+from raypar.actors.models.skips import SkipError, Skipped
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
+from raypar.config.distributed_trial import noticed_questions
 from raypar.config.expert_trial import call_faults
 from raypar.config.plan_trial import plan_misfits
 from raypar.config.skeleton import Skeleton
+from raypar.config.stage_trial import OUTSIDE_THE_GRAPH, graph_faults
 
 _OF_SHAPES = re.compile(
     r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
@@ -35,11 +37,15 @@ _OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral typ
 _NO_GRADIENT = (
     "model.loss returns a loss without a gradient: compute it from the last layer's output, without detach or no_grad"
 )
+_OWN_INPUTS = (
+    "; inputs and targets are asked for apart, so what a target repeats of the inputs is another tensor: take the "
+    "derivative in a layer, by its own input, and return it"
+)
 _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
 _MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the loss is tried
 
 
-def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
+def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]:
     """Return why the layers can't compute the loss of the first batch, if that shows in the shapes.
 
     Only shapes and dtypes are looked at, in fp32 and on CPUs; with expert actors, also how layers call their experts.
@@ -49,6 +55,7 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
     Args:
         run: The run, checked, with a model and data that no actor gets.
         skeleton: The model without weights, which nothing else uses.
+        num_stages: Number of stages.
     """
     is_plain = run.precision.compute == "fp32" and run.mesh.cp == 1 and run.device != "cuda"
     if not isinstance(run.model, Layers) or not is_plain:
@@ -64,12 +71,20 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return []
         if not _elements(inputs):
             return [f"data.fn gives no samples in its first batch, inputs of {_shapes(inputs)}: give one at least"]
-        with torch.no_grad():
-            last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+        try:
+            with torch.no_grad(), noticed_questions() as asked:
+                last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+        except SkipError as error:
+            return [f"model: {error}"]
+        if asked and run.mesh.ways("dp") > 1:
+            return [*dict.fromkeys(asked)]
         takes_shapes = last in (None, len(skeleton.model.skeleton))
         if last is None and size <= _MOST_COMPUTED:
             last = len(skeleton.model.skeleton)  # shapes alone do not show whether targets fit the loss
         wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
+        if not wrong and num_stages > 1:
+            parts = skeleton.model.stages(run.split, num_stages)
+            wrong = graph_faults(skeleton.model, parts, _on_meta(inputs), _on_meta(target))
         few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
         if not wrong and takes_shapes and run.model.plan and run.mesh.tensor_ranks > 1:
             ways, skips = run.mesh.tensor_ranks, skeleton.model.skips
@@ -91,6 +106,8 @@ def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int 
         try:
             values = as_values(layer(*skipped.inputs(index, values)))
             skipped.keep(index, values)
+        except SkipError:
+            raise
         except Exception:
             return index, size
         if not all(value.is_meta for value in values):
@@ -128,6 +145,10 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     except MaskError as error:
         return [f"{what}: {_told(error)}"]
     except (RuntimeError, ValueError, IndexError) as error:
+        if re.search(OUTSIDE_THE_GRAPH, str(error)):
+            return [
+                f"{what} takes a derivative by a tensor that its output was not made of: {_told(error)}{_OWN_INPUTS}"
+            ]
         of_dtypes = _OF_DTYPES.search(str(error))
         if type(error) in (RuntimeError, ValueError, IndexError) and (of_dtypes or _OF_SHAPES.search(str(error))):
             fix = _cast(values, met, what) if of_dtypes else _fix(str(error))

@@ -89,12 +89,17 @@ def _batches(run: Run, model: Model) -> Iterator[_Batch]:
         inputs, target = source.inputs("train", *place), source.targets("train", *place)
         shapes = tuple(value.shape for value in inputs)
         if shapes not in known:
-            known[shapes] = _outputs(model, inputs)
+            known[shapes] = outputs_of(model, inputs)
         yield _Batch(known[shapes], target, model.count(target))
 
 
-def _outputs(model: Model, inputs: Values) -> Values:
-    """Return the outputs of the last layer, without memory."""
+def outputs_of(model: Model, inputs: Values) -> Values:
+    """Return the outputs of the last layer, without memory.
+
+    Args:
+        model: The model.
+        inputs: The inputs of a microbatch.
+    """
     values, skipped = tuple(value.to("meta") for value in inputs), Skipped(model.skips, model.names)
     for index, layer in enumerate(model.skeleton):
         values = as_values(layer(*skipped.inputs(index, values)))

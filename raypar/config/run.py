@@ -311,6 +311,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from raypar.actors.models.skips import skip_faults
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
+        from raypar.config.distributed_trial import shared_norm_faults
         from raypar.config.validate.batches import failure, loss_faults
 
         faults += loss_faults(run.model)
@@ -325,6 +326,8 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
             return [*faults, failure("model.fn", error)]
         copied = right("mesh") and max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
+        if copied and run.mesh.ways("dp") > 1:
+            faults += shared_norm_faults(layers)
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
         faults += skip_faults(run.model.skips, count)
         if right("mesh") and run.model.skips and run.mesh.expert_actors:

@@ -36,18 +36,19 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
     Raises:
         ConfigError: The model or the data can't be sent to actors, or the layers do not fit the data and each other.
     """
-    demand_fitting(run, skeleton)
+    demand_fitting(run, skeleton, programs["train"].num_stages)
     warn_of_batches(run)
-    _warn_of_loss(run)
+    _warn_of_first_batches(run)
     warn_of_layers(run, skeleton, programs["train"])
 
 
-def demand_fitting(run: Run, skeleton: Skeleton) -> None:
+def demand_fitting(run: Run, skeleton: Skeleton, num_stages: int) -> None:
     """Check that model and data can be sent to actors, and that the layers fit the data and each other.
 
     Args:
         run: The run, checked.
         skeleton: Its model without weights.
+        num_stages: Number of stages.
 
     Raises:
         ConfigError: They can't, or do not.
@@ -56,7 +57,7 @@ def demand_fitting(run: Run, skeleton: Skeleton) -> None:
     if isinstance(model, Layers) and skeleton.model.is_deferred:
         from raypar.config.layer_trial import layer_faults
 
-        if wrong := layer_faults(replace(run, model=model, data=data), Skeleton(model, run.seed)):
+        if wrong := layer_faults(replace(run, model=model, data=data), Skeleton(model, run.seed), num_stages):
             raise ConfigError(wrong)
     if isinstance(data, Batches) and not isinstance(model, Layers):
         from raypar.config.token_trial import token_faults
@@ -65,12 +66,16 @@ def demand_fitting(run: Run, skeleton: Skeleton) -> None:
             raise ConfigError(wrong)
 
 
-def _warn_of_loss(run: Run) -> None:
+def _warn_of_first_batches(run: Run) -> None:
+    """Log warnings of what the user's layers and loss do with the first batches."""
     if isinstance(run.model, Layers):
+        from raypar.config.attribute_trial import warn_of_attributes
         from raypar.config.loss_trial import warn_of_loss
 
         model, data = shipped((run.model, run.data))
-        warn_of_loss(replace(run, model=model, data=data), Skeleton(model, run.seed))
+        trial, skeleton = replace(run, model=model, data=data), Skeleton(model, run.seed)
+        warn_of_loss(trial, skeleton)
+        warn_of_attributes(trial, skeleton)
 
 
 def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: int, device: DeviceKind) -> Prepared:
@@ -104,8 +109,8 @@ def faults(run: Run) -> list[str]:
     """
     skeleton = Skeleton(run.model, run.seed)
     try:
-        check_run(run, skeleton=skeleton)
-        demand_fitting(run, skeleton)
+        programs = check_run(run, skeleton=skeleton)
+        demand_fitting(run, skeleton, programs["train"].num_stages)
     except ConfigError as error:
         return [*error.faults, *recovery_faults(run.max_failures)]
     return list(recovery_faults(run.max_failures))

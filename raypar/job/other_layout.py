@@ -61,7 +61,7 @@ def other_layout(
     programs = None
     try:
         programs = check_run(replace(unrecorded(run), nonfinite="stop"), skeleton=skeleton)
-        demand_fitting(run, skeleton)
+        demand_fitting(run, skeleton, programs["train"].num_stages)
     except ConfigError as error:
         faults += error.faults
     if programs is not None:

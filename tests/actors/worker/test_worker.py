@@ -139,7 +139,7 @@ def test_a_layer_that_reads_a_buffer_which_it_changes_is_run_again_with_what_it_
     assert all(torch.equal(buffer, buffers[0][name]) for name, buffer in buffers[1].items())
     assert float(buffers[0]["layers.0.scale"]) == 1.5**6
     stage = again.workers[0].stages[0]
-    found = stage._buffers if recompute == "full" else stage._again[0]._buffers
+    found = stage._changing if recompute == "full" else stage._again[0]._state
     assert {name for _, name in found._changing} == {"scale"}, "only what changes is kept"
 
 

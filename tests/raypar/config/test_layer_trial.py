@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import raypar as rp
@@ -298,3 +299,122 @@ def test_own_layers_are_tried_on_text(tmp_path, first, fault):
     run = rp.Run(model=layers, data=rp.Text(str(file)), microbatches=1)
     (found,) = rp.faults(run)
     assert fault in found
+
+
+class Twofold(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Adds(nn.Module):
+    def forward(self, x, *skipped):
+        return x + sum(one for one in skipped)
+
+
+class First(nn.Module):
+    def forward(self, x, *rest):
+        return x
+
+
+def test_a_skip_of_several_tensors_is_told():
+    run = rp.Run(
+        model=rp.Layers(lambda: [Twofold(), First(), Adds()], nn.functional.mse_loss, skips=((0, 2),)),
+        data=rp.Batches(lambda *_: (torch.zeros(3, 4), torch.zeros(3, 4))),
+    )
+    (fault,) = rp.faults(run)
+    assert fault.startswith("model: layers.0 returns 2 tensors, and model.skips give its output to a later layer")
+
+
+def by_repeated_input(output, target):
+    x, _ = target
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+class Keeps(nn.Module):
+    """Returns its input beside what it makes of it, and wants a gradient of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return x, self.inner(x)
+
+
+class After(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x, y):
+        return x, self.inner(y).tanh()
+
+
+def by_kept_input(output, target):
+    x, y = output
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (slope - target).square().mean()
+
+
+def test_a_derivative_by_what_another_graph_has_is_told():
+    def repeated(*_):
+        x = torch.ones(3, 4, requires_grad=True)
+        return x, (x, torch.zeros(3, 4))
+
+    def plain(*_):
+        return torch.ones(3, 4), torch.zeros(3, 4)
+
+    def faults(fn, loss, data, pp):
+        mesh = rp.Mesh(pp=pp)
+        return rp.faults(rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(data), mesh=mesh, microbatches=2))
+
+    (fault,) = faults(lambda: [nn.Linear(4, 1)], by_repeated_input, repeated, 1)
+    assert "takes a derivative by a tensor that its output was not made of" in fault
+    assert "inputs and targets are asked for apart" in fault
+    assert faults(lambda: [Keeps(), After()], by_kept_input, plain, 1) == []
+    (fault,) = faults(lambda: [Keeps(), After()], by_kept_input, plain, 2)
+    assert "what a layer of another stage has made" in fault
+    assert "give these layers to one stage with split" in fault
+
+
+class Gathers(nn.Module):
+    """As contrastive losses do it: alone, where torch.distributed is not there."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        made = self.inner(x)
+        if torch.distributed.is_initialized():
+            made = torch.cat(torch.distributed.nn.all_gather(made))
+        return made
+
+
+def gathering_loss(output, target):
+    if dist.is_available() and dist.is_initialized():
+        raise AssertionError("never here")
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("fn", "loss"), [(lambda: [Gathers()], nn.functional.mse_loss), (lambda: [nn.Linear(4, 2)], gathering_loss)]
+)
+def test_what_would_gather_of_all_replicas_is_told_where_there_are_several(fn, loss):
+    run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(batch), mesh=rp.Mesh(dp=2), microbatches=1)
+    (fault,) = rp.faults(run)
+    assert fault.startswith(f"torch.distributed is not initialized on actors, and {__file__}, line ")
+    assert "set mesh.dp to 1" in fault
+    assert rp.faults(replace(run, mesh=rp.Mesh(), microbatches=2)) == []
+
+
+def test_statistics_of_all_replicas_are_told():
+    def fn():
+        return [nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))]
+
+    run = rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), data=rp.Batches(batch), mesh=rp.Mesh(dp=2))
+    (fault,) = rp.faults(run)
+    assert fault.startswith("model.fn: layers.0.1 is a SyncBatchNorm, but replicas do not share their statistics")
+    assert rp.faults(replace(run, mesh=rp.Mesh())) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,15 @@ def test_every_model_goes_on_as_whole_forwards_do(model):
     model = MODELS[model]
     for changes in ({}, {"mesh": rp.Mesh(pp=2, tp=2), "sequence_parallel": True}):
         assert team_texts(run_of(model, **changes), PROMPTS, 8) == plain_texts(model, PROMPTS, 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mesh": rp.Mesh(tp=2)}, {"mesh": rp.Mesh(pp=2, tp=4)}, {"mesh": rp.Mesh(tp=2, dp=2), "sequence_parallel": True}],
+)
+def test_a_vocabulary_that_tensor_ranks_can_not_divide_equally_generates(changes):
+    model = replace(LLAMA, vocab=67, kv_heads=4)
+    assert team_texts(run_of(model, **changes), PROMPTS, 6) == plain_texts(model, PROMPTS, 6)
 
 
 @pytest.mark.every_third

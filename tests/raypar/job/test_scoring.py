@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -40,6 +41,13 @@ def test_scores_are_those_of_one_process(changes):
         assert one.logs == pytest.approx(wanted, abs=1e-5)
         assert one.likeliest == tuple(logs[at].argmax().item() == token for at, token in enumerate(text[1:]))
         assert one.num_bytes is None
+
+
+def test_a_vocabulary_that_tensor_ranks_can_not_divide_equally_is_scored():
+    model = replace(LLAMA, vocab=67, kv_heads=4)
+    for text, one in zip(TEXTS, scored(run_of(model, mesh=rp.Mesh(tp=4)), TEXTS), strict=True):
+        logs = torch.log_softmax(whole_logits(model, text[:-1]), -1)
+        assert one.logs == pytest.approx([logs[at, token].item() for at, token in enumerate(text[1:])], abs=1e-5)
 
 
 def test_bits_per_byte_are_of_all_tokens_and_bytes():
