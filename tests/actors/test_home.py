@@ -134,6 +134,7 @@ for changes in ({"offload": "optimizer"}, {"offload": "parameters", "zero": 3}):
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_in_training_is_told_with_the_file_and_the_action(tmp_path):
     """In a process of its own: memory that a disk can't bring would end the process if it were used unprepared."""
     command = [sys.executable, "-c", CUT, str(tmp_path)]

@@ -430,6 +430,7 @@ def test_no_memory_is_said_before_anything_is_written(monkeypatch):
         groups[0].empty(100, torch.float32)
 
 
+@pytest.mark.long
 def test_members_that_are_killed_or_stopped():
     done = subprocess.run(
         [sys.executable, str(KILLS), "--kills", "4", "--stops", "1"], capture_output=True, text=True, timeout=100

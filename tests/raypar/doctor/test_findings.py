@@ -339,6 +339,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
 
 
+@pytest.mark.long
 def test_a_cluster_is_examined_and_groups_are_timed(cluster, said, quick):
     code, out, err = said("doctor", "--json")
     found = json.loads(out)

@@ -28,6 +28,7 @@ def test_it_is_one_plain_process_within_the_bounds(job_on, context):
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_recomputed_and_stepped_by_hand_it_has_the_same_bits(job_of):
     run = tiny(recompute="selective")
     job = job_of(run)

@@ -237,6 +237,7 @@ def test_a_wrong_number_of_steps_ahead(job, ahead):
         job.train(1, ahead=ahead)
 
 
+@pytest.mark.long
 def test_evaluation_changes_nothing(job):
     run = tiny(steps=4)
     job.reset(run)

@@ -69,6 +69,7 @@ def test_training_goes_on_with_the_same_numbers_after_a_move(tmp_path):
     assert all(torch.equal(weight, weights[name]) for name, weight in moved.weights().items())
 
 
+@pytest.mark.long
 def test_a_job_moves_its_experts_in_mid_run(job_on):
     job, other = job_on(2), replace(RUN, seed=3)
     job.reset(other)

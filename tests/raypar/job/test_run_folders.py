@@ -183,6 +183,7 @@ def files():
     return {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_the_run_of_a_folder_is_verified_without_touching_it(kept_actors, said):
     trained()
     before = files()

@@ -41,6 +41,7 @@ def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_a_llama_too(job_on):
     model = replace(rp.recipe("llama-tiny").model, kv_heads=1, dropout=0.1)
     run = tiny(2, model=model, sequence_parallel=True)
@@ -49,6 +50,7 @@ def test_a_llama_too(job_on):
     assert not verdict.bitwise
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_a_square_too(job_on):
     run = tiny("2d:2x2", model=replace(rp.recipe("gpt-tiny").model, layers=2), steps=2, recompute="full")
@@ -77,6 +79,7 @@ def test_what_is_divided_is_seen_whole(job_of):
     assert job.evaluate(1).tokens == job.run.microbatches * job.run.micro_batch_size * job.run.model.seq
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_a_step_by_hand_has_the_bits_of_a_compiled_one(job_of):
     run = tiny(2)

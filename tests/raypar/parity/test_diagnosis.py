@@ -102,6 +102,7 @@ def test_a_gather_in_the_wrong_order(found, sabotaged):
     assert diagnosis.cause == "the 2 parts of dim 1 stand in the order 1, 0: a gather in the wrong order"
 
 
+@pytest.mark.long
 def test_parts_of_the_sequence_that_are_swapped(found, sabotaged):
     sabotaged(leave=lambda x, group: reduce_scatter(x.roll(x.shape[1] // 2, 1), group, 1))
     diagnosis = found(sequence_parallel=True, pp=2).diagnosis
@@ -130,6 +131,7 @@ def test_replicas_that_do_not_reduce(found, monkeypatch, axis):
     assert diagnosis.cause.startswith(f"each member of {axis} has its own part of a sum: not reduced over {axis}")
 
 
+@pytest.mark.long
 def test_tokens_in_the_wrong_places(found, monkeypatch):
     """The first layer that looks at more than one token is named."""
     monkeypatch.setattr(context_model.ContextAttention, "apply", lambda style, name, module: Applied(module))
@@ -151,6 +153,7 @@ def test_a_loss_that_is_not_averaged(found, monkeypatch):
     assert diagnosis.cause == "dp times the right one: summed over dp, and not averaged"
 
 
+@pytest.mark.long
 def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
     """Partial gradients of norms, with the sequence divided, that nobody sums up."""
     monkeypatch.setattr(

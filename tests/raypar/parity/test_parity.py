@@ -232,6 +232,7 @@ def test_a_v_that_is_searched_for(monkeypatch):
     is_bitwise(verdict_of(tiny(2, schedule="zb-1p", chunks=2, microbatches=6)), "gpt-tiny")
 
 
+@pytest.mark.long
 def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     rows = ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"]
     schedule = Schedule.of("backwards", [row.split() for row in rows])
@@ -274,6 +275,7 @@ def test_tied_embeddings_on_one_rank_are_one_parameter(job_on, schedule, bitwise
     assert "head.out.weight" not in dict(job.weights())
 
 
+@pytest.mark.long
 def test_a_stage_of_its_own_moves_nothing(job_on):
     job = job_on(1)
     job.reset(tiny(1))
@@ -323,11 +325,13 @@ def test_a_changed_weight_is_found(job_on, monkeypatch):
     assert "loss of step 1" in str(verdict)
 
 
+@pytest.mark.long
 def test_sgd_without_clipping(job_on):
     verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), job_on(2))
     assert verdict.bitwise, str(verdict)
 
 
+@pytest.mark.long
 @pytest.mark.every_third
 @pytest.mark.parametrize("clip", [1e-2, 1e2])
 def test_every_step_clipped_and_none(job_on, clip):

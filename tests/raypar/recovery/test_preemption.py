@@ -71,6 +71,7 @@ def losses_of(job, taken, *ranks, seconds=math.inf, come=0):
     return losses
 
 
+@pytest.mark.long
 def test_the_run_moves_elsewhere_with_the_same_bits_and_no_failure(taken, tmp_path, caplog):
     run = replace(RUN, folder=str(tmp_path / "run"))
     with rp.launch(run) as job:

@@ -112,6 +112,7 @@ def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reaso
     assert alike((undisturbed[0][:3] + losses, weights), undisturbed), "from what was in memory"
 
 
+@pytest.mark.long
 def test_without_snapshots_it_goes_back_to_a_checkpoint(undisturbed, tmp_path, kept_actors):
     run = replace(RUN, snapshot_every=0, save_every=2, folder=str(tmp_path / "run"))
     disturbed = trained(

@@ -124,6 +124,7 @@ def test_less_memory_recomputes_and_shares_more():
     assert all(one.need.bytes <= little.room for one in little.all)
 
 
+@pytest.mark.long
 def test_what_fits_nowhere_says_what_is_missing_and_the_smallest_number():
     run = replace(RUN, model=replace(RUN.model, layers=60, hidden=6656, heads=52))
     cluster = cluster_of(8, "a100-40gb").cluster
