@@ -13,7 +13,7 @@ from raypar.config.run import check_run
 from raypar.job.plans import plans_of
 from raypar.schedules import build
 
-RANKS = 32
+RANKS = 64
 LARGEST = 4_000  # bytes of a plan here: the run, the row, and nothing that grows with the square of the ranks
 
 
