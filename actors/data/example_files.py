@@ -34,7 +34,7 @@ from raypar.actors.specs.data import Examples
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # part of every key: raise it when the conversion changes
+_FORMAT = 2  # part of every key: raise it when the conversion changes
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,18 @@ class Tokenized(NamedTuple):
     learned: Mask
 
 
+class Added(NamedTuple):
+    """What the post-processor of a tokenizer.json puts around a text.
+
+    Attributes:
+        front: Ids in front, such as that of ``<bos>``.
+        behind: Ids behind.
+    """
+
+    front: tuple[int, ...]
+    behind: tuple[int, ...]
+
+
 class Tokenizer:
     """A tokenizer.
 
@@ -70,18 +82,38 @@ class Tokenizer:
         texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
-    @property
+    @cached_property
     def end(self) -> str:
-        """The token that ends a text; "" if there is none."""
-        return self.tokens.get("eos_token", "")
+        """The token that ends a text; "" if there is none.
+
+        It is the folder's ``eos_token``, else what its configurations say, else what the post-processor puts behind.
+        """
+        if "eos_token" in self.tokens or self._model is None:
+            return self.tokens.get("eos_token", "")
+        found = (self._model.id_to_token(one) for one in (*self._told_ends(), *reversed(self.added.behind)))
+        return next((token for token in found if token is not None), "")
+
+    @cached_property
+    def begin(self) -> int | None:
+        """The id of the folder's ``bos_token``; None if there is none."""
+        name = self.tokens.get("bos_token")
+        found = None if self._model is None or name is None else self._model.token_to_id(name)
+        return found if isinstance(found, int) else None
+
+    @cached_property
+    def added(self) -> Added:
+        """The ids that the post-processor puts around a text."""
+        if self._model is None:
+            return Added((), ())
+        found = self._model.encode("a")
+        inner = [place for place, is_special in enumerate(found.special_tokens_mask) if not is_special] or [0]
+        return Added(tuple(found.ids[: inner[0]]), tuple(found.ids[inner[-1] + 1 :]))
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """The ids that end a generated text: that of ``end``, and those that the folder's configurations say."""
         own = None if self._model is None or not self.end else self._model.token_to_id(self.end)
-        told = (self._read_json(name).get("eos_token_id") for name in _ENDS)
-        found = [own, *(one for ids in told for one in (ids if isinstance(ids, list) else [ids]))]
-        return frozenset(one for one in found if isinstance(one, int))
+        return frozenset([*([own] if isinstance(own, int) else []), *self._told_ends()])
 
     @cached_property
     def id_bytes(self) -> Sizes | None:
@@ -103,12 +135,14 @@ class Tokenizer:
     def key(self) -> str:
         """A hash of all that the ids of an example depend on."""
         file = b"" if self._file is None else read_named(self._file, _MOST_BYTES)
-        return hashlib.sha256(repr((hashlib.sha256(file).digest(), self._source, self.tokens)).encode()).hexdigest()
+        depends = hashlib.sha256(file).digest(), self._source, self.tokens, self.end
+        return hashlib.sha256(repr(depends).encode()).hexdigest()
 
     def tokenized(self, examples: Sequence[Written]) -> Iterator[Tokenized]:
         """Yield examples as tokens; several are encoded in parallel.
 
-        A token is a target if any of its characters is learned.
+        A token is a target if any of its characters is learned. Around a text stands what the post-processor puts in
+        front, once; what it puts behind is left out, since a text has its end already.
         """
         if self._model is None:
             yield from map(_as_bytes, examples)
@@ -117,17 +151,34 @@ class Tokenizer:
         texts = self._encoded([one.text for one in examples if not one.is_chat], special=True)
         for one in examples:
             found = next(chats if one.is_chat else texts)
-            offsets = np.array(found.offsets, np.int64).reshape(-1, 2)
+            own = slice(0, None) if one.is_chat else self._own(found.ids)
+            offsets = np.array(found.offsets[own], np.int64).reshape(-1, 2)
             learned = np.zeros(len(offsets), np.uint8)
             for start, stop in one.learned:
                 learned |= ((offsets[:, 1] > start) & (offsets[:, 0] < stop)).astype(np.uint8)
-            yield Tokenized(np.array(found.ids, np.uint32), learned)
+            yield Tokenized(np.array(found.ids[own], np.uint32), learned)
 
     def encoded(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text, in which special tokens may be written; none is added."""
         if self._model is None:
             return tuple(text.encode())
         return tuple(self._model.encode(text, add_special_tokens=False).ids)
+
+    def prompted(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text to go on with: behind what the post-processor puts in front, and without an end.
+
+        A text that begins with that already, as one that a chat template wrote, gets it once.
+        """
+        if self._model is None:
+            return self.encoded(text)
+        ids = self._model.encode(text).ids
+        return tuple(ids[self._own(ids)])
+
+    def _own(self, ids: Sequence[int]) -> slice:
+        """Return which ids, of a text and what the post-processor adds, belong to a text: once those in front."""
+        front, behind = self.added
+        has_two = bool(front) and tuple(ids[len(front) : 2 * len(front)]) == front
+        return slice(len(front) if has_two else 0, len(ids) - len(behind))
 
     def decoded(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text of ids, special tokens too unless these are to be left out; of bytes, ids below 256."""
@@ -139,6 +190,11 @@ class Tokenizer:
     def _encoded(self, texts: Sequence[str], *, special: bool) -> Iterator[Any]:
         assert self._model is not None
         return iter(self._model.encode_batch(list(texts), add_special_tokens=special) if texts else [])
+
+    def _told_ends(self) -> list[int]:
+        """Return the ids that the folder's configurations say to end a text."""
+        told = (self._read_json(name).get("eos_token_id") for name in _ENDS)
+        return [one for ids in told for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
     def _read_json(self, name: str) -> Mapping[str, Any]:
         """Read a file of the folder that holds an object; {} if there is none. Raises ExampleError."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from raypar.actors.specs.lora import LORA
 
+POSITIONS = "embed.positions.weight"  # of which a folder may have more rows than a run
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -72,7 +73,7 @@ def _gpt2() -> Table:
     return Table(
         (
             Conversion("embed.tokens.weight", "transformer.wte.weight"),
-            Conversion("embed.positions.weight", "transformer.wpe.weight"),
+            Conversion(POSITIONS, "transformer.wpe.weight"),
             *qkv,
             *(
                 Conversion(f"blocks.*.{ours}.{kind}", f"{h}.{theirs}.{kind}", kind == "weight")

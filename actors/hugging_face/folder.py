@@ -29,6 +29,7 @@ _WHAT_HAS = {
 _ONLY_ADAPTER = "{folder!r} holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _MOST_JSON = 64 << 20
+_AT_ONCE = 8 << 20  # bytes that are compared at a time
 _MOST_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
 _SAFE = (
     "transformers can: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
@@ -128,6 +129,26 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
     return found
 
 
+def same_bytes(folder: Path, one: Kept, other: Kept) -> bool:
+    """Return whether two tensors in a folder have the same dtype, shape and bytes. Raises CheckpointError."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    left = math.prod(one.shape) * ITEM.get(one.dtype, 0)
+    with (
+        told(f"{str(folder)!r} can't be read"),
+        (folder / one.file).open("rb") as ours,
+        (folder / other.file).open("rb") as theirs,
+    ):
+        ours.seek(one.start)
+        theirs.seek(other.start)
+        while left:
+            count = min(left, _AT_ONCE)
+            if ours.read(count) != theirs.read(count):
+                return False
+            left -= count
+    return True
+
+
 def adapters_in(folder: Path) -> tuple[dict[str, Kept], str]:
     """Return where the tensors of an adapter are, by name, and the fingerprint of the weights that it belongs to.
 
@@ -152,15 +173,15 @@ def adapters_in(folder: Path) -> tuple[dict[str, Kept], str]:
 
 
 def _index(folder: Path) -> Mapping[str, str]:
-    """Return the file of each tensor; empty if one file has all.
+    """Return the file of each tensor; empty if one file has all, which is read alone even if there is an index too.
 
     Raises:
         CheckpointError: There are no safetensors files, or the index is broken.
     """
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            raise CheckpointError([_no_weights(folder)])
+    if (folder / SINGLE).exists():
         return {}
+    if not (folder / INDEX).exists():
+        raise CheckpointError([_no_weights(folder)])
     found = read_json(folder / INDEX).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CheckpointError([f"{str(folder / INDEX)!r} has no weight_map of names and files: copy it again"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told
-from raypar.actors.hugging_face.conversions import Conversion, adapters_converted, converted
+from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, adapters_converted, converted
 from raypar.actors.hugging_face.folder import ITEM, Kept, adapters_in, model_type_of, tensors_in
 from raypar.actors.sharding import Shard
 
@@ -121,7 +121,7 @@ def fits(conversion: Conversion, kept: Kept, shape: Sequence[int]) -> bool:
     wanted = shape_in(conversion, shape)
     if kept.dtype not in ITEM or len(kept.shape) != len(wanted):
         return False
-    longer = conversion.ours == "embed.positions.weight"
+    longer = conversion.ours == POSITIONS
     return kept.shape[1:] == wanted[1:] and (kept.shape[:1] == wanted[:1] or (longer and kept.shape[0] > wanted[0]))
 
 

@@ -8,11 +8,12 @@ Source: Hu et al. 2022, "LoRA: Low-Rank Adaptation of Large Language Models".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.specs.lora import Adaptable
 from raypar.actors.specs.model import Transformer
 
 Adapted: TypeAlias = tuple[nn.Linear, "Adapter | None"]
@@ -54,15 +55,15 @@ class SummedLinear(nn.Linear):
         raise NotImplementedError
 
 
-def adapter_of(spec: Transformer, layer: nn.Linear, part: Literal["attn", "mlp"]) -> Adapter | None:
+def adapter_of(spec: Transformer, layer: nn.Linear, name: Adaptable) -> Adapter | None:
     """Return the adapter of a linear layer; None if the model has none there.
 
     Args:
         spec: The model.
         layer: The layer.
-        part: The part of a block that the layer belongs to.
+        name: Its name in a block.
     """
-    return Adapter(spec, layer) if spec.lora is not None and spec.lora.adapts(part) else None
+    return Adapter(spec, layer) if spec.lora is not None and name in spec.lora.layers else None
 
 
 def fanned(fan: Fan, x: Tensor, layers: Sequence[Adapted]) -> list[Tensor]:

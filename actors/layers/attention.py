@@ -217,8 +217,8 @@ class Attention(nn.Module, Incremental):
         self._longer = 1.0 if scale is None else math.sqrt(self.width / scale)  # the core divides by sqrt(width)
         self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents, cap)
         self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
-        self.q_lora, self.k_lora = adapter_of(spec, self.q, "attn"), adapter_of(spec, self.k, "attn")
-        self.v_lora, self.out_lora = adapter_of(spec, self.v, "attn"), adapter_of(spec, self.out, "attn")
+        self.q_lora, self.k_lora = adapter_of(spec, self.q, "q"), adapter_of(spec, self.k, "k")
+        self.v_lora, self.out_lora = adapter_of(spec, self.v, "v"), adapter_of(spec, self.out, "out")
         self.fan = Fan(together=spec.attention == "blocks")
 
     def forward(self, x_BSD: Tensor) -> Tensor:

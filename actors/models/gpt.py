@@ -26,7 +26,7 @@ class MLP(nn.Module):
         super().__init__()
         linear = linear_of(spec.linear)
         self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
-        self.up_lora, self.down_lora = adapter_of(spec, self.up, "mlp"), adapter_of(spec, self.down, "mlp")
+        self.up_lora, self.down_lora = adapter_of(spec, self.up, "up"), adapter_of(spec, self.down, "down")
         self.fan = Fan()
         self.approximate = "tanh" if isinstance(spec, GPT) and spec.gelu == "tanh" else "none"
 

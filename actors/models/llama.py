@@ -36,8 +36,8 @@ class GatedMLP(nn.Module):
         linear, hidden = linear_of(spec.linear), spec.hidden
         self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
         self.down = linear(width, hidden, bias=False)
-        self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "mlp"), adapter_of(spec, self.up, "mlp")
-        self.down_lora = adapter_of(spec, self.down, "mlp")
+        self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "gate"), adapter_of(spec, self.up, "up")
+        self.down_lora = adapter_of(spec, self.down, "down")
         self.fan = Fan()
         self._activated = _GATES[spec.gate if isinstance(spec, Llama) else "silu"]
 

@@ -40,7 +40,8 @@ class Embedding(nn.Module, Incremental):
     def __init__(self, spec: Transformer, documents: Documents, slices: TokenSlices) -> None:
         super().__init__()
         self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
-        self.tokens = nn.Embedding(spec.vocab, spec.hidden)
+        padding = spec.pad_id if isinstance(spec, Llama) else None
+        self.tokens = nn.Embedding(spec.vocab, spec.hidden, padding)
         self.positions = added(spec)
         scaled = isinstance(spec, Llama) and spec.scaled_embedding
         self._scaled = scaled or isinstance(self.positions, Sinusoidal)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from raypar.actors.bounds import Count, Positive
 from raypar.actors.known_fields import known_fields
 
-Targets = Literal["attn", "mlp", "all"]
+Adaptable = Literal["q", "k", "v", "out", "gate", "up", "down"]  # the linear layers of a block
+Targets = Literal["attn", "mlp", "all"] | tuple[Adaptable, ...]
+LAYERS: tuple[Adaptable, ...] = get_args(Adaptable)
+OF_PARTS: Mapping[str, tuple[Adaptable, ...]] = {"attn": LAYERS[:4], "mlp": LAYERS[4:], "all": LAYERS}
 LORA = "_lora"  # what the logical name of an adapter ends with, behind that of its layer
 
 
@@ -27,7 +31,8 @@ class Lora:
     alpha: Positive = 16.0
     """what they add is multiplied by alpha / rank"""
     targets: Targets = "all"
-    """linear layers that get one: attn: queries, keys, values and the output; mlp: those of the MLP; all: both"""
+    """linear layers that get one: attn: queries, keys, values and the output; mlp: those of the MLP; all: both; or
+    their names, of q, k, v, out, gate, up and down, as ("q", "v")"""
     hf: str | None = None
     """folder of adapters that they begin with, as PEFT and raypar ckpt export --adapter write it; None: random ones"""
 
@@ -36,9 +41,24 @@ class Lora:
         """What an adapter's output is multiplied by."""
         return self.alpha / self.rank
 
-    def adapts(self, part: Literal["attn", "mlp"]) -> bool:
-        """Return whether the linear layers of a part of the blocks get adapters."""
-        return self.targets in (part, "all")
+    @property
+    def layers(self) -> tuple[Adaptable, ...]:
+        """The linear layers of a block that get adapters; a GPT has no gate."""
+        return OF_PARTS[self.targets] if isinstance(self.targets, str) else self.targets
+
+    def faults(self, *, gated: bool) -> Iterator[str]:
+        """Yield why the names of layers are none of a model's.
+
+        Args:
+            gated: Whether its MLPs have gates.
+        """
+        if isinstance(self.targets, str):
+            return
+        told = f"model.lora.targets is {self.targets!r}"
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"{told}: name one layer at least, and each once"
+        if "gate" in self.targets and not gated:
+            yield f"{told}, and a GPT's MLP has up and down alone: leave out 'gate'"
 
 
 def is_adapter(name: str) -> bool:

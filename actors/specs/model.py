@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from raypar.actors.bounds import Count, Positive, Share, Steps
+from raypar.actors.bounds import Count, Positive, Share, Some, Steps
 from raypar.actors.known_fields import known_fields
-from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.lora import OF_PARTS, Lora
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling
 
@@ -86,9 +86,11 @@ class Transformer:
         """
         if self.moe is not None and right("model.moe", "model.layers", "model.seq"):
             yield from self.moe.faults(self.layers, self.seq)
-            if self.lora is not None and self.lora.targets != "attn":
+            if self.lora is not None and right("model.lora") and not set(self.lora.layers) <= {*OF_PARTS["attn"]}:
                 told = f"model.lora.targets is {self.lora.targets!r}, and experts have no adapters"
                 yield f"{told}: use 'attn', or leave out model.moe"
+        if self.lora is not None and right("model.lora"):
+            yield from self.lora.faults(gated=self.mlp_matrices == 3)
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
             told = f"model.window_first is {self.window_first}, but there is no window"
             yield f"{told}: give model.window, or leave it out"
@@ -221,6 +223,9 @@ class Llama(Transformer):
     """scores s become cap * tanh(s / cap), so none is larger (Gemma team 2024); this needs attention "materialised" """
     logit_cap: Positive | None = None
     """logits s become cap * tanh(s / cap)"""
+    pad_id: Some | None = None
+    """the token of padding, whose vector gets no gradient where it is an input, as in models of transformers; None:
+    every vector gets one"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""
@@ -235,6 +240,8 @@ class Llama(Transformer):
         if right("model.attention", "model.attention_cap") and self.attention_cap and self.attention != "materialised":
             told = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
             yield f"{told}: set model.attention to 'materialised'"
+        if right("model.vocab", "model.pad_id") and self.pad_id is not None and self.pad_id >= self.vocab:
+            yield f"model.pad_id is {self.pad_id}, and the model's ids are 0 to {self.vocab - 1}: give one of them"
 
     @property
     def num_kv_heads(self) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told, whole_folder, write_whole
-from raypar.actors.hugging_face.conversions import Conversion, converted, is_zero
+from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
@@ -61,8 +61,8 @@ class _Part:
     Attributes:
         conversion: How it is a part.
         shape: Its shape.
-        logical: Where it is in the checkpoint; None if it is not there.
-        base: What reads it instead; None for zeros.
+        logical: Where it is in the checkpoint, perhaps its first rows alone; None if it is not there.
+        base: What reads the rest instead; None for zeros.
         adapter: Where the first and the second half of its adapter are in the checkpoint, and the factor of these; None
             if it has none.
     """
@@ -137,6 +137,8 @@ def export(
         config = config_of(model, kind, _begun(model), _NAMES[chosen])
     with told(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
         tensors = _merged(run, model, found, kind) if model and model.lora else _tensors(found.manifest.tensors, kind)
+        if isinstance(model, GPT) and config["n_positions"] > model.seq:
+            tensors = _with_later_positions(tensors, model, config["n_positions"])
         _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
         texts = {CONFIG: _json(config)}
         texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
@@ -233,6 +235,20 @@ def _merged(run: Run, model: GPT | Llama, found: Found, kind: str) -> list[_Thei
     return [_Theirs(name, sorted(of, key=lambda part: part.conversion.part)) for name, of in parts.items()]
 
 
+def _with_later_positions(tensors: Sequence[_Theirs], model: GPT, count: int) -> list[_Theirs]:
+    """Return the tensors with so many positions: those that the run had not are as they were where it began."""
+    from raypar.actors.hugging_face.weights import FolderWeights
+
+    assert model.hf is not None
+    base = FolderWeights(Path(model.hf))
+    return [
+        _Theirs(one.name, [replace(part, shape=(count, *part.shape[1:]), base=base) for part in one.parts])
+        if one.parts[0].conversion.ours == POSITIONS
+        else one
+        for one in tensors
+    ]
+
+
 def _write_weights(found: Found, tensors: Sequence[_Theirs], folder: Path, dtype: str, shard: int) -> None:
     """Write the files of the weights, and an index if there are several. Raises CheckpointError or OSError."""
     from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
@@ -315,7 +331,15 @@ def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[in
     import torch
 
     if part.logical is not None:
-        return source.read_spans(part.logical, spans)
+        if part.logical.shape == part.shape:
+            return source.read_spans(part.logical, spans)
+        count = part.logical.shape[0]
+        here = [(start, min(stop, count)) for start, stop in spans[0] if start < count]
+        later = [(max(start, count), stop) for start, stop in spans[0] if stop > count]
+        read = [source.read_spans(part.logical, [here, *spans[1:]]).float()] if here else []
+        if later:
+            read.append(_read_ours(source, replace(part, logical=None), [later, *spans[1:]]))
+        return torch.cat(read)
     found = torch.zeros([sum(stop - start for start, stop in dim) for dim in spans])
     if part.base is not None:
         part.base.read(part.conversion.ours, found, part.shape, spans)

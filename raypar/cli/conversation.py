@@ -36,4 +36,4 @@ class Conversation:
         if self._template is not None:
             return self._tokenizer.encoded(self._template.prompt(self._messages))
         said = (message["content"] + "\n" * (message["role"] == "assistant") for message in self._messages)
-        return self._tokenizer.encoded("".join(said))
+        return self._tokenizer.prompted("".join(said))

@@ -131,7 +131,7 @@ def generate(words: Sequence[str], say: Say) -> None:
     with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
         run, found, tokenizer = run_on(source, args, Path(folder))
         seq = _seq(run)
-        most = args.max_new_tokens or max(1, min(64, seq - max(len(tokenizer.encoded(prompt)) for prompt in prompts)))
+        most = args.max_new_tokens or max(1, min(64, seq - max(len(tokenizer.prompted(prompt)) for prompt in prompts)))
         sampling = args.sampling() | {"max_new_tokens": most}
         request_of(run, prompts, most, Sampling(), args.stop)  # before actors are launched for them
         with _launched(run, found) as job:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
-from raypar.actors.hugging_face.folder import CONFIG, read_config, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, Kept, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
-from raypar.config.hugging_face_config import SCALING
+from raypar.config.hugging_face_config import REQUIRED, SCALING
 from raypar.config.their_model import MOST_SEQ, their_model
 from raypar.errors import ConfigError
 from raypar.paths import absolute
+
+log = logging.getLogger(__name__)
 
 _REQUIRED = object()
 _EXACT, _TANH = ("gelu",), ("gelu_new", "gelu_pytorch_tanh")
@@ -49,13 +53,29 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
         read = model_of if kind in TABLES or not isinstance(kind, str) else their_model
         model, faults = read(config, changes)
         if model is not None:
-            tensors_in(path, config["model_type"])
+            kept = tensors_in(path, config["model_type"])
+            model = _with_own_head(model, path, kept)
     except CheckpointError as error:
         faults = [*faults, *error.faults]
     if faults:
         raise ConfigError([f"model.hf {str(folder)!r}: {fault}" for fault in faults])
     assert model is not None
     return replace(model, hf=str(path))
+
+
+def _with_own_head(model: GPT | Llama | Layers, folder: Path, kept: Mapping[str, Kept]) -> GPT | Llama | Layers:
+    """Return the model untied, as transformers loads it, where the folder has another head than its embedding."""
+    head = kept.get("lm_head.weight")
+    if isinstance(model, Layers) or not model.tied or head is None:
+        return model
+    embedding = kept.get("transformer.wte.weight" if isinstance(model, GPT) else "model.embed_tokens.weight")
+    if embedding is None or same_bytes(folder, head, embedding):
+        return model
+    log.warning(
+        "%s has a head of its own beside tie_word_embeddings: it is kept, and the model is untied, as in transformers",
+        folder,
+    )
+    return replace(model, tied=False)
 
 
 def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT | Llama | None, list[str]]:
@@ -129,6 +149,11 @@ class _Reader:
         """Return a number above 0, or None if the file says null, and not just nothing."""
         return None if name in self._config and self._config[name] is None else self.number(name, default=default)
 
+    def padding(self, *, default: int | None) -> int | None:
+        """Return the token of padding; negative ones count from the end, and null is none."""
+        found, vocab = self._config.get("pad_token_id", default), self._config.get("vocab_size")
+        return found + vocab if isinstance(found, int) and isinstance(vocab, int) and found < 0 else found
+
     def demand(self, name: str, value: Any, wanted: tuple[Any, ...]) -> Any:
         """Note it if a value is none of those that raypar's models have."""
         if value not in wanted:
@@ -169,10 +194,17 @@ class _Reader:
             return None
         for name in ("mscale", "mscale_all_dim"):
             self.demand(name, table.get(name), (None,))
+        if missing := [name for name in REQUIRED[kind] if name not in table]:
+            self.faults.append(f"rope_scaling of type {kind!r} has no {' and no '.join(missing)}: copy it again")
+            return None
         fields = {ours: table[theirs] for theirs, ours in SCALING.items() if table.get(theirs) is not None}
         fields["kind"] = kind
-        if kind != "linear":
+        if kind == "dynamic":  # theirs goes by the model's positions, whatever else is given
+            fields["trained"] = self.count("max_position_embeddings")
+        elif kind != "linear":
             fields.setdefault("trained", self.count("max_position_embeddings"))
+        if kind == "yarn" and table.get("factor") is None:
+            fields["factor"] = self.count("max_position_embeddings") / fields["trained"]
         return RopeScaling(**fields)
 
     def window(self, layers: int, *, first: int = 0, skips: int | None = None) -> dict[str, int | None]:
@@ -252,6 +284,7 @@ def _llama(read: _Reader, *, silu: bool = True) -> dict[str, Any]:
         **read.rope(),
         "dropout": read.dropout("attention_dropout"),
         "tied": read.flag("tie_word_embeddings", default=False),
+        "pad_id": read.padding(default=None),
     }
 
 
@@ -261,7 +294,8 @@ def _gemma(read: _Reader) -> dict[str, Any]:
         read.demand(name, read.get(name, default="gelu"), ("gelu", *_TANH))
     read.same("use_bidirectional_attention", False)
     width = read.count("head_dim", default=256)
-    fields = _llama(read, silu=False) | {"tied": read.flag("tie_word_embeddings", default=True)}
+    tied, padding = read.flag("tie_word_embeddings", default=True), read.padding(default=0)
+    fields = _llama(read, silu=False) | {"tied": tied, "pad_id": padding}
     fields["head_width"] = None if width * fields["heads"] == fields["hidden"] else width
     return fields | {"gate": "gelu_tanh", "scaled_embedding": True}
 
@@ -315,7 +349,10 @@ def _qwen3_moe(read: _Reader) -> dict[str, Any]:
         every=read.count("decoder_sparse_step", default=1),
         alpha=float(read.get("router_aux_loss_coef", default=0.001)),
     )
-    return _qwen3(read) | {"moe": moe}
+    fields = _llama(read) | {"qk_norm": True, "moe": moe}
+    if read.get("use_sliding_window", default=False):  # of every block, whatever max_window_layers says
+        fields["window"] = read.count("sliding_window", default=4096)
+    return fields
 
 
 _FAMILIES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {

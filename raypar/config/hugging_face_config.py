@@ -39,7 +39,7 @@ _TYPES: Mapping[str, _Type] = {  # of two that a model could be, the first
     "qwen2": _type("Qwen2ForCausalLM", "qkv_bias", "window window_first window_skips head_width"),
     "qwen3": _type("Qwen3ForCausalLM", "qk_norm", "window window_first window_skips head_width"),
     "mixtral": _type("MixtralForCausalLM", "moe", "window head_width"),
-    "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window window_first window_skips head_width"),
+    "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window head_width"),
 }
 
 SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeScaling
@@ -52,7 +52,13 @@ SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeSca
     "attention_factor": "attention",
     "truncate": "truncate",
 }
-_OF_KIND = {"linear": (), "dynamic": ("trained",), "llama3": ("trained", "low", "high")}
+REQUIRED: Mapping[str, tuple[str, ...]] = {  # names without which transformers refuses a type
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_OF_KIND = {"linear": (), "dynamic": (), "llama3": ("trained", "low", "high")}
 _OF_KIND["yarn"] = ("trained", "fast", "slow", "attention", "truncate")
 
 
@@ -98,7 +104,7 @@ def config_of(model: GPT | Llama, model_type: str, begun: Mapping[str, Any], dty
         "tie_word_embeddings": model.tied,
         "vocab_size": model.vocab,
     }
-    own = _of_gpt(model) if isinstance(model, GPT) else _of_llama(model, model_type, kept)
+    own = _of_gpt(model, kept) if isinstance(model, GPT) else _of_llama(model, model_type, kept)
     return dict(sorted((kept | common | own).items()))
 
 
@@ -161,7 +167,8 @@ def _unlike_mixtral(model: Llama) -> Iterator[str]:
         yield f"model.moe.width is {model.expert_width}, and a Mixtral's experts have model.ffn, {model.mlp_width}"
 
 
-def _of_gpt(model: GPT) -> dict[str, Any]:
+def _of_gpt(model: GPT, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a GPT-2, which keeps the positions that a shorter run did not train."""
     return {
         "activation_function": "gelu" if model.gelu == "exact" else "gelu_new",
         "attn_pdrop": model.dropout,
@@ -172,7 +179,7 @@ def _of_gpt(model: GPT) -> dict[str, Any]:
         "n_head": model.heads,
         "n_inner": model.mlp_width,
         "n_layer": model.layers,
-        "n_positions": model.seq,
+        "n_positions": max(model.seq, int(kept.get("n_positions") or 0)),
     }
 
 
@@ -184,13 +191,15 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
         "hidden_act": "silu",
         "hidden_size": model.hidden,
         "intermediate_size": model.mlp_width,
-        "max_position_embeddings": max(model.seq, int(kept.get("max_position_embeddings") or 0)),
+        "max_position_embeddings": _positions(model, int(kept.get("max_position_embeddings") or 0)),
         "num_attention_heads": model.heads,
         "num_hidden_layers": model.layers,
         "num_key_value_heads": model.num_kv_heads,
+        "pad_token_id": model.pad_id,
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_base,
         "rope_parameters": _rope(model),  # where transformers 5 looks
+        "rope_scaling": None if model.rope_scaling is None else _rope(model),  # where transformers 4 does
     }
     if model_type.startswith("gemma"):
         found |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
@@ -201,7 +210,7 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
             "attn_logit_softcapping": model.attention_cap,
             "final_logit_softcapping": model.logit_cap,
             "query_pre_attn_scalar": model.head_size if model.query_scale is None else int(model.query_scale),
-            "sliding_window": model.window,
+            "sliding_window": model.window or kept.get("sliding_window") or 4096,  # it has one also if no block uses it
         }
     if model_type == "gemma2" or model.window_skips is not None:
         slides = [model.window_of(block) is not None for block in range(model.layers)]
@@ -222,6 +231,14 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
                 "decoder_sparse_step": moe.every,
             }
     return found
+
+
+def _positions(model: Llama, before: int) -> int:
+    """Return the most positions of the model; dynamic scaling goes by them, so they are those of its training."""
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic" and scaling.trained is not None:
+        return scaling.trained
+    return max(model.seq, before)
 
 
 def _rope(model: Llama) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def request_of(
 
     Args:
         run: The run.
-        prompts: Texts, or the token ids of each.
-        new_tokens: The most tokens that each gets.
+        prompts: Texts, which begin as the tokenizer begins one, or the token ids of each.
+        new_tokens: The most tokens that each gets; 0 if they are scored.
         sampling: How tokens are chosen.
         stop: What ends a text: token ids and texts; None: the ids that the tokenizer's folder says.
 
@@ -67,7 +67,7 @@ def request_of(
         faults.append("the run has no tokenizer for texts: give token ids, or a run whose data is rp.Text")
     if faults:
         raise ConfigError(faults)
-    encode = (lambda text: ()) if tokenizer is None else tokenizer.encoded
+    encode = (lambda text: ()) if tokenizer is None else tokenizer.prompted
     ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
     if faults := [*prompt_faults(run.model, ids, new_tokens)]:
         raise ConfigError(faults)
@@ -122,7 +122,8 @@ class TextGenerator:
         """Go on with prompts: several at a time, each with the same tokens on every mesh.
 
         Args:
-            prompts: A text, or several; or the token ids of each.
+            prompts: A text, or several, which begin as the tokenizer begins one, with ``<bos>``, say; or the token ids
+                of each, as they are.
             max_new_tokens: The most tokens that each prompt gets. With the prompt they must fit the model's positions.
             temperature: What logits are divided by before one is drawn; 0 takes the likeliest token.
             top_k: Draw only from so many of the likeliest tokens; None: from all.

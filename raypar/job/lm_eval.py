@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,9 @@ def lm_eval_model(job: Job) -> Any:
         base = import_module("lm_eval.api.model").LM
     except ImportError as error:
         raise ConfigError([f"lm-eval can't be imported ({error}): pip install 'raypar[lm-eval]'"]) from error
-    begin = min(tokenizer.ends, default=tokenizer.encoded("\n")[0])
-    adapter = Adapter(job.score, job.generate, tokenizer.encoded, job.run.model.seq, begin)
+    ends = sorted(tokenizer.ends)
+    begin = next((one for one in (tokenizer.begin, *ends) if one is not None), tokenizer.encoded("\n")[0])
+    adapter = Adapter(job.score, job.generate, tokenizer.encoded, job.run.model.seq, begin, ends)
     methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
     made = type("RayparModel", (base,), {name: staticmethod(getattr(adapter, name)) for name in methods})
     return made()
@@ -48,12 +49,16 @@ def lm_eval_model(job: Job) -> Any:
 class Adapter:
     """What lm-eval asks of a model, by scores and continuations. A request's ``args`` are a tuple of its texts.
 
+    It takes texts apart as lm-eval's own HFLM does by default: nothing is put around a text, and the token of its
+    beginning stands ahead of one without context.
+
     Args:
         score: Scores lists of token ids, as ``TextScorer.score`` does.
         generate: Goes on with lists of token ids, as ``TextGenerator.generate`` does.
         encode: Returns the token ids of a text.
         seq: Most tokens in a sequence.
         begin: The token ahead of a text without context.
+        ends: The tokens that end an answer, besides what a request says.
     """
 
     def __init__(
@@ -63,9 +68,10 @@ class Adapter:
         encode: Callable[[str], Sequence[int]],
         seq: int,
         begin: int,
+        ends: Sequence[int] = (),
     ) -> None:
         self._score, self._generate, self._encode = score, generate, encode
-        self._seq, self._begin = seq, begin
+        self._seq, self._begin, self._ends = seq, begin, ends
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return of each (context, continuation) the logarithm of its probability, and whether greedy choice gives it.
@@ -73,20 +79,30 @@ class Adapter:
         Of a context that is too long the end is taken.
         """
         pairs = [self._split(*request.args) for request in requests]
-        if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) >= self._seq]:
-            raise ConfigError([f"request {long[0]} has a continuation of {self._seq} tokens or more, the model's seq"])
+        if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) > self._seq]:
+            raise ConfigError(
+                [f"request {long[0]} has a continuation of more than {self._seq} tokens, the model's seq"]
+            )
         asked = [(head, rest) for head, rest in pairs if rest]
-        found = iter(self._score([(*head, *rest)[-self._seq :] for head, rest in asked]) if asked else [])
+        found = iter(self._score([(*head, *rest)[-self._seq - 1 :] for head, rest in asked]) if asked else [])
         return [_of_last(next(found), len(rest)) if rest else (0.0, True) for _, rest in pairs]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the logarithm of the probability of each (text,), in pieces of ``seq`` tokens if it is longer."""
+        """Return the logarithm of the probability of each (text,).
+
+        Of a longer text each piece gives ``seq`` tokens, and the last one as many as are left, behind all that fit.
+        """
         every = [(self._begin, *self._encode(request.args[0])) for request in requests]
-        step = self._seq - 1  # the last token of a piece is the context of the next one's first
-        cut = [[ids[at : at + self._seq] for at in range(0, len(ids) - 1, step)] for ids in every]
-        pieces = [piece for one in cut for piece in one]
+        cut = [[*self._pieces(ids)] for ids in every]
+        pieces = [piece for one in cut for piece, _ in one]
         found = iter(self._score(pieces) if pieces else [])
-        return [float_sum(float_sum(next(found).logs) for _ in one) for one in cut]
+        return [float_sum(_of_last(next(found), count)[0] for _, count in one) for one in cut]
+
+    def _pieces(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
+        """Yield pieces of a text, and of how many tokens at its end each says the probability."""
+        for start in range(1, len(ids), self._seq):
+            stop = min(start + self._seq, len(ids))
+            yield ids[max(0, stop - self._seq - 1) : stop], stop - start
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what goes on with each (context, settings).
@@ -105,7 +121,7 @@ class Adapter:
             most,
             temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
             top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
-            stop=[until] if isinstance(until, str) else list(until),
+            stop=[*([until] if isinstance(until, str) else until), *self._ends],
         )
         return str(made.text)
 

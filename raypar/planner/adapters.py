@@ -9,6 +9,7 @@ Source: actors/layers/adapter.py, whose modules the tests count.
 from __future__ import annotations
 
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.lora import Adaptable
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.types import Split
 from raypar.planner.parameters import Group, Units
@@ -25,15 +26,11 @@ def adapter_parameters(model: GPT | Llama, ranks: int) -> tuple[int, int]:
         return 0, 0
     hidden, queries = model.hidden, model.heads * model.head_size
     keys, is_divided = model.num_kv_heads * model.head_size, model.num_kv_heads % ranks == 0
-    count = layers = 0
-    if lora.adapts("attn"):
-        count += 3 * hidden + queries // ranks + 2 * (keys // ranks if is_divided else keys) + queries // ranks + hidden
-        layers += 4
-    if lora.adapts("mlp"):
-        columns, width = model.mlp_matrices - 1, model.mlp_width // ranks
-        count += columns * (hidden + width) + width + hidden
-        layers += model.mlp_matrices
-    return lora.rank * count, 2 * layers
+    own_keys, width = keys // ranks if is_divided else keys, model.mlp_width // ranks
+    others: dict[Adaptable, int] = {"q": queries // ranks, "k": own_keys, "v": own_keys, "out": queries // ranks}
+    others |= {"gate": width, "up": width, "down": width}  # of inputs and outputs those that are not hidden
+    layers = [name for name in lora.layers if name != "gate" or model.mlp_matrices == 3]
+    return lora.rank * sum(hidden + others[name] for name in layers), 2 * len(layers)
 
 
 def adapter_units(model: GPT | Llama, split: Split, num_stages: int, ranks: int, layers: int) -> list[Units]:

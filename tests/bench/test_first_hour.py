@@ -253,7 +253,7 @@ BODIES = {
 
 def fake(name, result, options):
     """The command of a process that plays a row."""
-    return [sys.executable, "-S", "-c", PROGRAM + BODIES[name], name, str(result), *options]
+    return [sys.executable, "-S", "-u", "-c", PROGRAM + BODIES[name], name, str(result), *options]
 
 
 def row(name, seconds=0.1, kind="training"):

@@ -31,6 +31,16 @@ CONFIGS = {  # of every family: the class of its config and what differs from th
     "llama": ("LlamaConfig", _LLAMA | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
     "llama 3": ("LlamaConfig", _LLAMA | {"rope_parameters": _SCALED | {"rope_type": "llama3", "factor": 8.0}}),
     "yarn": ("Qwen2Config", _LLAMA | {"rope_parameters": _SCALED | {"rope_type": "yarn", "factor": 4.0}}),
+    "dynamic": (
+        "LlamaConfig",
+        _LLAMA
+        | {"max_position_embeddings": 8}
+        | {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "yarn without factor": (
+        "LlamaConfig",
+        _LLAMA | {"rope_parameters": _SCALED | {"rope_type": "yarn", "factor": None}},
+    ),
     "smollm2": ("LlamaConfig", _LLAMA | {"num_attention_heads": 8, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", _GEMMA | {"num_key_value_heads": 1}),
     "gemma2": (
@@ -39,6 +49,7 @@ CONFIGS = {  # of every family: the class of its config and what differs from th
         | {"sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 1.5}
         | {"final_logit_softcapping": 4.0},
     ),
+    "gemma2 without windows": ("Gemma2Config", _GEMMA | {"layer_types": ["full_attention"] * LAYERS}),
     "mistral": ("MistralConfig", _LLAMA | {"sliding_window": 5, "head_dim": 8}),
     "qwen2": ("Qwen2Config", _LLAMA | {"tie_word_embeddings": True}),
     "qwen2 with windows": (
@@ -48,6 +59,10 @@ CONFIGS = {  # of every family: the class of its config and what differs from th
     "qwen3": ("Qwen3Config", _LLAMA | {"head_dim": 6, "num_attention_heads": 6, "rms_norm_eps": 1e-3}),
     "mixtral": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("Qwen3MoeConfig", _LLAMA | _MOE),
+    "qwen3_moe with windows": (
+        "Qwen3MoeConfig",
+        _LLAMA | _MOE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
 }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
 from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, Kept, adapters_in, model_type_of, read_config
-from raypar.actors.specs.lora import LORA, Lora, is_adapter
+from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Transformer
 from raypar.config.skeleton import Skeleton
 
@@ -96,7 +96,7 @@ def _tensor_faults(
     if (missing or extra) and (there := _targets(model_type, kept, skeleton)) not in (None, lora.targets):
         yield f"it has the adapters of {there!r}, and model.lora.targets is {lora.targets!r}: set it to {there!r}"
         return
-    fix = "train it on all linear layers of attention, of MLPs, or of both"
+    fix = "train it on the same linear layers of every block"
     wrong = [
         f"{name} is {kept[name].dtype} {list(kept[name].shape)} and the model has {list(shape)}"
         for name, shape in wanted.items()
@@ -111,16 +111,20 @@ def _tensor_faults(
             yield f"{what}: {', '.join(names[:_MOST_TOLD])}{more}"
 
 
-def _targets(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str | None:
+def _targets(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> Targets | None:
     """Return which linear layers an adapter adapts, as ``Lora.targets`` spells it; None if it is none of these."""
-    parts = {"attn": set[str](), "mlp": set[str]()}
+    theirs: dict[Adaptable, set[str]] = {}
     for name in skeleton.whole:
-        for part, found in parts.items():
-            if f".{part}." in name and name.endswith(".weight") and "norm" not in name:
-                found |= {one.theirs.removesuffix(".weight") for one in converted(model_type, [name]).values()}
+        for layer in LAYERS:
+            if name.endswith((f".attn.{layer}.weight", f".mlp.{layer}.weight")):
+                found = {one.theirs.removesuffix(".weight") for one in converted(model_type, [name]).values()}
+                theirs.setdefault(layer, set()).update(found)
     there = {name.removeprefix(PEFT).rsplit(".", 2)[0] for name in kept}
-    spelled = {"attn": parts["attn"], "mlp": parts["mlp"], "all": parts["attn"] | parts["mlp"]}
-    return next((name for name, found in spelled.items() if found == there), None)
+    adapted = tuple(layer for layer in LAYERS if layer in theirs and theirs[layer] <= there)
+    if there != set[str]().union(*(theirs[layer] for layer in adapted)):
+        return None
+    wholes = (part for part, layers in OF_PARTS.items() if adapted == tuple(one for one in layers if one in theirs))
+    return cast(Targets, next(wholes, adapted))
 
 
 def _fingerprint(folder: str) -> str:

@@ -35,7 +35,7 @@ def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]],
     Args:
         model: The model.
         prompts: The token ids of each prompt.
-        new_tokens: How many tokens each is to get.
+        new_tokens: How many tokens each is to get; 0 if they are scored, the last token of each by those before it.
     """
     most = _positions(model)
     if not prompts:
@@ -47,7 +47,10 @@ def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]],
         wrong = [token for token in tokens if not 0 <= token < model.vocab]
         if wrong:
             yield f"prompt {number} has the token {wrong[0]}: the model's ids are 0 to {model.vocab - 1}"
-        if len(tokens) + new_tokens > most:
+        if not new_tokens and len(tokens) > most + 1:
+            told = f"prompt {number} has {len(tokens):,} tokens, and the model has {most:,} positions"
+            yield f"{told}: shorten it to {most + 1:,} at most, of which the last is only scored"
+        if new_tokens and len(tokens) + new_tokens > most:
             left = most - len(tokens)
             fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {most - 1} at most"
             yield (

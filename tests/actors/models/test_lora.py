@@ -10,6 +10,7 @@ import torch
 import raypar as rp
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.lora import is_adapter
+from raypar.config.toml import load_run, plain_of, toml_of
 from raypar.reporting.needs import counts_of
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.hugging_face import VOCAB, some_ids
@@ -23,6 +24,8 @@ MODELS = {
     "gpt": rp.GPT(**SIZES, qkv_bias=True, tied=True, lora=rp.Lora(rank=2, alpha=5.0)),
     "attn": replace(LLAMA, lora=rp.Lora(rank=3, targets="attn")),
     "mlp": replace(LLAMA, lora=rp.Lora(rank=3, targets="mlp")),
+    "q and v": replace(LLAMA, lora=rp.Lora(rank=3, targets=("q", "v"))),
+    "some": replace(LLAMA, lora=rp.Lora(rank=3, targets=("out", "up", "down"))),
     "experts": replace(LLAMA, moe=rp.MoE(experts=4), lora=rp.Lora(rank=3, targets="attn")),
 }
 LAYOUTS = {
@@ -97,7 +100,7 @@ def test_gradients_are_those_of_products_that_are_added_to_the_weights(name):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt"])
+@pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt", "q and v", "some"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_learns_the_same(layout, name):
     losses, gradients, weights = taken(MODELS[name])
@@ -169,3 +172,23 @@ def test_the_planner_counts_what_actors_hold(name, tp):
         assert counts.held[pp] == held
         every = sum(value.numel() for stage in actor.stages.values() for _, value in stage.state())
         assert counts.frozen[pp] == every - held
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "says"),
+    [
+        (rp.Llama(), (), "name one layer at least, and each once"),
+        (rp.Llama(), ("q", "q"), "name one layer at least, and each once"),
+        (rp.GPT(), ("gate", "up"), "a GPT's MLP has up and down alone: leave out 'gate'"),
+        (rp.Llama(moe=rp.MoE(experts=4)), ("q", "up"), "experts have no adapters: use 'attn'"),
+    ],
+)
+def test_names_of_layers_that_are_none_are_told(model, targets, says):
+    (fault,) = rp.faults(rp.Run(model=replace(model, lora=rp.Lora(targets=targets))))
+    assert says in fault
+
+
+def test_any_layers_by_name_are_taken_from_files(tmp_path):
+    run = rp.Run(model=replace(LLAMA, lora=rp.Lora(targets=("q", "v"))))
+    (tmp_path / "run.toml").write_text(toml_of(plain_of(run)))
+    assert load_run(tmp_path / "run.toml").model.lora.targets == ("q", "v")

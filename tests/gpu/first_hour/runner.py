@@ -32,7 +32,7 @@ Command = Callable[[str, Path, Sequence[str]], list[str]]  # a row's name, its f
 
 def command_of(name: str, result: Path, options: Sequence[str]) -> list[str]:
     """Return the command of a row's process."""
-    return [sys.executable, "-m", "tests.gpu.first_hour.row", name, str(result), *options]
+    return [sys.executable, "-u", "-m", "tests.gpu.first_hour.row", name, str(result), *options]
 
 
 class Runner:

@@ -129,6 +129,12 @@ def test_an_adapter_that_does_not_fit_is_refused_with_all_that_differs(tmp_path)
             "it has the adapters of 'attn', and model.lora.targets is 'all': set it to 'attn'",
         )
     ]
+    at = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
+    others = {at.format(block, part, half): None for block in range(2) for part in "ko" for half in "AB"}
+    some = adapter(tmp_path / "some", {}, **others)
+    assert not faults(some, replace(fits, targets=("q", "v")))
+    (told,) = faults(some)
+    assert told.endswith("it has the adapters of ('q', 'v'), and model.lora.targets is 'attn': set it to ('q', 'v')")
     (alone,) = faults(right, folder=None)
     assert alone.startswith("model.lora.hf is given, and adapters belong to the weights of a model: give model.hf")
     q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -31,14 +31,14 @@ def asked():
     with closing(TeamGeneration(run_of(mesh=rp.Mesh(pp=2)))) as team:
 
         def generate(prompts, most, *, temperature, top_p, stop):
-            assert (temperature, top_p) == (0.0, 1.0)
+            assert (temperature, top_p, stop) == (0.0, 1.0, ["Z", 7])
             made = team.start(prompts, most, Sampling(), ()).run()
             return [SimpleNamespace(text="".join(chr(64 + token) for token in one.tokens)) for one in made]
 
         def score(texts):
             return scores(lambda: team.loaded, lambda call: call(), texts, 2)
 
-        yield Adapter(score, generate, encoded, 6, 1)
+        yield Adapter(score, generate, encoded, 6, 1, [7])
 
 
 def logs_of(ids):
@@ -53,22 +53,20 @@ def total(ids, count):
 def test_likelihoods_are_of_the_continuation_alone(asked):
     long = "ABCDEFG"
     found = asked.loglikelihood([request("ABC", "DE"), request("", "CD"), request("AB", ""), request(long, "H")])
-    wanted = [total(encoded("ABCDE"), 2), total([1, *encoded("CD")], 2), 0.0, total(encoded("CDEFGH"), 1)]
+    wanted = [total(encoded("ABCDE"), 2), total([1, *encoded("CD")], 2), 0.0, total(encoded("BCDEFGH"), 1)]
     assert [value for value, _ in found] == pytest.approx(wanted, abs=1e-5)
     ids = encoded("ABC")
     likeliest = logs_of(ids)[-1].argmax().item()
     asked_again = asked.loglikelihood([request("ABC", chr(64 + likeliest)), request("ABC", chr(64 + likeliest - 1))])
     assert [is_greedy for _, is_greedy in asked_again] == [True, False]
-    with pytest.raises(rp.ConfigError, match="continuation of 6 tokens or more"):
-        asked.loglikelihood([request("A", "BCDEFG")])
+    with pytest.raises(rp.ConfigError, match="continuation of more than 6 tokens"):
+        asked.loglikelihood([request("A", "BCDEFGH")])
 
 
 def test_rolling_likelihoods_count_every_token_once(asked):
     text = "ABCDEFGHIJKLM"
     ids = [1, *encoded(text)]
-    pieces = [ids[at : at + 6] for at in range(0, len(ids) - 1, 5)]
-    assert sum(len(piece) - 1 for piece in pieces) == len(text)
-    wanted = sum(total(piece, len(piece) - 1) for piece in pieces)
+    wanted = total(ids[:7], 6) + total(ids[6:13], 6) + total(ids[7:14], 1)  # the last one behind all that fit
     assert asked.loglikelihood_rolling([request(text), request("")]) == pytest.approx([wanted, 0.0], abs=1e-4)
 
 

@@ -63,5 +63,14 @@ def test_what_can_not_be_scored_is_told():
     assert error.value.faults == [
         f"text {number} has 1 token, and the first one is not scored: give two at least" for number in (0, 2)
     ]
-    with pytest.raises(rp.ConfigError, match="positions"):
-        scored(run_of(), [[1] * 40])
+    with pytest.raises(
+        rp.ConfigError, match="prompt 0 has 34 tokens, and the model has 32 positions: shorten it to 33"
+    ):
+        scored(run_of(), [[1] * 34])
+
+
+def test_a_text_may_have_one_token_more_than_the_model_has_positions():
+    text = [(7 * number) % 64 for number in range(LLAMA.seq + 1)]
+    (one,) = scored(run_of(), [text])
+    logs = torch.log_softmax(whole_logits(LLAMA, text[:-1]), -1)
+    assert one.logs == pytest.approx([logs[at, token].item() for at, token in enumerate(text[1:])], abs=1e-5)

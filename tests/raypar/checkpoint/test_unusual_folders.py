@@ -1,0 +1,184 @@
+"""Folders of Hugging Face that are legal and unusual: what transformers makes of them is what a run makes."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import raypar as rp
+from raypar.checkpoint.hugging_face import export
+from raypar.config.hugging_face import model_of
+from raypar.config.hugging_face_config import config_of
+from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids
+from tests.support.team import Team
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 29,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+
+
+def batch(step, microbatch, dp):
+    ids = some_ids(step + 10 * dp)[microbatch : microbatch + 1]
+    return ids, torch.roll(ids, -1, 1)
+
+
+def team_of(folder, mesh=None, data=batch, **changes):
+    fields = {"data": rp.Batches(data, data), "microbatches": 2, "optim": rp.AdamW(lr=1e-2), "timeout": 20.0}
+    return Team.of(rp.Run(model=rp.HF(folder, seq=12), mesh=mesh or rp.Mesh(), **fields | changes))
+
+
+def of_config(**changes):
+    """What is read of a config.json, and what is wrong with it."""
+    return model_of(LLAMA | changes, {})
+
+
+def scaled(kind, **fields):
+    return of_config(rope_scaling={"rope_type": kind, **fields})
+
+
+def test_dynamic_angles_go_by_the_positions_of_the_model_alone():
+    model, faults = scaled("dynamic", factor=3.0, original_max_position_embeddings=16)
+    assert (faults, model.rope_scaling.trained) == ([], 64)
+
+
+def test_an_export_keeps_what_dynamic_angles_go_by():
+    scaling = rp.RopeScaling("dynamic", factor=3.0, trained=16)
+    config = config_of(rp.Llama(seq=24, rope_scaling=scaling), "llama", {}, "float32")
+    assert config["max_position_embeddings"] == 16
+    assert config["rope_scaling"] == config["rope_parameters"]
+    assert config["rope_scaling"] == {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    assert config_of(rp.Llama(seq=24), "llama", {}, "float32")["rope_scaling"] is None
+
+
+def test_yarn_without_a_factor_has_that_of_the_positions():
+    model, faults = scaled("yarn", factor=None, original_max_position_embeddings=16)
+    assert (faults, model.rope_scaling.factor) == ([], 4.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "missing"),
+    [
+        ("linear", {}, "factor"),
+        ("dynamic", {"original_max_position_embeddings": 16}, "factor"),
+        ("yarn", {"original_max_position_embeddings": 16}, "factor"),
+        ("llama3", {"factor": 2.0, "low_freq_factor": 1.0}, "high_freq_factor"),
+    ],
+)
+def test_a_type_without_what_it_needs_is_refused(kind, fields, missing):
+    _, faults = scaled(kind, **fields)
+    assert f"rope_scaling of type {kind!r} has no {missing}: copy it again" in faults
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_windows_of_experts_are_in_every_block(kind):
+    fields = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_experts": 4}
+    model, faults = of_config(model_type=kind, moe_intermediate_size=8, **fields)
+    assert not faults
+    assert [model.window_of(block) for block in range(2)] == [5 if kind == "qwen3_moe" else None, 5]
+
+
+def test_experts_with_windows_in_some_blocks_are_no_type_of_theirs():
+    sizes = {"layers": 2, "hidden": 16, "heads": 4, "qk_norm": True, "moe": rp.MoE(experts=4)}
+    from raypar.config.hugging_face_config import type_of
+
+    assert type_of(rp.Llama(**sizes, window=4))[0] == "qwen3_moe"
+    kind, (fault,) = type_of(rp.Llama(**sizes, window=4, window_first=1))
+    assert kind is None
+    assert "model.window_first" in fault
+
+
+def test_a_gemma_2_without_windows_has_one_that_no_block_uses():
+    model = rp.Llama(
+        layers=2, hidden=16, heads=4, gate="gelu_tanh", scaled_embedding=True, post_norms=True, attention="materialised"
+    )
+    config = config_of(model, "gemma2", {}, "float32")
+    assert config["sliding_window"] == 4096
+    assert config["layer_types"] == ["full_attention"] * 2
+
+
+def test_the_token_of_padding_is_read_and_written():
+    assert of_config(pad_token_id=3)[0].pad_id == 3
+    assert of_config(pad_token_id=-1)[0].pad_id == 28
+    assert of_config()[0].pad_id is None
+    gemma = {"model_type": "gemma", "head_dim": 4}
+    assert of_config(**gemma)[0].pad_id == 0
+    assert of_config(**gemma, pad_token_id=None)[0].pad_id is None
+    assert config_of(rp.Llama(pad_id=2), "llama", {}, "float32")["pad_token_id"] == 2
+    (fault,) = rp.faults(rp.Run(model=rp.Llama(vocab=256, pad_id=256)))
+    assert fault.startswith("model.pad_id is 256, and the model's ids are 0 to 255")
+
+
+@pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(tp=2)], ids=str)
+@pytest.mark.parametrize("family", ["gemma", "llama"])
+def test_padding_gives_its_vector_no_gradient(family, mesh, tmp_path):
+    """Inputs of 0, the token of padding, are a third of all; a tied head still moves its vector."""
+    pytest.importorskip("transformers")
+    theirs = saved(family, tmp_path, pad_token_id=0)
+
+    def padded(step, microbatch, dp):
+        ids, labels = batch(step, microbatch, dp)
+        ids[:, ::3] = 0
+        return ids, labels
+
+    team = team_of(tmp_path, mesh, padded, clip=None)
+    team.step(0)
+    for microbatch in range(2):
+        ids, labels = padded(0, microbatch, 0)
+        (cross_entropy(theirs(ids).logits[0], labels[0]) / 2).backward()
+    wanted = theirs.model.embed_tokens.weight.grad
+    found = team.gradients()["embed.tokens.weight"]
+    assert (wanted[0].abs().max() > 0) == (family == "gemma"), "of the tied head alone"
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("family", ["smollm2", "gemma"])
+def test_a_head_of_its_own_beside_a_tied_one_is_kept(family, tmp_path, caplog):
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved(family, tmp_path, shard="1GB")
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, is_tied in ((embedding.clone(), True), (embedding * 0.5 + 0.1, False)):
+        metadata = {"format": "pt"}
+        safetensors.save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata=metadata)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "raypar"):
+            assert rp.HF(tmp_path).tied == is_tied
+        assert bool(caplog.messages) != is_tied
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(logits_of(team_of(tmp_path), some_ids()), theirs(some_ids()).logits, **CLOSE)
+
+
+def test_one_whole_file_counts_and_not_an_index_beside_it(tmp_path):
+    pytest.importorskip("transformers")
+    saved("llama", tmp_path, shard="1GB")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone": "gone.safetensors"}}))
+    assert rp.HF(tmp_path).layers == 3
+
+
+def test_positions_that_a_shorter_run_did_not_train_stay(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    begun = saved("gpt2", tmp_path / "from")
+    team = team_of(tmp_path / "from")
+    team.step(0)
+    folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to", shard=2000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    before, after = (model.transformer.wpe.weight for model in (begun, theirs))
+    assert theirs.config.n_positions == 16
+    assert torch.equal(before[12:], after[12:])
+    assert not torch.equal(before[:12], after[:12])
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(team, some_ids()), theirs(some_ids()).logits, **CLOSE)
+    assert theirs.config.vocab_size == VOCAB
