@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import tempfile
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +41,7 @@ QUIET = {
     "RAY_worker_niceness": "0",
 }
 
+ON_REAL_ACTORS = re.compile(r"^ *(def |@?pytest.*usefixtures).*\b(cluster|kept_actors|job_on|job_of)\b", re.MULTILINE)
 ON_ACTORS = pytest.StashKey()
 END_CLUSTER = pytest.StashKey()
 
@@ -52,6 +54,25 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in on_actors)
     if items:
         items[0].config.stash[ON_ACTORS] = on_actors
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of several processes one runs all files with tests on real actors, for each would start a Ray and actors."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnOneRay(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "on actors" if names_actors(config.rootpath / file) else file
+
+    return OnOneRay(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@cache
+def names_actors(path):
+    """Whether tests of a file take a fixture that has actors; a file that is missed runs on any process."""
+    return ON_REAL_ACTORS.search(path.read_text()) is not None
 
 
 def pytest_collection_finish():

@@ -58,8 +58,8 @@ class TextScorer:
         """Score texts: several at a time, with the same numbers on every mesh but for rounding.
 
         Args:
-            texts: Texts, which begin as the tokenizer begins one, with ``<bos>``, say, or the token ids of each, as they
-                are; two tokens at least, and one more than the model's ``seq`` at most.
+            texts: Texts, which begin as the tokenizer begins one, with ``<bos>``, say, or the token ids of each, as
+                they are; two tokens at least, and one more than the model's ``seq`` at most.
             batch: The most texts that a stage computes at a time.
 
         Returns:
