@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
+from jinja2 import Template as JinjaTemplate
 from jinja2 import TemplateError
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
@@ -19,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raypar.actors.data.example_shapes import ExampleError, Span, Written
 
-_BEGIN, _END = "\U0010fffe", "\U0010ffff"  # no characters: no text has them
+_BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # no characters: no text has them
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 
 
 class _Generation(Extension):
@@ -29,6 +33,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> Node:
         """Parse the block."""
+        self.environment.globals["has_marks"] = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -41,78 +46,179 @@ class ChatTemplate:
     """A chat template.
 
     What of a conversation is learned is what stands in the template's blocks ``{% generation %}``. Without these, it is
-    what a message of the assistant adds to the prompt for it.
+    what the whole text has of each answer, up to and with the special token that ends it.
 
     Args:
-        source: The template.
+        source: The template; or several by name, of which ``tool_use`` is for conversations with tools, and ``default``
+            for others.
         tokens: The special tokens that it may name, such as ``eos_token``.
+        special: All special tokens that may end an answer.
 
     Raises:
         ExampleError: It is no template.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        extensions = [_Generation, "jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ExampleError(f"template: the chat template is broken ({error}): give another one") from error
-        self._tokens, self._marks = dict(tokens), re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        self._special = tuple(token for token in tokens.values() if token)
+    def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], special: Sequence[str] = ()) -> None:
+        named = {"default": source} if isinstance(source, str) else source
+        self._templates = {name: _compiled(one) for name, one in named.items()}
+        self._tokens = dict(tokens)
+        self._special = tuple({token: None for token in (*tokens.values(), *special) if token})
 
     def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> Written:
         """Write a conversation; see ``Template.written``."""
-        text = self._rendered(messages, more)
-        if self._marks:
-            text, spans = _without_marks(text)
-            spans = [*self._chosen(spans, messages, learned)]
+        messages = [_plain(message) for message in messages]
+        text, spans = _without_marks(self._rendered(messages, more))
+        if self._template(more).globals.get("has_marks"):
+            chosen = [*self._chosen(spans, messages, learned, more)]
         else:
-            spans = [self._added(text, messages, number, more) for number in learned]
-        return Written(text, spans, is_chat=True)
+            chosen = [self._answer(text, messages, number, more) for number in learned]
+        return Written(text, chosen, is_chat=True)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """Write a conversation, up to where the assistant answers."""
-        return _without_marks(self._rendered(messages, more, prompts=True))[0]
+        return self._text([_plain(message) for message in messages], more, prompts=True)
+
+    def ends_answers(self) -> bool:
+        """Return whether a special token ends an answer, and not just the marker of what follows."""
+        talk = [{"role": role, "content": f"{role}s"} for role in ("user", "assistant", "user")]
+        try:
+            found = self.written(talk, [1])
+        except ExampleError:  # it takes other conversations
+            return True
+        return any(self._is_ended(found.text[start:stop]) for start, stop in found.learned)
+
+    def _template(self, more: Mapping[str, Any]) -> JinjaTemplate:
+        """Return the template for a conversation."""
+        if more.get("tools") and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if (found := self._templates.get("default")) is None:
+            names = ", ".join(sorted(self._templates))
+            raise ExampleError(f"has several chat templates and no default one ({names}): give one as data.template")
+        return found
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], *, prompts: bool = False
     ) -> str:
-        values = {"messages": messages, "add_generation_prompt": prompts, **self._tokens, **more}
-        values |= values.pop("chat_template_kwargs", {})
+        values: dict[str, Any] = {"tools": None, "documents": None}
+        values |= {"messages": messages, "add_generation_prompt": prompts}
+        values |= self._tokens | dict(more)
+        values |= values.pop("chat_template_kwargs", None) or {}
         try:
-            return self._template.render(**values)
+            return self._template(more).render(**values)
+        except ExampleError:
+            raise
         except Exception as error:  # a template may do anything that the sandbox allows
             raise ExampleError(f"is refused by the chat template ({error}): correct it, or data.template") from error
 
-    def _chosen(
-        self, spans: Sequence[Span], messages: Sequence[Mapping[str, Any]], learned: Sequence[int]
-    ) -> Iterator[Span]:
-        """Yield the marked spans of the messages that are learned."""
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(answers):
-            yield from spans
-            return
-        yield from (span for span, number in zip(spans, answers, strict=True) if number in learned)
+    def _text(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], *, prompts: bool = False) -> str:
+        return _without_marks(self._rendered(messages, more, prompts=prompts))[0]
 
-    def _added(self, text: str, messages: Sequence[Mapping[str, Any]], number: int, more: Mapping[str, Any]) -> Span:
-        """Return what a message of the assistant adds to the text."""
-        upto = self._rendered(messages[: number + 1], more)
-        head = self._rendered(messages[:number], more, prompts=True) if number else ""
-        if not upto.startswith(head):
-            head = self._rendered(messages[:number], more) if number else ""
-        if not text.startswith(upto) or not upto.startswith(head):
+    def _chosen(
+        self,
+        spans: Sequence[Span],
+        messages: Sequence[Mapping[str, Any]],
+        learned: Sequence[int],
+        more: Mapping[str, Any],
+    ) -> Iterator[Span]:
+        """Yield the marked spans of the messages that are learned; an answer may have several."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(learned) == len(answers):
+            yield from spans
+        elif len(spans) == len(answers):
+            yield from (span for span, number in zip(spans, answers, strict=True) if number in learned)
+        else:
+            parts = (self._rendered(messages[:count], more) for count in range(1, len(messages) + 1))
+            counts = [len(_without_marks(part)[1]) for part in parts]
+            if counts[-1] != len(spans) or sorted(counts) != counts:
+                raise ExampleError("has answers whose marks depend on what follows: give all of it as messages")
+            for number in learned:
+                yield from spans[counts[number - 1] if number else 0 : counts[number]]
+
+    def _answer(self, text: str, messages: Sequence[Mapping[str, Any]], number: int, more: Mapping[str, Any]) -> Span:
+        """Return what the whole text has of an answer, up to and with the special token that ends it.
+
+        It is what is another text where the answer is another one.
+        """
+        other = {**messages[number], "content": _OTHER}
+        for name in ("tool_calls", *_REASONING):
+            other.pop(name, None)
+        changed = self._text([*messages[:number], other, *messages[number + 1 :]], more)
+        if changed.count(_OTHER) != 1:
             raise ExampleError(
-                "is written by a chat template that changes earlier messages when later ones come, so that answers "
-                "can't be told from it: mark them there with {% generation %} ... {% endgeneration %}, as data.template"
+                f"has message {number}, an answer that is not found in what the chat template writes of the whole "
+                "conversation: mark it there with {% generation %} ... {% endgeneration %}, as data.template"
             )
-        stop = len(upto)
-        bare = upto.rstrip()
-        if len(bare) > len(head) and bare.endswith(self._special or ("\0",)):
-            stop = len(bare)  # after the token that ends an answer nothing is generated
-        return len(head), stop
+        at = changed.index(_OTHER)
+        start = _alike(text, changed[:at])
+        stop = len(text) - _alike(text[start:][::-1], changed[at + 1 :][::-1])
+        try:
+            upto = messages[:number]
+            before, head = (self._text(upto, more, prompts=asks) if upto else "" for asks in (False, True))
+        except ExampleError:  # of a part of a conversation
+            before = head = ""
+        if head != before and text.startswith(head) and len(head) <= start:
+            start = len(head)
+        return start, self._end_of(text, start, stop)
+
+    def _end_of(self, text: str, start: int, stop: int) -> int:
+        """Return where an answer ends: behind the special token that ends it, if one does.
+
+        Args:
+            text: The whole conversation.
+            start, stop: Where its own text is.
+        """
+        if self._is_ended(text[start:stop]):
+            return start + len(text[start:stop].rstrip())
+        gap = len(text[stop:]) - len(text[stop:].lstrip())
+        token = self._token_at(text, stop + gap)
+        return stop + gap + len(token) if token and token not in self._begins else stop
+
+    @cached_property
+    def _begins(self) -> frozenset[str]:
+        """The special tokens with which messages begin, which end none."""
+        found = set[str]()
+        for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
+            talk, before = [{"role": role, "content": "a"} for role in roles], ""
+            for count in range(1, len(talk) + 1):
+                try:
+                    upto = self._text(talk[:count], {})
+                except ExampleError:  # it takes other conversations
+                    break
+                found.add(self._token_at(upto, len(before)) if upto.startswith(before) else "")
+                before = upto
+        return frozenset(found)
+
+    def _is_ended(self, text: str) -> bool:
+        return text.rstrip().endswith(self._special or (_OTHER,))
+
+    def _token_at(self, text: str, place: int) -> str:
+        """Return the special token that begins at a place of a text; "" if none does."""
+        return max((one for one in self._special if text.startswith(one, place)), key=len, default="")
+
+
+def _compiled(source: str) -> JinjaTemplate:
+    """Compile a template, with what transformers gives it. Raises ExampleError."""
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ExampleError(f"template: the chat template is broken ({error}): give another one") from error
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the fields that are null, and with its reasoning under all names."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in _REASONING if name in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    places = (place for place, (ours, theirs) in enumerate(zip(one, other, strict=False)) if ours != theirs)
+    return next(places, min(len(one), len(other)))
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
@@ -132,6 +238,10 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
     """Write a value as JSON, as transformers' templates expect it: jinja2's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -44,6 +45,9 @@ class Template(Protocol):
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """Write a conversation up to where the assistant answers; see ``written``."""
+
+    def ends_answers(self) -> bool:
+        """Return whether a special token ends an answer, and not just the marker of what follows."""
 
 
 def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> Written:
@@ -88,13 +92,26 @@ def _chat(messages: Any, first: int, template: Template | None, record: Mapping[
     if not isinstance(messages, list) or not messages:
         raise ExampleError(f"has messages {_brief(messages)}: they are a list with one at least")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ExampleError(f"has message {number} {_brief(message)}: a message has a role and a content")
+        said = isinstance(message, Mapping) and (message.get("tool_calls") or message.get("content") is not None)
+        if not said or not isinstance(message.get("role"), str):
+            fix = "a message has a role, and a content or tool_calls"
+            raise ExampleError(f"has message {number} {_brief(message)}: {fix}")
     if template is None:
         raise ExampleError("has messages, and there is no chat template: give data.tokenizer a folder that has one")
     answers = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-    more = {name: record[name] for name in ("tools", "documents", "chat_template_kwargs") if name in record}
+    names = "tools", "documents", "chat_template_kwargs"
+    more = {name: _parsed(name, record[name]) for name in names if record.get(name) is not None}
     return template.written(messages, answers, **more)
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return tools and the like, which some files have as JSON. Raises ExampleError."""
+    try:
+        if isinstance(value, str):
+            return json.loads(value)
+        return [json.loads(one) if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+    except ValueError as error:
+        raise ExampleError(f"has {name} that are no JSON ({error}): write them as a list of objects") from error
 
 
 def _brief(value: Any) -> str:

@@ -23,7 +23,7 @@ Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 _FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _ENDS = ("generation_config.json", "config.json")  # which say what ids end a text
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL = "special_tokens_map.json"
 _MOST_BYTES = 1 << 30
 
 
@@ -78,9 +78,17 @@ class Tokenizer:
     @cached_property
     def tokens(self) -> Mapping[str, str]:
         """The special tokens by their names, such as ``eos_token``."""
-        found = {name: self._settings.get(name) for name in _SPECIAL}
-        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
+        found = {**self._read_json(_SPECIAL), **self._settings}
+        named = {name: one for name, one in found.items() if name.endswith("_token")}
+        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """All special tokens of its tokenizer.json."""
+        if self._model is None:
+            return ()
+        return tuple(one.content for one in self._model.get_added_tokens_decoder().values() if one.special)
 
     @cached_property
     def end(self) -> str:
@@ -129,7 +137,7 @@ class Tokenizer:
             from raypar.actors.data.chat_template import ChatTemplate  # imports jinja2
         except ImportError as error:
             raise ExampleError("a chat template needs the jinja2 package: pip install jinja2") from error
-        return ChatTemplate(self._source, self.tokens)
+        return ChatTemplate(self._source, self.tokens, self.special)
 
     @cached_property
     def key(self) -> str:
@@ -206,8 +214,8 @@ class Tokenizer:
             raise ExampleError(f"tokenizer: {name} can't be read ({error}): copy it again") from error
         return found if isinstance(found, dict) else {}
 
-    def _read_template(self, template: str | None) -> str | None:
-        """Return the source of the chat template: the file's that is given, the folder's, or that of its settings."""
+    def _read_template(self, template: str | None) -> str | dict[str, str] | None:
+        """Return the source of the chat template: the file's that is given, the folder's, or those of its settings."""
         path = expanded(template) if template is not None else None
         if path is None and self._folder is not None and (self._folder / _TEMPLATE).is_file():
             path = self._folder / _TEMPLATE
@@ -219,8 +227,8 @@ class Tokenizer:
         found = self._settings.get("chat_template")
         if isinstance(found, list):  # several, by name
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
-        return found if isinstance(found, str) else None
+            found = {name: one for name, one in named.items() if isinstance(name, str) and isinstance(one, str)}
+        return found if found and isinstance(found, str | dict) else None
 
 
 def _model(path: Path) -> Any:

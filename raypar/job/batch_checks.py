@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.specs.data import Batches
+from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 
@@ -23,6 +25,19 @@ def _first_batch(data: Batches, dp: int) -> bytes:
     source, place = FunctionSource(data), (0, 0, dp)
     values = source.inputs("train", *place) + source.targets("train", *place)
     return digest({str(number): value for number, value in enumerate(values)})
+
+
+def _warn_of_template(data: Examples) -> None:
+    try:
+        template = Tokenizer(data.tokenizer, data.template).template
+        ends = template is None or template.ends_answers()
+    except ExampleError:  # its faults are told elsewhere
+        return
+    if not ends:
+        log.warning(
+            "the chat template ends an answer by what follows it, and not by a special token: of conversations the "
+            "model does not learn to end one; give a template that does as data.template"
+        )
 
 
 def demand_pure(run: Run) -> None:
@@ -44,8 +59,13 @@ def demand_pure(run: Run) -> None:
 
 
 def warn_of_batches(run: Run) -> None:
-    """Log a warning if the user's batch function is not pure, or gives replicas 0 and 1 the same first batch."""
+    """Log a warning if the user's batches, or the chat template of examples, do not do what is likely to be meant.
+
+    A batch function should be pure, and give replicas 0 and 1 other batches. A template should end answers.
+    """
     data = run.data
+    if isinstance(data, Examples):
+        _warn_of_template(data)
     if not isinstance(data, Batches):
         return
     try:

@@ -23,15 +23,15 @@ TALK = [
 ]
 
 
-def made_tokenizer(folder, template=CHATML):
-    """A folder with a byte-level tokenizer of 259 ids at most, whose special tokens are those of ChatML."""
+def made_tokenizer(folder, template=CHATML, special=()):
+    """A folder with a byte-level tokenizer of 258 ids, and of special tokens beside those of ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    model.add_special_tokens(["<|im_start|>", "<|im_end|>", *special])
     folder.mkdir(exist_ok=True)
     model.save(str(folder / "tokenizer.json"))
     settings = {

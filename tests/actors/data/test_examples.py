@@ -85,14 +85,17 @@ def test_the_mask_is_that_of_transformers(talk, tmp_path):
     assert (plain.ids.tolist(), plain.learned.tolist()) == (theirs["input_ids"], theirs["assistant_masks"])
 
 
-def test_a_template_that_changes_earlier_messages_is_told(tmp_path):
+def test_a_template_that_leaves_earlier_answers_out_is_told(tmp_path):
     forgets = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.role + m.content }}{% endif %}{% endfor %}"
     )
     folder = made_tokenizer(tmp_path / "tokenizer", forgets)
     path = str(made_jsonl(tmp_path / "data.jsonl", [{"text": "a"}, *[{"messages": TALK}] * 7]))
     (fault,) = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 300)
-    assert "path: example 2 of data.jsonl is written by a chat template that changes earlier messages" in fault
+    assert (
+        "path: example 2 of data.jsonl has message 1, an answer that is not found in what the chat template writes"
+        in fault
+    )
     assert fault.endswith("(and 6 more of the 8 examples that were read)")
 
 
