@@ -47,6 +47,7 @@ def test_tests_on_actors_pass_under_the_same_conditions():
     passes(AT_ONCE, WITH_ACTORS, 1180)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(lacks("other-user")), reason=lacks("other-user"))
 def test_suspects_pass_as_another_user():

@@ -260,6 +260,7 @@ def offloaded(folder, offload, **changes):
     return team_of(linears(4), **fields)
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("here", ["none", "files"])

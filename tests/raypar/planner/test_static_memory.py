@@ -103,7 +103,7 @@ def test_static_memory_is_what_tensors_really_take(moe):
     """Of a pipeline rank the actor counts that holds most: parameters are owned whole."""
 
     @seed(34)
-    @settings(max_examples=8, database=None)
+    @settings(max_examples=5, database=None)
     @given(run=runs(moe))
     def holds(run):
         schedule, world = check_run(run)["train"], world_of(run)
