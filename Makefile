@@ -29,7 +29,7 @@ install: $(venv)/.installed ## fill .venv, so that .venv/bin/raypar and .venv/bi
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
 	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
 
-test: versions lint types ## lint, types, then the tests, in two processes
+test: versions lint ## lint, then the tests, in two processes
 	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew
 
 test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills

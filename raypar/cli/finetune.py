@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +13,10 @@ from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.train import Finished, Plan, TrainArgs, train
-from raypar.config.finetuning import finetuning, lasting
+from raypar.config.finetuning import finetuning, lasting, shortened
 from raypar.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _WHAT = "Fine-tune a model of Hugging Face on examples."
 _LASTING = ("steps", "eval_every", "eval_steps")
@@ -58,6 +61,8 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
     steps = flags.args.steps if [*values_of("--steps", left)] else None
     convert_data(flags.args.run())
+    if (told := shortened(flags.args.run())) is not None:
+        log.warning("%s", told)
     long = lasting(flags.args.run(), steps)
     start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
     return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))

@@ -8,14 +8,16 @@ from dataclasses import replace
 
 from raypar.actors.data.example_batches import open_sequences
 from raypar.actors.data.text_files import TextError
+from raypar.actors.hugging_face.folder import read_config
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import Layers
+from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
+from raypar.paths import absolute
 
 _PASSES = 3  # over the examples, if nobody says how many steps to take
 _RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
@@ -72,6 +74,20 @@ def lasting(run: Run, steps: int | None) -> Run:
         eval_every=max(1, steps // 5),
         eval_steps=min(Run.eval_steps, max(1, math.ceil(val / samples))),
         optim=replace(run.optim, warmup=steps // 20),
+    )
+
+
+def shortened(run: Run) -> str | None:
+    """Say that a model with a table of positions has more of them than a run trains; None if it has not."""
+    if not isinstance(run.model, GPT) or run.model.hf is None:
+        return None
+    config = read_config(absolute(run.model.hf))
+    count = config.get("n_positions") or config.get("max_position_embeddings")
+    if not isinstance(count, int) or count <= run.model.seq:
+        return None
+    return (
+        f"the model has {count:,} positions, and sequences of {run.model.seq:,} tokens train the first alone: the "
+        f"others stay as they are, also in an export; --model.seq {count} trains them too"
     )
 
 

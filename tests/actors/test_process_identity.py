@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import signal
 import subprocess
@@ -89,6 +90,7 @@ def test_elsewhere_than_on_linux_nothing_is_known(monkeypatch, tmp_path):
 def test_a_process_is_opened_by_its_number_and_start_time_and_its_files_are_read(tmp_path):
     (tmp_path / "text").write_text("hello")
     with (tmp_path / "text").open() as file, sleeping(pass_fds=[file.fileno()]) as child:
+        gc.collect()  # what earlier tests left open is closed now, and not in between
         its, number, before = identity_of(child.pid), file.fileno(), num_open()
         (copy,) = open_files(its, [number])
         assert os.pread(copy, 9, 0) == b"hello"
@@ -107,7 +109,7 @@ def test_a_process_is_opened_by_its_number_and_start_time_and_its_files_are_read
         assert process_began(child.pid) is None
         with pytest.raises(OSError):
             open_process(its)
-        assert num_open() == before
+        assert num_open() <= before
 
 
 def test_a_process_that_has_ended_and_is_not_waited_for_is_over():

@@ -97,6 +97,7 @@ def agrees(run, shared=0.0, far=FAR):
             assert max(max(held[rank].weights) for rank in ranks) == memory.weights + memory.versions
 
 
+@pytest.mark.every_third
 @pytest.mark.each_value
 @pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("name", SYNCHRONOUS)

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.checkpoint.hugging_face import export
+from raypar.config.finetuning import shortened
 from raypar.config.hugging_face import model_of
-from raypar.config.hugging_face_config import config_of
+from raypar.config.hugging_face_config import config_of, type_of
 from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
 
@@ -90,8 +91,6 @@ def test_windows_of_experts_are_in_every_block(kind):
 
 def test_experts_with_windows_in_some_blocks_are_no_type_of_theirs():
     sizes = {"layers": 2, "hidden": 16, "heads": 4, "qk_norm": True, "moe": rp.MoE(experts=4)}
-    from raypar.config.hugging_face_config import type_of
-
     assert type_of(rp.Llama(**sizes, window=4))[0] == "qwen3_moe"
     kind, (fault,) = type_of(rp.Llama(**sizes, window=4, window_first=1))
     assert kind is None
@@ -182,3 +181,13 @@ def test_positions_that_a_shorter_run_did_not_train_stay(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(logits_of(team, some_ids()), theirs(some_ids()).logits, **CLOSE)
     assert theirs.config.vocab_size == VOCAB
+
+
+def test_fine_tuning_says_which_positions_it_leaves_as_they_are(tmp_path):
+    model = rp.GPT(layers=1, hidden=16, heads=4, seq=16, vocab=VOCAB, tied=True, qkv_bias=True)
+    team = Team.of(rp.Run(model=model, data=rp.Batches(batch), microbatches=2))
+    folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to")
+    told = shortened(rp.Run(model=rp.HF(folder, seq=12), data=rp.Batches(batch)))
+    assert told.startswith("the model has 16 positions, and sequences of 12 tokens train the first alone")
+    assert shortened(rp.Run(model=rp.HF(folder), data=rp.Batches(batch))) is None
+    assert shortened(rp.Run(model=rp.Llama())) is None
