@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from datetime import datetime
 
 import pytest
 
+import raypar as rp
 from raypar.actors.data.example_shapes import ExampleError, written
 from raypar.actors.data.tokenizer import Tokenizer
-from tests.support.examples import made_tokenizer
+from raypar.job.batch_checks import warn_of_batches
+from tests.support.examples import made_jsonl, made_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -245,3 +248,14 @@ def test_whether_a_token_ends_an_answer_is_known(tokenizers):
         "markers that are special, and no end",
         "an end at the very end",
     }
+
+
+def test_a_launch_warns_of_a_template_that_ends_no_answer(tokenizers, tmp_path, caplog):
+    path = made_jsonl(tmp_path / "talks.jsonl", [TALKS["two"]] * 4)
+    for name, count in (("chatml", 0), ("no end", 1)):
+        data = rp.Examples(str(path), tokenizer=str(tokenizers[name, "plain"]))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "raypar"):
+            warn_of_batches(rp.Run(model=rp.GPT(vocab=300), data=data))
+        assert len(caplog.messages) == count, name
+    assert "ends an answer by what follows it" in caplog.messages[0]
