@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 import torch
 
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.plain_attributes import plain_attributes
-from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.loss_trial import outputs_of
 from raypar.config.skeleton import Skeleton
 
@@ -27,12 +26,9 @@ def warn_of_attributes(run: Run, skeleton: Skeleton) -> None:
         run: The run, checked, with a model and data that no actor gets.
         skeleton: The model without weights, which nothing else uses.
     """
-    if not isinstance(run.model, Layers) or run.device == "cuda" or torch.cuda.is_available():
+    if not may_call(run, skeleton):
         return
-    if not skeleton.model.is_deferred or run.mesh.cp > 1:
-        return
-    with torch.random.fork_rng(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with unnoticed(), torch.no_grad():
         try:
             source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs = source.inputs("train", 0, 0, 0)

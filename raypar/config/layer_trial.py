@@ -7,7 +7,6 @@ is only a suspicion: the first batch is then computed as the actors will, with w
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from traceback import extract_tb
 
@@ -25,6 +24,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 from raypar.config.distributed_trial import noticed_questions
 from raypar.config.expert_trial import call_faults
+from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.plan_trial import plan_misfits
 from raypar.config.skeleton import Skeleton
 from raypar.config.stage_trial import OUTSIDE_THE_GRAPH, graph_faults
@@ -57,13 +57,9 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
         skeleton: The model without weights, which nothing else uses.
         num_stages: Number of stages.
     """
-    is_plain = run.precision.compute == "fp32" and run.mesh.cp == 1 and run.device != "cuda"
-    if not isinstance(run.model, Layers) or not is_plain:
+    if not isinstance(run.model, Layers) or run.precision.compute != "fp32" or not may_call(run, skeleton):
         return []
-    if torch.cuda.is_available() or not skeleton.model.is_deferred:
-        return []
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the actors will warn of the same
+    with unnoticed():
         try:
             source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)

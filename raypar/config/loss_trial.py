@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, product
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from raypar.actors.models.skips import Skipped
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
+from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.skeleton import Skeleton
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,9 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
         run: The run, checked, with a model and data that no actor gets.
         skeleton: The model without weights, which nothing else uses.
     """
-    if not isinstance(run.model, Layers) or run.device == "cuda" or torch.cuda.is_available():
+    if not isinstance(run.model, Layers) or not may_call(run, skeleton):
         return
-    if not skeleton.model.is_deferred or run.mesh.cp > 1:
-        return
-    with torch.random.fork_rng(), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the actors will warn of the same
+    with unnoticed(), torch.no_grad():
         torch.manual_seed(0)
         try:
             batches = list(islice(_batches(run, skeleton.model), _MICROBATCHES))

@@ -1,0 +1,32 @@
+"""When and how the user's layers may be called in the user's process, before actors start. Imports torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.config.skeleton import Skeleton
+
+
+def may_call(run: Run, skeleton: Skeleton) -> bool:
+    """Return whether a run's layers are the user's own, and compute on CPUs what shapes alone can show.
+
+    Args:
+        run: The run, checked.
+        skeleton: Its model without weights.
+    """
+    on_cpus = run.device != "cuda" and not torch.cuda.is_available()
+    return isinstance(run.model, Layers) and on_cpus and run.mesh.cp == 1 and skeleton.model.is_deferred
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Within it calls warn of nothing, as the actors will, and leave random numbers as they are."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
