@@ -129,9 +129,10 @@ class ForwardState:
             )
         }
         self._known = True
-        self._changing |= {place for place, _ in self._written(before)}
+        written = dict(self._written(before))
+        self._changing |= written.keys()
         values = {place: clone for place, clone in before.clones.items() if place in self._changing}
-        return values | {place: clone for place, clone in self._written(before) if clone is not None}
+        return values | {place: clone for place, clone in written.items() if clone is not None}
 
     def put_back(self, before: Before) -> None:
         """Give the modules the tensors, and the values, that they had before.
@@ -152,7 +153,7 @@ class ForwardState:
             forward: The forward, without arguments.
 
         Returns:
-            The outputs, and the values before the forward of what it changes.
+            The outputs, and, of all that the forward changes, the values before it.
         """
         before = self.before()
         outputs = forward()

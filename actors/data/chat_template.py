@@ -33,7 +33,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> Node:
         """Parse the block."""
-        self.environment.globals["has_marks"] = True
+        self.environment.extend(has_marks=True)
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -68,7 +68,7 @@ class ChatTemplate:
         """Write a conversation; see ``Template.written``."""
         messages = [_plain(message) for message in messages]
         text, spans = _without_marks(self._rendered(messages, more))
-        if self._template(more).globals.get("has_marks"):
+        if getattr(self._template(more).environment, "has_marks", False):
             chosen = [*self._chosen(spans, messages, learned, more)]
         else:
             chosen = [self._answer(text, messages, number, more) for number in learned]

@@ -149,7 +149,7 @@ class Tokenizer:
     def tokenized(self, examples: Sequence[Written]) -> Iterator[Tokenized]:
         """Yield examples as tokens; several are encoded in parallel.
 
-        A token is a target if any of its characters is learned. Around a text stands what the post-processor puts in
+        A token is a target if any of its characters is learned. Around a text is what the post-processor puts in
         front, once; what it puts behind is left out, since a text has its end already.
         """
         if self._model is None:

@@ -172,16 +172,15 @@ class Stage:
         moved = self._changing.moved()
         return {
             f"{layer}.{inner}": buffer
-            for layer, module in self._named()
+            for layer, module, stored in ((layer, module, module.state_dict()) for layer, module in self._named())
             for inner, buffer in module.named_buffers()
-            if inner in module.state_dict()
+            if inner in stored
         } | {name: parameter for name, parameter in self.frozen().items() if id(parameter) in moved}
 
-    def load_buffer(self, name: str, saved: Tensor) -> None:
-        """Load what ``buffers`` returned under a name; a frozen parameter is one of them from now on."""
-        if (parameter := self.frozen().get(name)) is not None:
-            self._changing.note_moved(parameter)
-        self.buffers()[name].copy_(saved)
+    def load_buffer(self, buffer: Tensor, saved: Tensor) -> None:
+        """Set a buffer, or a frozen parameter, which is one of ``buffers`` from now on."""
+        self._changing.note_moved(buffer)
+        buffer.copy_(saved)
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
         return zip([self.model.names[index] for index in self.layers], self.modules, strict=True)

@@ -16,7 +16,7 @@ class StepBuffers:
 
     def __init__(self, state: ForwardState) -> None:
         self._state = state
-        self._before = self._noted = NOTHING_BEFORE  # as the step began, and as it ended in doubt
+        self._before = self._noted = NOTHING_BEFORE  # as the step began, and as it ended before all agreed
 
     def begin(self) -> None:
         """Begin a training step."""

@@ -54,11 +54,11 @@ class Lora:
         """
         if isinstance(self.targets, str):
             return
-        told = f"model.lora.targets is {self.targets!r}"
+        says = f"model.lora.targets is {self.targets!r}"
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            yield f"{told}: name one layer at least, and each once"
+            yield f"{says}: name one layer at least, and each once"
         if "gate" in self.targets and not gated:
-            yield f"{told}, and a GPT's MLP has up and down alone: leave out 'gate'"
+            yield f"{says}, and a GPT's MLP has up and down alone: leave out 'gate'"
 
 
 def is_adapter(name: str) -> bool:

@@ -368,8 +368,8 @@ class WorkerState:
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():
-            for name in {**stage.buffers(), **stage.frozen()}:
+            for name, buffer in {**stage.buffers(), **stage.frozen()}.items():
                 for dp in (self._seat.dp, 0):  # the checkpoint may have fewer replicas
                     if (saved := read(buffer_name(dp, name), "")) is not None:
-                        stage.load_buffer(name, saved)
+                        stage.load_buffer(buffer, saved)
                         break

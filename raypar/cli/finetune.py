@@ -61,8 +61,8 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
     steps = flags.args.steps if [*values_of("--steps", left)] else None
     convert_data(flags.args.run())
-    if (told := shortened(flags.args.run())) is not None:
-        log.warning("%s", told)
+    if (notice := shortened(flags.args.run())) is not None:
+        log.warning("%s", notice)
     long = lasting(flags.args.run(), steps)
     start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
     return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))

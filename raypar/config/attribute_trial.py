@@ -24,7 +24,7 @@ def warn_of_attributes(run: Run, skeleton: Skeleton) -> None:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which nothing else uses.
+        skeleton: The model without weights, whose layers nobody has called yet.
     """
     if not may_call(run, skeleton):
         return

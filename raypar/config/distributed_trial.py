@@ -25,10 +25,10 @@ def shared_norm_faults(layers: Mapping[str, nn.Module]) -> Iterator[str]:
     for layer, module in layers.items():
         for path, part in module.named_modules(prefix=layer):
             if isinstance(part, nn.SyncBatchNorm):
-                told = (
+                says = (
                     f"model.fn: {path} is a SyncBatchNorm, but replicas do not share their statistics, and it would be"
                 )
-                yield f"{told} a BatchNorm of each: take nn.BatchNorm1d (2d, 3d), or set mesh.dp to 1"
+                yield f"{says} a BatchNorm of each: take nn.BatchNorm1d (2d, 3d), or set mesh.dp to 1"
 
 
 @contextmanager
@@ -41,13 +41,14 @@ def noticed_questions() -> Iterator[list[str]]:
     asked, ask = list[str](), torch.distributed.is_initialized
 
     def is_initialized() -> bool:
+        """Note who asks, and answer as torch does."""
         caller = sys._getframe(1)
         if not caller.f_globals.get("__name__", "").startswith(("torch.", "raypar.")):
             place = f"{caller.f_code.co_filename}, line {caller.f_lineno}"
-            told = (
+            says = (
                 f"torch.distributed is not initialized on actors, and {place} asks for it, so that it would go on alone"
             )
-            asked.append(f"{told}: {_FIX}")
+            asked.append(f"{says}: {_FIX}")
         return ask()
 
     with patch.object(torch.distributed, "is_initialized", is_initialized):

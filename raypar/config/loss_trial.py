@@ -62,7 +62,7 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which nothing else uses.
+        skeleton: The model without weights, which no actor gets.
     """
     if not isinstance(run.model, Layers) or not may_call(run, skeleton):
         return

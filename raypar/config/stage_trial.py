@@ -30,9 +30,9 @@ def graph_faults(model: Model, parts: Sequence[range], inputs: Values, target: V
     try:
         _compute(model, parts, inputs, target)
     except RuntimeError as error:
-        told = "takes a derivative by what a layer of another stage has made, which has no graph there"
+        says = "takes a derivative by what a layer of another stage has made, which has no graph there"
         fix = "take it in one layer, which returns the result, or give these layers to one stage with split"
-        return [f"model.loss, or a layer, {told} ({first_line(error)}): {fix}"]
+        return [f"model.loss, or a layer, {says} ({first_line(error)}): {fix}"]
     except Exception:
         return []
     return []

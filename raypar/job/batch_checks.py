@@ -31,7 +31,7 @@ def _warn_of_template(data: Examples) -> None:
     try:
         template = Tokenizer(data.tokenizer, data.template).template
         ends = template is None or template.ends_answers()
-    except ExampleError:  # its faults are told elsewhere
+    except ExampleError:  # its faults are found elsewhere
         return
     if not ends:
         log.warning(

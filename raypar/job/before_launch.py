@@ -74,8 +74,8 @@ def _warn_of_first_batches(run: Run) -> None:
 
         model, data = shipped((run.model, run.data))
         trial, skeleton = replace(run, model=model, data=data), Skeleton(model, run.seed)
+        warn_of_attributes(trial, skeleton)  # before another call of the layers, which may change some for good
         warn_of_loss(trial, skeleton)
-        warn_of_attributes(trial, skeleton)
 
 
 def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: int, device: DeviceKind) -> Prepared:

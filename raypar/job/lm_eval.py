@@ -50,7 +50,7 @@ class Adapter:
     """What lm-eval asks of a model, by scores and continuations. A request's ``args`` are a tuple of its texts.
 
     It takes texts apart as lm-eval's own HFLM does by default: nothing is put around a text, and the token of its
-    beginning stands ahead of one without context.
+    beginning is ahead of one without context.
 
     Args:
         score: Scores lists of token ids, as ``TextScorer.score`` does.

@@ -121,8 +121,10 @@ class Record:
             log.warning("%s", stuck)
         if report.loss is None and not self._has_missed_targets:
             self._has_missed_targets = True
-            told = "step %d: no target of the step counts, so it changed no weight, and its loss is missing; said once"
-            log.warning(told, report.steps_taken)
+            missing = (
+                "step %d: no target of the step counts, so it changed no weight, and its loss is missing; said once"
+            )
+            log.warning(missing, report.steps_taken)
 
     def unmeasured(self) -> int | None:
         """Return the latest step if its times were not recorded yet, else None. A second call returns None."""
