@@ -88,6 +88,10 @@ class StepLostError(JobError):
     """A step by hand was lost in a failure that the run has survived. The job goes on with ``job.stepper()``."""
 
 
+class CallError(JobError):
+    """A call that changes no weight, such as ``job.generate``, failed on actors that live. The job goes on."""
+
+
 class RelayoutLostError(JobError):
     """A relayout was lost in a failure that the run has survived. The job goes on in the layout before."""
 

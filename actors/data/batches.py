@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypar.actors.data.example_batches import ExampleBatches
 from raypar.actors.data.token_batches import TokenBatches, open_corpus
+from raypar.actors.extents import Extents
 from raypar.actors.models.base import Model
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.data import Batches, Examples, Text
@@ -19,7 +20,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values, cast_floating
 
-_KEPT = 16  # microbatches of examples that are kept: an actor asks for inputs, targets and starts apart
+_KEPT = 16  # microbatches of examples that are kept: an actor asks for inputs, targets and extents apart
 
 
 class BatchSource(Protocol):
@@ -31,8 +32,8 @@ class BatchSource(Protocol):
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         """Return the targets of a microbatch, for the last stage."""
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        """Return of each token the place of the first one of its document, (B, S); None if a sequence is one."""
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        """Return where documents and padding are in a microbatch."""
 
 
 class TextSource:
@@ -52,8 +53,8 @@ class TextSource:
         read = self._batches.train_labels if program == "train" else self._batches.val_labels
         return (read(step, microbatch, dp),)
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        return None
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        return Extents()
 
 
 class ExampleSource:
@@ -74,8 +75,9 @@ class ExampleSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return (self._kept(program, step, microbatch, dp)[1],)
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        return self._kept(program, step, microbatch, dp)[2] if self._packing else None
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        found = self._kept(program, step, microbatch, dp)[2]
+        return found if self._packing else found._replace(starts=None)
 
 
 class FunctionSource:
@@ -83,6 +85,7 @@ class FunctionSource:
 
     def __init__(self, spec: Batches) -> None:
         self._spec = spec
+        self._kept = lru_cache(_KEPT)(self._extents)  # every layer asks for them
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._pair(program, step, microbatch, dp)[0]
@@ -90,8 +93,13 @@ class FunctionSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._pair(program, step, microbatch, dp)[1]
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        return None
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        return Extents() if self._spec.lengths is None else self._kept(program, step, microbatch, dp)
+
+    def _extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        assert self._spec.lengths is not None
+        inputs, targets = self._pair(program, step, microbatch, dp)
+        return Extents(lengths=lengths_of(self._spec.lengths, inputs, targets))
 
     def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[Values, Values]:
         fn = self._spec.fn if program == "train" else self._spec.validate
@@ -129,6 +137,31 @@ def pair_of(batch: object) -> tuple[Values, Values]:
     return as_values(batch[0], "as inputs a batch function"), as_values(batch[1], "as targets a batch function")
 
 
+class LengthError(ValueError):
+    """A function for lengths returned what are no lengths of a batch's sequences."""
+
+
+def lengths_of(fn: Callable[..., object], inputs: Values, targets: Values) -> Tensor:
+    """Return how many tokens each sequence of a microbatch has before its padding, (B,) int64.
+
+    Args:
+        fn: The user's function of the inputs and the targets, each a tensor, or a tuple of several.
+        inputs: The inputs, of which the first is (B, S).
+        targets: The targets.
+
+    Raises:
+        LengthError: It returns something else.
+    """
+    found = fn(*(values if len(values) > 1 else values[0] for values in (inputs, targets)))
+    batch, seq = inputs[0].shape[:2]
+    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.shape != (batch,):
+        shown = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise LengthError(f"data.lengths returned {shown}: return a tensor [{batch}] int64, a length for each sequence")
+    if bool(((found < 0) | (found > seq)).any()):
+        raise LengthError(f"data.lengths returned {found.tolist()}: a length is 0 to {seq}, the tokens of a sequence")
+    return found
+
+
 class ContextSource:
     """The tokens of this context-parallel rank, taken from every input and target (B, S, ...) of another source.
 
@@ -146,9 +179,9 @@ class ContextSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._here(self._source.targets(program, step, microbatch, dp))
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        found = self._source.starts(program, step, microbatch, dp)
-        return None if found is None else self._here((found,))[0]
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        found = self._source.extents(program, step, microbatch, dp)
+        return found if found.starts is None else found._replace(starts=self._here((found.starts,))[0])
 
     def _here(self, values: Values) -> Values:
         for value in values:
@@ -177,8 +210,8 @@ class SlicedSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._slice(self._source.targets(program, step, microbatch // self._count, dp), microbatch)
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        return None
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        return Extents()
 
     def _slice(self, values: Values, number: int) -> Values:
         for value in values:
@@ -208,8 +241,8 @@ class CastSource:
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._source.targets(program, step, microbatch, dp)
 
-    def starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Tensor | None:
-        return self._source.starts(program, step, microbatch, dp)
+    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+        return self._source.extents(program, step, microbatch, dp)
 
 
 def batch_source(

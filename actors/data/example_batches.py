@@ -21,6 +21,7 @@ from raypar.actors.data.packing import Int64s, Packed, apart, packed
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
 from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.extents import Extents
 from raypar.actors.specs.data import Examples
 
 if TYPE_CHECKING:
@@ -37,11 +38,13 @@ class Row(NamedTuple):
         inputs: Token ids (S,).
         targets: The next token of each that is learned, else -100, (S,).
         starts: Of each token, the place of the first one of its example, (S,).
+        length: How many tokens are not padding.
     """
 
     inputs: Int64s
     targets: Int64s
     starts: Int64s
+    length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,7 @@ class Sequences:
         return len(self._packed.ends)
 
     def row(self, number: int) -> Row:
-        """Return a sequence. What is left of it is an example of its own, of token 0, that nothing learns."""
+        """Return a sequence. What is left of it is padding: an example of its own, of token 0, that nothing learns."""
         inputs, targets = np.zeros(self._seq, np.int64), np.full(self._seq, IGNORED, np.int64)
         starts, at = np.zeros(self._seq, np.int64), 0
         for piece in self._packed.of(number).tolist():
@@ -93,7 +96,7 @@ class Sequences:
             starts[place] = at
             at += length
         starts[at:] = at
-        return Row(inputs, targets, starts)
+        return Row(inputs, targets, starts, at)
 
 
 class Mixture:
@@ -152,8 +155,8 @@ class ExampleBatches:
         self.train, self.val = open_sequences(spec, seq)
         self._size, self._microbatches, self._num_dp, self._seed = micro_batch_size, microbatches, num_dp, seed
 
-    def batch(self, program: str, step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs, the targets and the starts of a microbatch, each (B, S) int64.
+    def batch(self, program: str, step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor, Extents]:
+        """Return the inputs and the targets of a microbatch, each (B, S) int64, and where documents and padding are.
 
         Args:
             program: "train", or another one, which takes examples for validation.
@@ -169,8 +172,8 @@ class ExampleBatches:
             rows = self.train.rows(samples, self._seed, ordered=False)
         else:
             rows = self.val.rows(samples, _VAL_SEED, ordered=True)
-        inputs, targets, starts = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
-        return inputs, targets, starts
+        inputs, targets, starts, lengths = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+        return inputs, targets, Extents(starts, None if bool((lengths == inputs.shape[1]).all()) else lengths)
 
 
 def open_sequences(spec: Examples, seq: int) -> tuple[Mixture, Mixture]:

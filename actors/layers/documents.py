@@ -1,15 +1,18 @@
-"""Where the documents of a microbatch begin: attention and positions do not reach from one into another."""
+"""The documents of a microbatch: attention and positions do not reach from one into another; padding is in none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
+from raypar.actors.extents import Extents
+from raypar.actors.sharding import Sharding
 from raypar.actors.specs.types import ProgramName
 
-Reader: TypeAlias = Callable[[ProgramName, int, int], Tensor | None]
+Reader: TypeAlias = Callable[[ProgramName, int, int], Extents]
 
 
 class Documents:
@@ -21,19 +24,38 @@ class Documents:
     Attributes:
         starts: Of each of this actor's tokens, the place of the first one of its document in the whole sequence, (B, S)
             int64; None if a sequence is one document.
-        reads: Returns them for a program, a step and a microbatch, numbered over all replicas; None if there are none.
+        lengths: How many tokens each whole sequence has before its padding, (B,) int64; None if nothing is padding.
+        reads: Returns both for a program, a step and a microbatch, numbered over all replicas; None if there are none.
     """
 
     def __init__(self) -> None:
         self.starts: Tensor | None = None
+        self.lengths: Tensor | None = None
         self.reads: Reader | None = None
 
     def turn_to(self, program: ProgramName | None, step: int, microbatch: int) -> None:
-        """Read where the documents of a microbatch begin.
+        """Read where the documents of a microbatch begin, and which of its tokens are padding.
 
         Args:
-            program: "train" or "evaluate"; None for what is no batch, and one document.
+            program: "train" or "evaluate"; None for what is no batch: one document without padding.
             step: The step.
             microbatch: Its number in the whole step and over all replicas.
         """
-        self.starts = None if self.reads is None or program is None else self.reads(program, step, microbatch)
+        self.turn(Extents() if self.reads is None or program is None else self.reads(program, step, microbatch))
+
+    def turn(self, extents: Extents) -> None:
+        """Turn to a microbatch with these documents and this padding."""
+        self.starts, self.lengths = extents
+
+    def real(self, sharding: Sharding, shape: torch.Size) -> Tensor | None:
+        """Return which of an actor's tokens are not padding, (B, S) bool; None if all are known to be none.
+
+        Args:
+            sharding: Which part of the whole sequences (B, S) the actor has.
+            shape: B and S of that part.
+        """
+        if self.lengths is None:
+            return None
+        sharding = sharding.for_dims(2)
+        places = torch.arange(sharding[1].whole_length(shape[1]), device=self.lengths.device)
+        return sharding.take(places < self.lengths.unsqueeze(1))

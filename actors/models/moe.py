@@ -16,6 +16,7 @@ from raypar.actors.expert_parallel.gates import updated_bias
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
 from raypar.actors.expert_parallel.record import Balanced, attach_loss
 from raypar.actors.expert_parallel.router import Router, Routing
+from raypar.actors.layers.documents import Documents
 from raypar.actors.specs.model import Transformer
 
 MakeMLP = Callable[[int], nn.Module]  # by its width
@@ -28,6 +29,7 @@ class MoE(nn.Module, Balanced):
         model: The model.
         num_experts: Number E of experts.
         mlp: Makes an MLP (..., D) -> (..., D).
+        documents: Knows which tokens of the microbatch are padding: no expert computes them, and they count nowhere.
 
     Attributes:
         router: Chooses experts for tokens.
@@ -42,10 +44,10 @@ class MoE(nn.Module, Balanced):
             and add up its gradients, one does.
     """
 
-    def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP) -> None:
+    def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP, documents: Documents) -> None:
         super().__init__()
         assert model.moe is not None
-        self.spec, self.num_experts, self.attaches = model.moe, num_experts, True
+        self.spec, self.num_experts, self.attaches, self.documents = model.moe, num_experts, True, documents
         self.sums: Sums = alone
         self.over: Callable[[Tensor], Tensor] = self._over
         self.router = Router(self.spec, model.hidden, num_experts)
@@ -59,6 +61,10 @@ class MoE(nn.Module, Balanced):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Route the tokens; what no expert has taken of a token is zero, and the block's residual stream goes on."""
         routing = self.router(x_BSD)
+        real_BS = self.documents.real(self.router.noise.sharding, x_BSD.shape[:2])
+        real_T = None if real_BS is None else real_BS.flatten()
+        if real_T is not None:
+            routing = routing._replace(chosen=routing.chosen.masked_fill(~real_T.unsqueeze(1), DROPPED))
         chosen_TK = self._made(routing, sequences=len(x_BSD))
         y_BSD = run_experts(x_BSD.flatten(0, 1), self.experts, chosen_TK, routing.gates).view_as(x_BSD)
         if self.residual is not None and self.mix is not None:
@@ -66,7 +72,7 @@ class MoE(nn.Module, Balanced):
             y_BSD = y_BSD * parts_BS2[..., :1] + self.residual(x_BSD) * parts_BS2[..., 1:]
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        return self._with_losses(y_BSD, routing, groups=len(x_BSD)) if self.training else y_BSD
+        return self._with_losses(y_BSD, routing, real_T) if self.training else y_BSD
 
     @torch.no_grad()
     def balance(self, asked_E: Tensor) -> None:
@@ -96,21 +102,24 @@ class MoE(nn.Module, Balanced):
 
     def _over(self, chosen_BSK: Tensor) -> Tensor:
         """Return which choices (B, S, K) of whole sequences are over the capacity of their expert."""
-        (sequences, tokens, choices), factor = chosen_BSK.shape, self.spec.capacity
+        factor, choices = self.spec.capacity, chosen_BSK.shape[2]
         assert factor is not None
-        capacity = capacity_of(factor, tokens, choices, self.num_experts)
-        over_TK = over_capacity(chosen_BSK.flatten(0, 1), sequences, self.num_experts, capacity)
-        return over_TK.view_as(chosen_BSK)
+        real_B = [chosen_BSK.shape[1]] * len(chosen_BSK)
+        if self.documents.lengths is not None:
+            real_B = (chosen_BSK[:, :, 0] != DROPPED).sum(1).tolist()
+        capacities = [capacity_of(factor, tokens, choices, self.num_experts) for tokens in real_B]
+        return over_capacity(chosen_BSK.flatten(0, 1), self.num_experts, capacities).view_as(chosen_BSK)
 
-    def _with_losses(self, y_BSD: Tensor, routing: Routing, groups: int) -> Tensor:
-        """Return the output, whose backward gives the auxiliary losses their gradients."""
+    def _with_losses(self, y_BSD: Tensor, routing: Routing, real_T: Tensor | None) -> Tensor:
+        """Return the output, whose backward gives the auxiliary losses of the tokens that are no padding gradients."""
         spec, losses = self.spec, dict[str, Tensor]()
         if spec.loss == "switch" and spec.alpha:
-            losses["switch"] = spec.alpha * switch_loss(routing.probs, routing.chosen, self.sums)
+            losses["switch"] = spec.alpha * switch_loss(routing.probs, routing.chosen, self.sums, real_T)
         elif spec.loss == "gshard" and spec.alpha:
-            losses["gshard"] = spec.alpha * gshard_loss(routing.probs, routing.chosen[:, 0], groups, self.sums)
+            first_T, groups = routing.chosen[:, 0], len(y_BSD)
+            losses["gshard"] = spec.alpha * gshard_loss(routing.probs, first_T, groups, self.sums, real_T)
         if spec.z_loss:
-            losses["z"] = spec.z_loss * z_loss(routing.logits, self.sums)
+            losses["z"] = spec.z_loss * z_loss(routing.logits, self.sums, real_T)
         for kind, loss in losses.items():
             if self.record is not None:
                 self.record.loss(self.name, kind, loss)

@@ -253,7 +253,7 @@ class TransformerModel(Model):
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
         num_experts = self.spec.num_experts(block)
-        return MoE(self.spec, num_experts, self.mlp) if num_experts else self.mlp(self.spec.mlp_width)
+        return MoE(self.spec, num_experts, self.mlp, self.documents) if num_experts else self.mlp(self.spec.mlp_width)
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:

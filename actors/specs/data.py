@@ -45,6 +45,9 @@ class Batches:
     varying: bool = False
     """whether shapes change between microbatches or steps, as in a curriculum of sequence lengths; stages then tell
     each other the shapes with every message"""
+    lengths: Callable[[Any, Any], Any] | None = None
+    """``lengths(inputs, targets)`` returns how many tokens each sequence has before its padding, (B,) int64: experts
+    leave the padding out; None if nothing is padding"""
 
 
 @known_fields()

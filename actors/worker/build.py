@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
@@ -16,6 +16,7 @@ from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
+from raypar.actors.extents import Extents
 from raypar.actors.home import home_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
@@ -31,7 +32,7 @@ from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
-from raypar.actors.specs.data import Examples, Text
+from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
@@ -237,8 +238,8 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
         source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
     if run.precision.is_half:
         source = CastSource(source, dtype_of(run.precision.compute))
-    if part.model.documents is not None and isinstance(run.data, Examples) and run.data.packing:
-        part.model.documents.reads = partial(_starts, source, run.mesh.dp, scaler, seat.place)
+    if part.model.documents is not None:
+        part.model.documents.reads = partial(_extents, source, run.mesh.dp, scaler, seat.place)
     # All blocks of a text count alike, and stages that update by themselves refuse other counts than the first.
     is_even = isinstance(run.data, Text) or (train.stream > 0 and not train.validated)
     ahead = not is_even and any(
@@ -250,12 +251,12 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
     return TokenFlow(seat, part.stages, source, mean, scaler, counts_ahead=ahead)
 
 
-def _starts(
+def _extents(
     source: BatchSource, num_dp: int, scaler: LossScaler, place: Place, program: ProgramName, step: int, number: int
-) -> Tensor | None:
-    """Return where the documents of a microbatch begin, which is numbered over all replicas."""
-    found = source.starts(program, step + (scaler.left_out if program == "train" else 0), *divmod(number, num_dp))
-    return None if found is None else place.to((found,))[0]
+) -> Extents:
+    """Return where documents and padding are in a microbatch, which is numbered over all replicas."""
+    found = source.extents(program, step + (scaler.left_out if program == "train" else 0), *divmod(number, num_dp))
+    return Extents(*(None if each is None else place.to((each,))[0] for each in found))
 
 
 def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.config.validate.generation import generation_faults
+from raypar.errors import CallError
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.report import Report
 
@@ -53,7 +54,11 @@ def sampling(job: Job, every: int) -> Callable[[Report | Evaluation], None]:
 
         pieces.extend([] if pieces else _pieces_of(job.run))
         tokenizer = tokenizer_of(job.run)
-        for piece, made in zip(pieces, job.generate(pieces, min(_NEW_TOKENS, len(pieces[0]))), strict=True):
+        try:
+            texts = job.generate(pieces, min(_NEW_TOKENS, len(pieces[0])))
+        except CallError:  # the job has told it, and goes on
+            return
+        for piece, made in zip(pieces, texts, strict=True):
             if tokenizer is None:
                 log.info("sample after step %d: %s > %s", outcome.steps_taken, piece, list(made.tokens))
             else:

@@ -31,7 +31,7 @@ from raypar.config.run import check_run, world_of
 from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults
-from raypar.errors import TO_GO_ON, ConfigError, JobError
+from raypar.errors import TO_GO_ON, CallError, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.calibration_file import calibration_faults, calibration_named
 from raypar.planner.host import room_faults
@@ -254,7 +254,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         launches.append(launched)
         try:
             reports = job.train(on=write, ahead=int(not args.sample_every))
-        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+        except (KeyboardInterrupt, SystemExit, CallError):  # Ctrl-C, SIGTERM, an evaluation that failed
             _keep(job)
             raise
         if args.trace is not None:

@@ -14,7 +14,7 @@ from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.cluster.witnesses import Witnesses
-from raypar.errors import TO_GO_ON, JobError
+from raypar.errors import TO_GO_ON, CallError, JobError
 
 T = TypeVar("T")
 
@@ -88,6 +88,7 @@ class Lifetime:
         Raises:
             JobError: The job is over, or the function's failure has ended it.
             NonFiniteError: The gradients are not finite, and no actor has updated its weights. The job can continue.
+            CallError: A call that changes no weight failed on actors that live. The job can continue.
             KeyboardInterrupt: Ctrl-C was pressed. If it waited for the function the job can continue, else it is over.
             SystemExit: SIGTERM has come to a command of raypar, as for Ctrl-C.
         """
@@ -98,6 +99,8 @@ class Lifetime:
         except NonFiniteError:
             self.epoch += 1
             raise  # no weight was changed: the job can continue
+        except CallError:
+            raise  # nor here
         except (KeyboardInterrupt, SystemExit, JobError) as error:
             if self.failure is None:  # otherwise a nested guard has ended the job
                 self._fail(error)

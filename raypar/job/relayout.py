@@ -86,13 +86,52 @@ def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Rel
     """
     start, before = time.monotonic(), standing.layouts.whole.run
     launched = _demand_actors(actors, layout, standing.name)
-    if takes_snapshots(before):
+    whole = Layouts(layout, standing.loaded.skeleton)
+    holds, sent, state = _moved(standing, actors, layout, step)
+    standing.commit(whole, holds)
+    others = standing.others
+    others.answers(range(len(others.handles)), "leave", seconds=_LEAVING)
+    actors.shrink(layout.world.size + layout.run.spares)
+    was, now = differences(before, layout.run)
+    return Relayout(step, was, now, state.needed, sent, state.least, time.monotonic() - start, launched)
+
+
+def rebuilt(standing: Standing, actors: Actors, step: int) -> None:
+    """Build a run anew on the actors that it has, with the state that they have, in new groups.
+
+    Args:
+        standing: The run, whose actors live, have aborted their groups and wait for a call.
+        actors: The job's actors.
+        step: Number of steps taken.
+
+    Raises:
+        JobError: It failed; the run can be recovered.
+    """
+    holds, _, _ = _moved(standing, actors, standing.layout, step)
+    standing.stay(holds)
+
+
+def _moved(standing: Standing, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:
+    """Move the state of a run to a layout, for which there are enough actors.
+
+    Args:
+        standing: The run as it stands on its actors.
+        actors: The job's actors.
+        layout: The layout.
+        step: Number of steps taken.
+
+    Returns:
+        By rank, the shard of each of its parameters; the bytes that were sent; and what was needed.
+
+    Raises:
+        JobError: It failed; the run can be recovered.
+    """
+    if takes_snapshots(standing.layouts.whole.run):
         standing.loaded.calls.all("begin_snapshots", step, what="taking snapshots")
     given: list[Holding] = standing.loaded.calls.all("hand_over", what="handing the state over")
     standing.loaded.calls.all("leave", True, what="leaving groups")
     old, handles, source = standing.layout, list(actors.handles), standing.snapshots.source
     state = _State({id(handle): holding for handle, holding in zip(handles, given, strict=False)})
-    whole = Layouts(layout, standing.loaded.skeleton)
     try:
         holds, sent = _passed_on(standing, actors, layout, state)
         if takes_snapshots(layout.run):
@@ -104,12 +143,7 @@ def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Rel
             standing.change(old, [numbers[id(handle)] for handle in handles[: old.world.size]])
             raise
         log.warning("%s", reason_of(error))  # all have what they need, and snapshots of it: the next step recovers
-    standing.commit(whole, holds)
-    others = standing.others
-    others.answers(range(len(others.handles)), "leave", seconds=_LEAVING)
-    actors.shrink(layout.world.size + layout.run.spares)
-    was, now = differences(before, layout.run)
-    return Relayout(step, was, now, state.needed, sent, state.least, time.monotonic() - start, launched)
+    return holds, sent, state
 
 
 def differences(before: Run, after: Run) -> tuple[str, str]:

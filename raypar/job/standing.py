@@ -113,6 +113,15 @@ class Standing:
         self.layouts, self._told = layouts, self.loaded
         self._moved(self.loaded, holds, layouts.whole.run)
 
+    def stay(self, holds: Holds) -> None:
+        """Let the run go on in the layout that it has, on actors that have built it anew.
+
+        Args:
+            holds: By rank, the shard of each of its logical parameters.
+        """
+        self._told = self.loaded
+        self._moved(self.loaded, holds, None)
+
     def again(self, taken: int, found: Found | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
 

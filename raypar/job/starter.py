@@ -20,6 +20,8 @@ from raypar.job.last_checkpoint import last_checkpoint
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Holds, LoadedRun
+from raypar.job.other_layout import room_faults
+from raypar.job.relayout import rebuilt
 from raypar.job.room import no_room, room_awaited, why_no_room
 from raypar.job.snapshots import takes_snapshots
 from raypar.job.standing import Standing
@@ -119,6 +121,30 @@ class Starter:
         self.failures.survived.append(failure)
         log.warning("%s", failure)
         return failure
+
+    def rebuild(self, step: int, error: JobError) -> None:
+        """Build the run anew on its actors after an error of a call that has changed no weight.
+
+        Args:
+            step: Number of steps taken.
+            error: The error, which is raised if the run does not go on: if an actor has died or waits, if the steps of
+                its schedule overlap, or if there is too little memory for a copy of its state.
+        """
+        standing, actors = self.standing, self._lifetime.actors
+        calls, everyone = standing.loaded.calls, range(standing.layout.world.size)
+        if type(error) is not JobError or standing.loaded.schedule.stream:
+            raise error
+        if any(room_faults(standing.layout, standing.layout, standing.loaded.skeleton)):
+            raise error
+        calls.abort()
+        if len(calls.answers(everyone, "progress", seconds=_FREE)) < len(everyone):
+            raise error
+        try:
+            rebuilt(standing, actors, step)
+        except JobError as next_error:
+            log.warning("%s", reason_of(next_error))
+            raise error from None
+        log.warning("%s; no weight was changed, and the job goes on after step %d", reason_of(error), step)
 
     def _size_told(self, lost: Sequence[str]) -> str:
         """Say how many replicas the run goes on with, without which actors."""

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
 from raypar.errors import JobError
-from raypar.job.executors import Executor
+from raypar.job.executors import Executor, executor_of
+from raypar.job.loaded_run import LoadedRun
+
+log = logging.getLogger(__name__)
+
+
+def steps_to_take(run: Run, taken: int, steps: int | None) -> int:
+    """Return how many steps a training takes; log a warning if there are none left, or if it goes on beyond the last.
+
+    Args:
+        run: The run.
+        taken: Number of steps taken.
+        steps: How many are asked for; None for all that are left.
+    """
+    count = max(0, run.steps - taken) if steps is None else steps
+    if steps is None and not count:
+        log.warning("the run has taken all its %d steps: give train(steps=...) for more", run.steps)
+    if count > 0 and taken + count > run.steps:
+        log.warning(
+            "the run has %d steps, and this goes on to step %d: later steps have the last step's learning rate",
+            *(run.steps, taken + count),
+        )
+    return count
 
 
 class Ahead:
@@ -39,6 +63,16 @@ class Ahead:
         self._copy_within, self._stream = copy_within, stream
         self._handed: deque[tuple[int, Any]] = deque()
         self._since = time.perf_counter()
+
+    @classmethod
+    def of(cls, loaded: LoadedRun, most: int, epoch: int, copy_within: Callable[[int], int]) -> Ahead:
+        """Return what hands over the steps of a run; see the class for the other arguments.
+
+        With servers, replicas do not learn of a refused step; tasks and streams are submitted as their step comes.
+        """
+        stream = loaded.schedule.stream
+        alone = loaded.world.servers or loaded.run.executor == "tasks" or stream
+        return cls(loaded.calls, executor_of(loaded), 0 if alone else most, epoch, copy_within, stream)
 
     def hand_over(self, first: int, stop: int) -> None:
         """Hand over as many steps as allowed.

@@ -16,17 +16,16 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
-from raypar.errors import JobError, MovedError
+from raypar.errors import CallError, JobError, MovedError
 from raypar.job.averages import evaluation_step, with_averages
 from raypar.job.displayed import displayed
 from raypar.job.evaluation import Evaluations
-from raypar.job.executors import executor_of
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.rearrangement import rearranged
 from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
-from raypar.job.steps_ahead import Ahead
+from raypar.job.steps_ahead import Ahead, steps_to_take
 from raypar.job.steps_by_hand import StepsByHand
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
@@ -129,14 +128,7 @@ class TrainingLoop:
         """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
         run = self.loaded.run
-        count = max(0, run.steps - self.next_step) if steps is None else steps
-        if steps is None and not count:
-            log.warning("the run has taken all its %d steps: give train(steps=...) for more", run.steps)
-        if count > 0 and self.next_step + count > run.steps:
-            log.warning(
-                "the run has %d steps, and this goes on to step %d: later steps have the last step's learning rate",
-                *(run.steps, self.next_step + count),
-            )
+        count = steps_to_take(run, self.next_step, steps)
         with closing(self._train(count, most)) as outcomes:
             return displayed(run, self.next_step + count, outcomes, on)
 
@@ -145,7 +137,8 @@ class TrainingLoop:
         self.demand_ready()
 
         def take(number: int) -> list[Any]:
-            return self._after_this_step(lambda: evaluation_step(self.loaded, number, ema=ema))
+            call = partial(self._alone, lambda: evaluation_step(self.loaded, number, ema=ema), averaged=ema)
+            return self._after_this_step(call)
 
         evaluation = self._evaluations.take(self.next_step, steps, take, ema=ema)
         if not ema:
@@ -277,10 +270,7 @@ class TrainingLoop:
                 self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
 
     def _handing(self, most: int) -> Ahead:
-        # With servers, replicas do not learn of a refused step; tasks and streams are submitted as their step comes.
-        alone = self.loaded.world.servers or self.loaded.run.executor == "tasks" or self.loaded.schedule.stream
-        told = self._lifetime.epoch, self._starter.copy_due, self.loaded.schedule.stream
-        return Ahead(self.loaded.calls, executor_of(self.loaded), 0 if alone else most, *told)
+        return Ahead.of(self.loaded, most, self._lifetime.epoch, self._starter.copy_due)
 
     def _next(self, ahead: Ahead, stop: int) -> list[Report]:
         """Hand over steps before ``stop``, then wait for the oldest one, or those that overlap, and commit it."""
@@ -292,6 +282,8 @@ class TrainingLoop:
         start = time.perf_counter()
         try:
             return call()
+        except CallError:
+            raise
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
             step, lost = self.next_step + 1, partial(self._times.lost, start)
@@ -332,25 +324,43 @@ class TrainingLoop:
         Raises:
             StepLostError: The step by hand is lost.
             MovedError: The run goes on in another layout.
+            CallError: The call failed on actors that live. The job goes on.
             JobError: The job is over; or another thread takes steps, and goes on after a failure.
         """
         if self._hand.is_midway:
             return self._by_hand(call)
         if not self.loaded.run.max_failures:
-            return self._lifetime.guard(call)
+            return self._lifetime.guard(partial(self._alone, call, averaged=self.is_averaged))
         if not self._training.acquire(blocking=False):
             self._lifetime.demand_open()
             return call()
         try:
-            return self._after_this_step(partial(self._unmoved, self.loaded, call))
+            alone = partial(self._alone, call, self.loaded, averaged=self.is_averaged)
+            return self._after_this_step(alone)
         finally:
             self._training.release()
 
-    def _unmoved(self, loaded: LoadedRun, call: Callable[[], T]) -> T:
-        """Call the actors of a layout. Raises MovedError if the run has gone on in another one."""
-        if self.loaded is not loaded:
+    def _alone(self, call: Callable[[], T], loaded: LoadedRun | None = None, *, averaged: bool) -> T:
+        """Make a call that changes no weight, and keep the job if it fails on actors that live.
+
+        Raises:
+            CallError: It has failed so. With weights that are ``averaged`` the job is over instead, as elsewhere.
+            MovedError: The run has gone on in another layout than the one that is ``loaded``.
+        """
+        if loaded not in (None, self.loaded):
             raise MovedError(f"the run goes on with dp={self.loaded.run.mesh.dp} since then: ask again")
-        return call()
+        try:
+            return call()
+        except JobError as error:
+            if averaged or len(self._ahead or ()) or not self._training.acquire(blocking=False):
+                raise
+            try:
+                self._saver.settle()
+                self._starter.rebuild(self.next_step, error)
+                self._ahead = None
+            finally:
+                self._training.release()
+            raise CallError(*error.args) from None
 
     def _by_hand(self, call: Callable[[], T]) -> T:
         """Call the actors in a step by hand. Raises StepLostError after a failure that the run has survived."""

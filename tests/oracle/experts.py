@@ -24,6 +24,7 @@ class Routed(NamedTuple):
         probs: (B, S, E): probabilities of all experts.
         logits: (B, S, E).
         load: By expert, how many choices fell on it.
+        lengths: By sequence, how many tokens are not padding, which chooses no expert.
     """
 
     chosen: list[list[list[int]]]
@@ -31,16 +32,24 @@ class Routed(NamedTuple):
     probs: Tensor
     logits: Tensor
     load: list[int]
+    lengths: list[int]
 
 
-def route(x_BSD: Tensor, weight_ED: Tensor, moe: dict[str, Any], bias: Sequence[float] | None) -> Routed:
-    """Choose the experts of every token.
+def route(
+    x_BSD: Tensor,
+    weight_ED: Tensor,
+    moe: dict[str, Any],
+    bias: Sequence[float] | None,
+    lengths: Sequence[int] | None = None,
+) -> Routed:
+    """Choose the experts of every token that is not padding.
 
     Args:
         x_BSD: The tokens.
         weight_ED: The router's weight.
         moe: Fields gate, top_k, normalise and others.
         bias: Added to scores for the choice only (DeepSeek-AI 2024, equation 16); None for none.
+        lengths: By sequence, how many tokens are not padding; None if all are.
     """
     logits = x_BSD @ weight_ED.T
     num_experts, gate, k = len(weight_ED), moe["gate"], moe["top_k"]
@@ -53,10 +62,11 @@ def route(x_BSD: Tensor, weight_ED: Tensor, moe: dict[str, Any], bias: Sequence[
     chosen: list[list[list[int]]] = []
     gates: list[list[list[Tensor]]] = []
     load = [0] * num_experts
+    real = [x_BSD.shape[1]] * len(x_BSD) if lengths is None else list(lengths)
     for b, sequence in enumerate(scores.tolist()):
         chosen.append([])
         gates.append([])
-        for s, values in enumerate(sequence):
+        for s, values in enumerate(sequence[: real[b]]):
             ranked = [value + (0.0 if bias is None else bias[e]) for e, value in enumerate(values)]
             if moe["groups"] > moe["top_groups"]:
                 ranked = _in_best_groups(ranked, moe["groups"], moe["top_groups"], k)
@@ -69,7 +79,7 @@ def route(x_BSD: Tensor, weight_ED: Tensor, moe: dict[str, Any], bias: Sequence[
                 load[e] += 1
             chosen[-1].append(best)
             gates[-1].append(weights)
-    return Routed(chosen, gates, probs, logits, load)
+    return Routed(chosen, gates, probs, logits, load, real)
 
 
 def _in_best_groups(scores: list[float], groups: int, kept: int, k: int) -> list[float]:
@@ -86,12 +96,13 @@ def combined(x_BSD: Tensor, routed: Routed, experts: Sequence[Expert], capacity:
     Of a sequence, an expert takes ceil(capacity x S k / E) choices: first those that are somebody's best, in the order
     of the tokens, then the second ones (Lepikhin et al. 2020, algorithm 1).
     """
-    batch, length, k = len(x_BSD), x_BSD.shape[1], len(routed.chosen[0][0])
-    most = math.inf if capacity is None else math.ceil(capacity * length * k / len(experts) - 1e-9)
+    batch, k = len(x_BSD), max(len(token) for sequence in routed.chosen for token in sequence)
     rows = []
     for b in range(batch):
+        length = routed.lengths[b]
+        most = math.inf if capacity is None else math.ceil(capacity * length * k / len(experts) - 1e-9)
         taken = [0] * len(experts)
-        made = [torch.zeros_like(x_BSD[b, s]) for s in range(length)]
+        made = [torch.zeros_like(x_BSD[b, s]) for s in range(x_BSD.shape[1])]
         for rank in range(k):
             for s in range(length):
                 e = routed.chosen[b][s][rank]
@@ -104,20 +115,21 @@ def combined(x_BSD: Tensor, routed: Routed, experts: Sequence[Expert], capacity:
 
 def auxiliary(routed: Routed, moe: dict[str, Any]) -> Tensor:
     """Return the auxiliary losses of one layer for one microbatch, with their coefficients."""
-    num_experts, tokens = routed.probs.shape[-1], routed.probs.shape[0] * routed.probs.shape[1]
+    num_experts, tokens = routed.probs.shape[-1], sum(routed.lengths)
+    real = [(b, s) for b, length in enumerate(routed.lengths) for s in range(length)]
     total = torch.zeros((), dtype=torch.float64)
     if moe["loss"] == "switch":  # Fedus et al. 2021, equations 4 to 6; f counts all k choices
         share = [count / (tokens * moe["top_k"]) for count in routed.load]
-        mean = routed.probs.flatten(0, 1).mean(0)
+        mean = torch.stack([routed.probs[at] for at in real]).mean(0)
         total = total + moe["alpha"] * num_experts * sum(share[e] * mean[e] for e in range(num_experts))
     elif moe["loss"] == "gshard":  # Lepikhin et al. 2020, algorithm 1, with sequences as groups
-        for b, probs_SE in enumerate(routed.probs):
-            length = len(probs_SE)
+        for b, length in enumerate(routed.lengths):
+            probs_SE = routed.probs[b, :length]
             first = [sum(token[0] == e for token in routed.chosen[b]) / length for e in range(num_experts)]
             loss = sum(first[e] * probs_SE[:, e].mean() for e in range(num_experts)) / num_experts
             total = total + moe["alpha"] * loss / len(routed.probs)
     if moe["z_loss"]:  # Zoph et al. 2022, equation 5
-        total = total + moe["z_loss"] * (torch.logsumexp(routed.logits, -1) ** 2).mean()
+        total = total + moe["z_loss"] * torch.stack([torch.logsumexp(routed.logits[at], -1) ** 2 for at in real]).mean()
     return total
 
 

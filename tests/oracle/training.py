@@ -27,11 +27,13 @@ class Microbatch(NamedTuple):
         inputs: Token ids, (B, S), or what an own model takes.
         targets: Labels, (B, S); those of -100 do not count.
         starts: By token the position at which its document begins; None if a sequence is one document.
+        lengths: By sequence, how many tokens are not padding; None if all are.
     """
 
     inputs: Tensor
     targets: Tensor
     starts: Tensor | None = None
+    lengths: list[int] | None = None
 
 
 class Loss(NamedTuple):
@@ -79,7 +81,7 @@ def of_transformer(model: dict[str, Any], biases: dict[str, list[float]] | None 
     """Return the loss of a GPT or Llama: the mean cross-entropy of its labels."""
 
     def loss(weights: Named, batch: Microbatch) -> Loss:
-        out = compute(weights, model, batch.inputs, batch.starts, biases)
+        out = compute(weights, model, batch.inputs, batch.starts, biases, batch.lengths)
         return Loss(*cross_entropy(out.logits, batch.targets), out.auxiliary, out.loads)
 
     return loss

@@ -37,6 +37,7 @@ def compute(
     ids: Tensor,
     starts: Tensor | None = None,
     biases: Mapping[str, Sequence[float]] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Output:
     """Compute the logits of sequences.
 
@@ -46,6 +47,7 @@ def compute(
         ids: Tokens, (B, S).
         starts: By token the position at which its document begins, (B, S); None if a sequence is one document.
         biases: By the name of a block with experts, the bias of each expert.
+        lengths: By sequence, how many tokens are not padding, which has no experts; None if all are.
     """
     batch, length = ids.shape
     at = torch.arange(length).expand(batch, length)
@@ -63,7 +65,8 @@ def compute(
         x = x + (_norm(weights, model, f"{name}.attn_norm", y) if model.get("post_norms") else y)
         y = _norm(weights, model, f"{name}.norm2", x)
         if (moe := model["moe"]) is not None and _has_experts(moe, index, model["layers"]):
-            y, routed = _experts(weights, model, f"{name}.mlp", y, None if biases is None else biases.get(name))
+            bias = None if biases is None else biases.get(name)
+            y, routed = _experts(weights, model, f"{name}.mlp", y, bias, lengths)
             auxiliary = auxiliary + experts.auxiliary(routed, moe)
             loads[name] = routed.load
         else:
@@ -173,11 +176,16 @@ def _has_experts(moe: dict[str, Any], block: int, layers: int) -> bool:
 
 
 def _experts(
-    weights: Weights, model: dict[str, Any], name: str, x: Tensor, bias: Sequence[float] | None
+    weights: Weights,
+    model: dict[str, Any],
+    name: str,
+    x: Tensor,
+    bias: Sequence[float] | None,
+    lengths: Sequence[int] | None,
 ) -> tuple[Tensor, experts.Routed]:
     """Apply the experts of a block, and what all tokens have beside them."""
     moe = model["moe"]
-    routed = experts.route(x, weights[f"{name}.router.weight"], moe, bias)
+    routed = experts.route(x, weights[f"{name}.router.weight"], moe, bias, lengths)
     num_experts = len(weights[f"{name}.router.weight"])
 
     def expert(index: int) -> experts.Expert:

@@ -77,8 +77,11 @@ def _flushes(stream, steps):
     return [(at, min(length, steps - at) if stream else 0) for at in range(0, steps, length)]
 
 
-def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, **settings):
-    """The numbers of the oracle that trains what a run does; ``model`` is the loss of own layers."""
+def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, padding=None, **settings):
+    """The numbers of the oracle that trains what a run does.
+
+    ``model`` is the loss of own layers, and ``padding`` the token that fills sequences up, if one does.
+    """
     if model is None:
         assert not isinstance(run.model, Layers)
         biases = _biases(run.model)
@@ -89,18 +92,24 @@ def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, **setting
             settings["frozen"] = [name for name in first if "_lora." not in name]
     source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
     read = source.inputs, source.targets
+
+    def batch(*at):
+        inputs, targets = (cast_floating(of(*at), dtype)[0] for of in read)
+        lengths = None if padding is None else [_length(row, padding) for row in inputs.tolist()]
+        return Microbatch(inputs, targets, source.extents(*at).starts, lengths)
+
     batches = [
-        [
-            Microbatch(*(cast_floating(of(*at), dtype)[0] for of in read), source.starts(*at))
-            for microbatch in range(run.microbatches)
-            for dp in range(run.mesh.dp)
-            for at in [("train", step, microbatch, dp)]
-        ]
+        [batch("train", step, microbatch, dp) for microbatch in range(run.microbatches) for dp in range(run.mesh.dp)]
         for step in range(steps)
     ]
     settings = {"num_steps": run.steps, "clip": run.clip, "ema": run.ema} | settings
     trained = train(first, model, batches, asdict(run.optim), dtype=dtype, **settings)
     return Numbers(trained.losses, trained.norms, trained.gradients, trained.weights, trained.averages)
+
+
+def _length(row, padding):
+    """How many tokens of a sequence are before the padding at its end."""
+    return max((at + 1 for at, token in enumerate(row) if token != padding), default=0)
 
 
 def _biases(model):

@@ -8,10 +8,11 @@ from inspect import signature
 from traceback import extract_tb
 from typing import Any
 
-from raypar.actors.data.batches import pair_of
+from raypar.actors.data.batches import LengthError, lengths_of, pair_of
 from raypar.actors.errors import is_ours
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
+from raypar.actors.tensors import Values
 from raypar.planner.host import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
@@ -37,9 +38,26 @@ def batches_faults(data: Batches) -> Iterator[str]:
             continue
         if fn is not None:
             try:
-                pair_of(batch)
+                pair = pair_of(batch)
             except TypeError as error:
                 yield f"{name}: {error}"
+            else:
+                yield from _length_faults(data, name, *pair)
+
+
+def _length_faults(data: Batches, name: str, inputs: Values, targets: Values) -> Iterator[str]:
+    """Yield a fault if ``data.lengths`` can't be called with a batch function's batch, or returns no lengths of it."""
+    if data.lengths is None:
+        return
+    if not takes(data.lengths, 2):
+        yield "data.lengths can't be called with (inputs, targets): give a function of these two"
+        return
+    try:
+        lengths_of(data.lengths, inputs, targets)
+    except LengthError as error:
+        yield f"{name}: {error}"
+    except Exception as error:
+        yield failure("data.lengths", error)
 
 
 def failure(name: str, error: Exception) -> str:

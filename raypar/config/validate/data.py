@@ -8,9 +8,12 @@ from collections.abc import Callable
 from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.token_batches import data_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.model import length_faults
+
+_UNREAD = "data.lengths is given, but only experts of GPT and Llama read it, and model is Layers: leave it out"
 
 
 def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
@@ -24,7 +27,8 @@ def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
         from raypar.config.validate.batches import batches_faults  # imports torch
 
         lengths = length_faults(run, run.data, right) if right("model.seq") else ()
-        return [*batches_faults(run.data), *lengths]
+        unread = run.data.lengths is not None and isinstance(run.model, Layers)
+        return [*batches_faults(run.data), *lengths, *([_UNREAD] if unread else ())]
     seq = run.model.seq if right("model.seq") else 1
     if seq is None:
         return [

@@ -119,7 +119,7 @@ def test_dropping_is_gshards_padded_form(factor):
     experts, x = experts_of(4), torch.randn(3, 10, 6, dtype=torch.double)
     choice = softmax_top_k(torch.randn(30, 4, dtype=torch.double), 2, normalise=True)
     capacity = capacity_of(factor, 10, 2, 4)
-    over = over_capacity(choice.chosen, 3, 4, capacity)
+    over = over_capacity(choice.chosen, 4, [capacity] * 3)
     found = run_experts(x.flatten(0, 1), experts, choice.chosen.masked_fill(over, -1), choice.gates).view_as(x)
     torch.testing.assert_close(found, einsums(x, experts, choice.chosen, choice.gates, capacity))
     dropless = run_experts(x.flatten(0, 1), experts, choice.chosen, choice.gates).view_as(x)

@@ -97,20 +97,23 @@ def test_the_capacity_is_the_even_share_times_the_factor():
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("capacity", [1, 3, 7, 100])
-def test_what_is_over_the_capacity(k, capacity):
+@pytest.mark.parametrize("capacities", [(1, 1, 1), (3, 7, 2), (100, 7, 1)])
+@pytest.mark.parametrize("lengths", [(11, 11, 11), (4, 11, 0)])
+def test_what_is_over_the_capacity(k, capacities, lengths):
     groups, S, num_experts = 3, 11, 4
-    _, chosen = routed(groups * S, num_experts, k, seed=capacity)
+    _, chosen = routed(groups * S, num_experts, k, seed=sum(capacities))
+    for g, length in enumerate(lengths):
+        chosen[g * S + length : (g + 1) * S] = -1
     expected = torch.zeros(groups * S, k, dtype=torch.bool)
     for g in range(groups):  # GShard, algorithm 1
         c = [0] * num_experts
         for rank in range(k):
-            for s in range(S):
+            for s in range(lengths[g]):
                 e = int(chosen[g * S + s, rank])
-                expected[g * S + s, rank] = c[e] >= capacity
+                expected[g * S + s, rank] = c[e] >= capacities[g]
                 c[e] += 1
-    assert torch.equal(over_capacity(chosen, groups, num_experts, capacity), expected)
+    assert torch.equal(over_capacity(chosen, num_experts, capacities), expected)
 
 
 def test_without_tokens_nothing_is_dropped():
-    assert over_capacity(torch.zeros(0, 2, dtype=torch.int64), 1, 4, 1).shape == (0, 2)
+    assert over_capacity(torch.zeros(0, 2, dtype=torch.int64), 4, [1]).shape == (0, 2)
