@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from raypar.config.hugging_face import HF
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
-    from raypar.errors import ActorDiedError, ConfigError, JobError, RelayoutLostError, StalledError, StepLostError
+    from raypar.errors import (
+        ActorDiedError,
+        CallError,
+        ConfigError,
+        JobError,
+        RelayoutLostError,
+        StalledError,
+        StepLostError,
+    )
     from raypar.job.before_launch import faults
     from raypar.job.growing_text import Continuation
     from raypar.job.job import Job
@@ -82,6 +90,7 @@ _HOMES = {
     "raypar.config.recipes": ("recipe",),
     "raypar.errors": (
         "ActorDiedError",
+        "CallError",
         "ConfigError",
         "JobError",
         "RelayoutLostError",
@@ -117,6 +126,7 @@ __all__ = [
     "AdamW",
     "AuxiliaryLoss",
     "Batches",
+    "CallError",
     "CheckpointError",
     "ConfigError",
     "Continuation",

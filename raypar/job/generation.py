@@ -139,6 +139,7 @@ class TextGenerator:
 
         Raises:
             ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
             JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
         """
         self._loop.demand_ready()

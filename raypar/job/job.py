@@ -167,6 +167,7 @@ class Job:
 
         Raises:
             ConfigError: The run has no validation data, or no averages.
+            CallError: An exception on actors that live; the job goes on. With ``ema`` it is over.
         """
         return self._loop.evaluate(steps, ema=ema)
 

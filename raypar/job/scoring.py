@@ -67,6 +67,7 @@ class TextScorer:
 
         Raises:
             ConfigError: The run can't score, or a text does not fit. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
             JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
         """
         self._loop.demand_ready()

@@ -77,8 +77,7 @@ class TrainingLoop:
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
         self._hand.forget()
-        self.last = None
-        self.loaded, self.next_step = loaded, 0
+        self.loaded, self.next_step, self.last = loaded, 0, None
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
@@ -109,8 +108,7 @@ class TrainingLoop:
             step: Number of the first step to take.
             name: The job's name.
         """
-        self.next_step = step
-        loaded = self.loaded
+        self.next_step, loaded = step, self.loaded
         self._record.begin(loaded.run, loaded.schedule, step, name, loaded.skeleton)
         if self.loaded.run.early_stop:
             self._evaluations.begin(self._record.validation_losses(self.loaded.run, step))
@@ -258,8 +256,7 @@ class TrainingLoop:
                     ctrl_c.heed()
                 self._lifetime.guard(self._save_due)
                 if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
-                    evaluation = self.evaluate()
-                    yield evaluation
+                    yield (evaluation := self.evaluate())
                     if told := self._evaluations.keep(evaluation):
                         log.warning("%s", told)
                         if not self._saver.due(self.next_step):
@@ -329,13 +326,13 @@ class TrainingLoop:
         """
         if self._hand.is_midway:
             return self._by_hand(call)
+        alone = partial(self._alone, call, self.loaded, averaged=self.is_averaged)
         if not self.loaded.run.max_failures:
-            return self._lifetime.guard(partial(self._alone, call, averaged=self.is_averaged))
+            return self._lifetime.guard(alone)
         if not self._training.acquire(blocking=False):
             self._lifetime.demand_open()
             return call()
         try:
-            alone = partial(self._alone, call, self.loaded, averaged=self.is_averaged)
             return self._after_this_step(alone)
         finally:
             self._training.release()
@@ -347,7 +344,7 @@ class TrainingLoop:
             CallError: It has failed so. With weights that are ``averaged`` the job is over instead, as elsewhere.
             MovedError: The run has gone on in another layout than the one that is ``loaded``.
         """
-        if loaded not in (None, self.loaded):
+        if loaded is not None and loaded is not self.loaded:
             raise MovedError(f"the run goes on with dp={self.loaded.run.mesh.dp} since then: ask again")
         try:
             return call()
@@ -373,11 +370,7 @@ class TrainingLoop:
         """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
         self.demand_ready()
         if self.loaded.run.max_failures:
-            self._after_this_step(partial(self._all, "progress", what=what))
-
-    def _all(self, method: str, *args: object, what: str) -> list[Any]:
-        """Call a method of all actors of the layout in which the run goes on now."""
-        return self.loaded.calls.all(method, *args, what=what)
+            self._after_this_step(lambda: self.loaded.calls.all("progress", what=what))
 
     def _rewind(self, error: NonFiniteError) -> None:
         self._saver.settle()
@@ -397,8 +390,7 @@ class TrainingLoop:
         watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
         reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
         if not by_hand:
-            for told in self._stragglers.of(reports[-1].steps_taken, [result.busy for result in results]):
-                log.warning("%s", told)
+            self._stragglers.warn(reports[-1].steps_taken, [result.busy for result in results])
         self._starter.learn(results, seconds)
         for report in reports:
             self._times.keep(self.next_step, report.step_ms / 1e3)

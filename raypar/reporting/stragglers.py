@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from raypar.actors.mesh.world import World
+
+log = logging.getLogger(__name__)
 
 _TIMES = 1.5  # how many times as long as its peers a straggler computes
 _STEPS = 10  # for how many steps on end
@@ -24,6 +27,11 @@ class Stragglers:
         for rank in world.trainers:
             self._peers[world.pp(rank), world.is_expert(rank)].append(rank)
         self._late = dict.fromkeys(world.trainers, 0)  # by rank, steps on end
+
+    def warn(self, step: int, busy: Sequence[float]) -> None:
+        """Log a warning of each actor that has just become a straggler; see ``of``."""
+        for told in self.of(step, busy):
+            log.warning("%s", told)
 
     def of(self, step: int, busy: Sequence[float]) -> Iterator[str]:
         """Yield a warning for each actor that has just become a straggler.
