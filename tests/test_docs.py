@@ -103,7 +103,7 @@ PYTHON = [page for page in PAGES if any(fence.language == "python" for fence in 
 COMMANDS = [page for page in PAGES if any(commands_of(fence) for fence in runs(page))]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("page", **named(COMMANDS))
 def test_command_lines(page, kept_actors, folder, capsys):
     for fence in runs(page):
@@ -111,7 +111,7 @@ def test_command_lines(page, kept_actors, folder, capsys):
             run_command(words, capsys)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("page", **named(PYTHON))
 def test_python(page, kept_actors, folder, catalog_as_before):
     run_python(str(page), [fence for fence in runs(page) if fence.language == "python"], {"__name__": "a_page"})

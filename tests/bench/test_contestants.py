@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
     processes.kill()
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", thinned(PEERS, lambda name: name == PEERS[0]))
 def test_a_peer_has_the_losses_of_one_process(trained, name):
     if "deepspeed" in CONTESTANTS[name].loop:

@@ -46,7 +46,7 @@ def actions_of(schedule):
 SIZES = [("1f1b", 4, 8, 1), ("gpipe", 2, 4, 1), ("interleaved", 4, 8, 2), ("zb-v", 3, 6, 2), ("v-min", 4, 8, 2)]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), SIZES)
 @pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
 def test_whatever_lasts_how_long_it_is_a_sound_schedule(name, ranks, microbatches, chunks, halves):

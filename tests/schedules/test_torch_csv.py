@@ -40,7 +40,7 @@ def test_gpipe_is_torchs(ranks):
         )
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", thinned(range(1, 6), lambda ranks: ranks <= 3))
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_interleaved_is_torchs(ranks, chunks):

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pytest
 
+_STRIDE = 5  # of the cases of a test with the mark "sampled"
 _SIZES = {"each_value": 1, "each_pair": 2}
 
 
@@ -29,20 +30,20 @@ def _parts(value: object) -> tuple[object, ...]:
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
-    """Mark as long some cases of tests with the mark ``every_third``, ``each_value`` or ``each_pair``.
+    """Mark as long some cases of tests with the mark ``sampled``, ``each_value`` or ``each_pair``.
 
-    With ``every_third`` the first case stays, the fourth, and so on. With ``each_value`` every value of every parameter
-    is in a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there
-    is such a case. Of a test with two marks those cases stay that both leave.
+    With ``sampled`` every fifth case stays, and the first one. With ``each_value`` every value of every parameter is in a
+    case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there is such a
+    case. Of a test with two marks those cases stay that both leave.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        for mark in ("every_third", *_SIZES):
+        for mark in ("sampled", *_SIZES):
             if item.get_closest_marker(mark) is not None:
                 tests.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
     for (_, mark), cases in tests.items():
-        if mark == "every_third":
-            chosen = set(range(0, len(cases), 3))
+        if mark == "sampled":
+            chosen = set(range(0, len(cases), _STRIDE))
         else:
             chosen = _cover([_values(case, _SIZES[mark]) for case in cases])
         for number, case in enumerate(cases):

@@ -53,7 +53,7 @@ def written(tmp_path_factory):
     return of
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, SHORT.__contains__))
 def test_a_layout_goes_on_bitwise(layout, written):
     folder, tensors, wanted = written(layout)

@@ -102,7 +102,7 @@ def restored(before, after):
 ALL, FOUR = [0, 1, 2, 3], range(4)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after", "needed"),
     [

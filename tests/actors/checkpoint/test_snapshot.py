@@ -260,7 +260,7 @@ def offloaded(folder, offload, **changes):
     return team_of(linears(4), **fields)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("here", ["none", "files"])
@@ -274,7 +274,7 @@ def test_training_goes_on_bitwise_with_any_other_offload(here, level, tmp_path):
         same(outcome(other, range(2, 4)), wanted)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("here", "there"), list(pairwise([*LEVELS, *reversed(LEVELS)])))
 def test_any_level_precision_and_mesh_reads_what_another_one_has_offloaded(here, there, tmp_path):
     team = offloaded(tmp_path / "here", "files", **LEVELS[here])

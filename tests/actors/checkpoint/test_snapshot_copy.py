@@ -149,6 +149,7 @@ def test_an_actor_has_what_belongs_to_the_last_whole_copy_and_two_snapshots_more
         outgoing.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "dp": 2, "zero": 1}], ids=str)
 def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     """Each half of the actors is a node, and every actor's buddy is on the other one; the second node is lost."""

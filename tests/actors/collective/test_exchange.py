@@ -149,7 +149,7 @@ def test_a_store_finds_what_came_before_and_asks_once(monkeypatch):
 # --- those who do not come -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "absent", "named"),
     [

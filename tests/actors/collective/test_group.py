@@ -194,6 +194,7 @@ def test_an_op_on_an_odd_shape(op, shape):
     check(make("local", 3), op, torch.float32, shape, 1, "sum", ("transposed", "strided"), UNEVEN)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("shape", [(0,), (3, 1, 2)])
 @pytest.mark.parametrize("op", OPS)

@@ -62,6 +62,7 @@ def test_sums_are_the_same_on_all_members_and_in_the_order_that_is_told(nodes, m
         assert torch.equal(tensors[0], of_nodes[0] + of_nodes[1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_every_reduction_of_every_dtype(op, dtype):

@@ -50,6 +50,7 @@ def moved(before, after, sizes, whole):
     return dict(zip(coordinates, found, strict=True)), sum(entry.bytes for entry in entries) / whole.element_size()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), [*product(ONE, ONE), ("P", "R"), ("P", "S0"), ("P", "S1")])
 def test_values_and_gradients_on_one_axis(before, after):
     """Of partial tensors there is one for each member, which together stack up along a further dim."""

@@ -47,7 +47,7 @@ def team_of(cp, pp=1, dp=1, tp=1, m=2, model=MODEL, **changes):
     return Team(None, pp, m, dp=dp, tp=tp, cp=cp, model=model, **fields | changes)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("context", MODES)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_every_mode_computes_what_one_process_does(cp, context):
@@ -62,7 +62,7 @@ def test_a_llama_with_few_heads_of_keys_and_values(context, kv_heads, cp):
     agrees(team_of(cp, model=model, context=context, steps=2))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("positions", "context"), [*product(get_args(Positions), ["ring"]), *product(["alibi", "rope"], MODES[1:])]
 )
@@ -71,7 +71,7 @@ def test_any_positions(positions, context):
     agrees(team_of(2, model=replace(MODEL, positions=positions, attention=attention), context=context, steps=2))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout",
@@ -90,6 +90,7 @@ def test_with_other_axes(layout, context):
     agrees(team_of(2, model=replace(MODEL, tied=True), context=context, **layout))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("context", MODES)
 def test_recomputing_changes_no_bit(context):
     weights, model = [], replace(MODEL, attention="materialised")

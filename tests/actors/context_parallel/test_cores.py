@@ -71,6 +71,7 @@ def test_it_is_the_plain_core(context, size, kv_heads, core):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "core", [fused, explicit, lambda: biased(2), narrow], ids=["fused", "explicit", "biased", "narrow"]
 )

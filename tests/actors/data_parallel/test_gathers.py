@@ -62,7 +62,7 @@ def cases():
         yield from ((schedule, name) for name in PLACEMENTS if "resident" not in name or int(name[0]) <= stages)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "placement"), list(cases()))
 def test_a_stage_is_gathered_as_often_as_its_placement_says(schedule, placement):
     program, moved, weights = trained(schedule, placement)
@@ -88,7 +88,7 @@ def test_a_stage_is_gathered_as_often_as_its_placement_says(schedule, placement)
     assert all(torch.equal(weights[name], weight) for name, weight in wanted.items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "placement"), list(cases()))
 def test_its_picture_shows_every_gather(schedule, placement):
     program, *_ = trained(schedule, placement)

@@ -58,7 +58,7 @@ def test_bytes_a_parameter_are_those_of_the_textbook(level, bytes_of, shards, co
         assert held.now.get("gathered", 0) == held.now.get("buckets", 0) == 0, "between steps nothing passes"
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize(
     ("reduce", "level", "bytes_of"),
@@ -98,7 +98,7 @@ def test_the_most_that_is_gathered_follows_the_windows(placement):
     assert [formula.gathered for formula in formulas(team)] == [layers * layer] * 2
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("resident", "stages"), [(None, 4), (1, 1), (2, 2), (3, 3)])
 def test_as_many_stages_are_gathered_as_may_be_resident(resident, stages):
     changes = {"schedule": "interleaved", "chunks": 4, "zero_gather": "step", "zero_resident": resident}
@@ -118,6 +118,7 @@ def test_the_account_of_a_pipeline_is_what_its_actors_gather(placement, pp, sche
         assert held.most["gathered"] == pytest.approx(formula.gathered, rel=0.1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("level", [2, 3])
 @pytest.mark.parametrize("when", ["step", "microbatch"])
 def test_gradients_pass_in_few_buckets_or_wait_for_the_last_backward(level, when):

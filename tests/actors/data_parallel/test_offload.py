@@ -32,7 +32,7 @@ def bits(**changes):
     return losses, norms, gradients, masters
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])

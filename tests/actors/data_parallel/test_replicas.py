@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dp", "pp", "schedule", "equal"), CASES)
@@ -50,7 +50,7 @@ def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mo
     agrees(team)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "dp", "m"),
     [(mode, dp, 6 // dp) for mode in MODES for dp in (1, 2, 3, 6) if dp > 1 or mode not in SHARED],
@@ -99,6 +99,7 @@ def test_the_size_of_buckets_changes_no_bit(bucket_mb, mode):
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_stages_and_ranks_without_parameters(mode):
     agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, **MODES[mode]))
@@ -265,6 +266,7 @@ def test_one_replica_moves_and_copies_nothing():
     assert {result.overlap for result in team.step(1)} == {None}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
@@ -369,7 +371,7 @@ def poisoned(step, microbatch, dp):
     return x, y * float("nan") if (step, microbatch, dp) == (1, 2, 1) else y
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
     team, healthy = (Team(linears(), dp=3, data=data, **MODES[mode]) for data in (poisoned, batch))

@@ -37,6 +37,7 @@ def faults_of(team, step, stream=0):
     return [str(result) for result in results if isinstance(result, Exception)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",
     [

@@ -54,7 +54,7 @@ def test_once_a_step_all_levels_have_the_same_bits(pp, dp, schedule):
         assert bits(**fields, zero=level, zero_reduce="step") == wanted
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "interleaved")])
@@ -80,6 +80,7 @@ def test_layers_that_are_run_again():
     agrees(Team(linears(4), 1, 2, dp=2, zero=3, recompute=("full", "none", "full", "none"), **ADAM))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backward", ["split", "auto", "whole"])
 def test_split_backwards(backward):
     agrees(Team(linears(4), 2, 4, dp=2, zero=3, backward=backward, **ADAM))
@@ -101,7 +102,7 @@ def sent(team):
     return {op: sum(table.get(op, (0, 0))[1] for table in tables) for op in ops}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize(
@@ -235,6 +236,7 @@ def test_an_evaluation_gathers_too():
     assert [held(worker) for worker in team.workers] == [0] * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_masters_of_sharded_weights_have_the_bits_of_level_1(compute):
     """bf16 layers and fp32 masters, which are shared out once: no copy beside the shards."""

@@ -50,7 +50,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_actors_of_experts_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **layout)), 2e-5)
@@ -80,6 +80,7 @@ def frozen():
     return layers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "fn", "recompute"),
     [

@@ -69,7 +69,7 @@ LONG = (
 )
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, lambda layout: layout not in LONG))
 def test_experts_on_several_actors_train_as_in_one_process(layout):
     # With the text of Python 3.13, the default of data, rounding moves a weight's tensor by 3e-5 of its norm.
@@ -99,7 +99,7 @@ OWN = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", OWN.values(), ids=OWN.keys())
 def test_own_experts_on_several_actors_train_as_in_one_process(layout):
     model = Layers(mixtures, mse, plan={"layers.*.experts": "expert"})

@@ -88,6 +88,7 @@ def agree(team, m, dp=1, rel=2e-6):
         assert torch.linalg.vector_norm(ours[name] - gradient) <= rel * torch.linalg.vector_norm(gradient), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "recompute",
     ["none", "full", ("full", "none", "full", "none")],
@@ -100,6 +101,7 @@ def test_gradients_are_those_of_the_sum(name, split, recompute):
     agree(Team(layers, 2, 4, schedule, recompute=recompute), 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [

@@ -50,7 +50,7 @@ def trained(run, tilt):
     return (first, second), gradients, team.weights(), ledger
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, lambda layout: layout not in LONG))
 def test_rounds_give_the_same_bits_by_the_same_bytes(layout):
     changes, rounds, tilt = LAYOUTS[layout]

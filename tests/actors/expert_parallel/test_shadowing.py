@@ -38,7 +38,7 @@ def slow_products(monkeypatch):
     monkeypatch.setattr(shadowing, "FLOPS", 1e6)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_shadows_change_no_numbers(layout, slow_products):
     team = Team.of(replace(RUN, **layout))

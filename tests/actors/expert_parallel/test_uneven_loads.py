@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_uneven_loads_train_as_in_one_process(case):
     run, tilt = CASES[case]

@@ -30,6 +30,7 @@ def lent(desk):
     return len(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("room", [PLACE - 1, PLACE, 2 * PLACE, 3 * PLACE])
 @pytest.mark.parametrize(("kv_heads", "seq"), [(N, S), (4, S), (N, 300), (2, 321)])
 def test_kept_or_made_again_it_is_the_same_bits(room, kv_heads, seq):

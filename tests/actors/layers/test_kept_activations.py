@@ -115,7 +115,7 @@ def test_shared_keys_and_values_are_kept_once():
     assert every - one == pytest.approx(1.5 * SBH, rel=0.01)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("attention", ["fused", "materialised"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])

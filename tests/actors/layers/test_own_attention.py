@@ -70,7 +70,7 @@ def test_chunks_compute_what_all_scores_do(mask, length, chunk, heads):
         torch.testing.assert_close(ours_of, theirs_of.nan_to_num(0.0))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mask", [*MASKS.values(), *MASK_MODS.values()], ids=[*MASKS, *MASK_MODS])
 def test_flex_attention_is_its_formula(mask):
     """In float64 with gradients, and as torch's own kernel computes it from the same mask."""
@@ -256,7 +256,7 @@ PLAN = {f"layers.{i}.{inner}{name}": "column" for i, inner in ((0, ""), (1, "inn
 PLAN |= {"layers.0.out": "row", "layers.1.inner.out": "row"}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

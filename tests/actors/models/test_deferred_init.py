@@ -180,6 +180,7 @@ def made(build, chosen=None, seed=0):
 # --- the same whichever layers are made ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_layer_has_the_same_bits_whichever_others_are_made(name):
     build = BUILDS[name]

@@ -57,7 +57,7 @@ def taken(model, **changes):
     return losses, team.gradients(), team.weights()
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_products_that_are_added_to_the_weights(name):
     model = MODELS[name]
@@ -160,6 +160,7 @@ def test_a_rank_that_no_layer_has_is_told():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt", "attn", "mlp"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_planner_counts_what_actors_hold(name, tp):

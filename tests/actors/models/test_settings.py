@@ -37,7 +37,7 @@ def team(model, mesh, **changes):
     return Team.of(Run(mesh=mesh, timeout=10.0, **fields | changes))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

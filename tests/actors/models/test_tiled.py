@@ -50,7 +50,7 @@ def test_tiles_compute_what_a_whole_layer_does(zero, recompute):
     agrees(Tiled(mlp, 1, 2, dp=2, zero=zero, tile={"layers.*.0": 3, "layers.3": 2}, recompute=recompute))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,7 +97,7 @@ def test_two_tiles_are_whole_at_a_time(recompute):
     assert gathered == [largest] * 2
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "tile"),
     [
@@ -171,7 +171,7 @@ def verdict(**changes):
 ALONE = {"mesh": rp.Mesh(), "zero": None}  # nothing but the tiles adds in another order
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes", [{}, {"zero": 1}, {"mesh": rp.Mesh(pp=2, dp=2)}, {"mesh": rp.Mesh(cp=2)}, ALONE], ids=str
 )

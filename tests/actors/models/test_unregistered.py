@@ -104,6 +104,7 @@ def test_a_registered_one_is_a_tied_weight(pp):
     check_run(run_of("registered", pp))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", HIDDEN)
 def test_on_one_actor_it_trains_as_one_process_does(how):
     teams = [Team.of(run_of(how, pp, split=split)) for pp, split in ((1, "even"), (2, (3, 3)))]

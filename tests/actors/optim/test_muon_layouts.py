@@ -46,7 +46,7 @@ def test_pipelines_and_two_replicas_have_the_bits_of_one_process(optim, mesh):
     assert verdict.bitwise, str(verdict)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,7 +97,7 @@ def test_own_layers_that_a_plan_divides():
     assert verdict.ok, str(verdict)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("there", [rp.Mesh(tp=2), rp.Mesh(pp=2, dp=2), rp.Mesh(tp="2d:2x2")])
 def test_momentum_goes_from_one_layout_to_another(there, tmp_path):
     """What another layout has read, it writes again with the same bits."""

@@ -87,7 +87,7 @@ def whole_averages(team):
     return found[0]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_averages_are_those_of_torch_over_a_plain_process(layout):
     changes = LAYOUTS[layout]

@@ -39,7 +39,7 @@ def told(monkeypatch):
     return lines
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [(rp.Mesh(), {}), (rp.Mesh(pp=2), {"backward": "split", "recompute": "full"}), (rp.Mesh(dp=2), {"zero": 3})],

@@ -27,7 +27,7 @@ def sent(team, op):
     return {stage: sum(e.bytes for e in events if e.action[:2] == (stage, op)) for stage in range(4)}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def agrees(run, shared=0.0, far=FAR):
             assert max(max(held[rank].weights) for rank in ranks) == memory.weights + memory.versions
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("backward", ["whole", "split"])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -105,7 +105,7 @@ def test_a_schedule_holds_what_is_said(name, backward):
     agrees(replace(RUN, **{"schedule": name, "backward": backward} | (TWICE if name == "dualpipe" else {})))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_holds_what_is_said_and_as_many_versions_of_weights(name):
     agrees(replace(RUN, **{"steps": 12, "clip": None} | STREAMS[name]))

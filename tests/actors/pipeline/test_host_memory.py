@@ -30,7 +30,7 @@ def weights(run):
     return losses, team.weights(), team
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

@@ -80,7 +80,7 @@ KINDS = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", [False, True], ids=["", "first"])
 def test_halves_have_the_bits_of_a_whole_backward(kind, first):

@@ -108,6 +108,7 @@ def assert_close(found, wanted):
 RECOMPUTED = {"none": "none", "stages": "full", "layers": ["full", "none"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_moves_once_a_microbatch_however_its_layer_is_computed(way, recompute):
@@ -119,6 +120,7 @@ def test_a_teacher_moves_once_a_microbatch_however_its_layer_is_computed(way, re
     assert_close(state(team), plainly(first, 3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("there", [{"pp": 2}, {"pp": 1, "dp": 2, "zero": 0}])
 def test_it_is_in_a_checkpoint_bit_for_bit(way, there, tmp_path):

@@ -51,7 +51,7 @@ def team_of(skips, *sizes, count=8, plan=(), **changes):
 UNET = ((0, 7), (1, 6), (2, 5))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 def test_skips_over_stages_have_the_bits_of_one_process(name):
     backward = ("whole", "auto", "split")[ONE_ROW_A_RANK.index(name) % 3]
@@ -84,7 +84,7 @@ def test_a_v_holds_both_ends_of_its_skips_and_sends_nothing_for_them():
     assert [table["send"] for table in tables[0]] == [table["send"] for table in tables[1]]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,6 +117,7 @@ def test_frozen_stages_get_no_gradients_of_skips():
     assert sent == [9 * (1 + 2), 9 * (1 + 1), 9 * (1 + 1 + 1), 9 * 1], "nothing goes back to the frozen stage 0"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STREAMS)
 def test_asynchronous_schedules_take_skips_and_flushed_after_every_step_have_the_bits_of_one_process(name):
     team = team_of(UNET, 4, 4, name, steps=3, zero=0, flush_every=1)

@@ -41,7 +41,7 @@ def test_weights_may_come_any_time_later(seed, name, ranks, rounds):
     agrees(team, bound=0.0)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("equal", [True, False], ids=["equal counts", "unequal counts"])

@@ -24,7 +24,7 @@ def team_of(model=None, pp=2, m=2, schedule="1f1b", slices=3, steps=2, **changes
     return Team.of(rp.Run(**fields | {"clip": None, "timeout": 10.0} | changes))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ONE_ROW_A_RANK)
 def test_every_schedule_in_slices_has_the_numbers_of_whole_sequences(name):
     backward = ("whole", "auto", "split")[ONE_ROW_A_RANK.index(name) % 3]
@@ -47,13 +47,13 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_dense_attention(name):
     agrees(team_of(MODELS[name], slices=4), bound=CLOSE)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

@@ -37,7 +37,7 @@ RUN = Run(
 )
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

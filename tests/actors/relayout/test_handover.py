@@ -74,7 +74,7 @@ PAIRS = (
 )
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_pairs(before, after):
     run = replace(RUN, **before)

@@ -28,7 +28,7 @@ def team_of(tp=1, pp=1, dp=1, cp=1, model=TINY, **changes):
     return Team(None, pp, 2, dp=dp, tp=tp, cp=cp, model=replace(model, seq=8), **fields | changes)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("moe", EXPERTS, ids=lambda moe: moe.gate + (" capacity" if moe.capacity else ""))
 @pytest.mark.parametrize(("tp", "sequence"), [(2, False), (4, False), (2, True)])
@@ -36,7 +36,7 @@ def test_over_tp(moe, tp, sequence):
     agrees(team_of(tp, model=replace(TINY, moe=moe), sequence_parallel=sequence))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", ("selective", "full")])
@@ -52,6 +52,7 @@ def test_over_cp(moe, context, tp):
     agrees(team_of(tp, cp=2, model=replace(TINY, moe=moe), context=context))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_over_dp(zero):
     agrees(team_of(dp=2, model=replace(TINY, moe=EXPERTS[0]), zero=zero))

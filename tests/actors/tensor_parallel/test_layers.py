@@ -111,6 +111,7 @@ CASES = {  # work, ins, out, inputs, the plain function
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_finite_differences(case, size):

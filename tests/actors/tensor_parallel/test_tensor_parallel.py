@@ -29,7 +29,7 @@ def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
     return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 1, 2, 0), (2, 2, 2, 1)]
@@ -83,6 +83,7 @@ def test_any_positions(positions, sequence):
     agrees(team_of(2, model=model, data=longer, sequence_parallel=sequence, steps=2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_recomputing_changes_no_bit(sequence):
     weights, model = [], replace(TINY, seq=8, attention="materialised")
@@ -94,6 +95,7 @@ def test_recomputing_changes_no_bit(sequence):
         assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "interleaved"])
 def test_every_schedule(schedule):
     agrees(team_of(2, pp=2, m=4, model=replace(TINY, layers=4), schedule=schedule, steps=2))
@@ -124,6 +126,7 @@ def test_an_actor_holds_its_part_of_divided_weights_only():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("vocab", [4, 5, 11, 12])
 def test_a_vocabulary_of_any_size(vocab):
     """Nothing is padded: shares differ by one."""
@@ -186,7 +189,7 @@ def test_selective_gathers_the_inputs_of_attention_and_mlp_once_more():
 LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("here", "there"), [*pairwise([*LAYOUTS, "alone"]), ("all", "all"), ("all", "tp=2")])
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""

@@ -55,7 +55,7 @@ def mixer(**sizes):
     return lambda: [nn.Sequential(nn.Linear(3, 8)), *(Mixer(**sizes) for _ in range(3)), nn.Linear(8, 4)]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 2, 2, 0), (2, 1, 2, 1)]
 )
@@ -160,7 +160,7 @@ def decoder():
 DECODER = {"layers.0": "embedding", **ATTENTION, "layers.3": "column_gather_output"}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 2, 1, 0), (2, 2, 2, 1)])
 def test_attention_with_tied_embeddings(tp, pp, dp, zero):
     agrees(team_of(decoder, DECODER, tp, pp, dp, loss=cross_entropy, data=tokens, zero=zero))

@@ -123,7 +123,7 @@ def over_nccl(monkeypatch):
         team.close()
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "layout",
     [

@@ -74,6 +74,7 @@ def test_packed_is_unpacked(name, path):
     agree(taken(packed), taken(apart))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_every_layout(layout, path):
     run = epoch(MODELS["llama"], path, **LAYOUTS[layout])

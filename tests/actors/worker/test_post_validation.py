@@ -108,6 +108,7 @@ def test_a_clip_of_any_stage_has_the_bits_of_the_flushed_optimizer(layer, optim)
     assert ours[2] > flushed[2], "forwards came again"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", range(RANKS))
 def test_an_overflow_of_any_stage_is_skipped_by_all(layer):
     changes = {"optim": OPTIMIZERS["adamw"], "nonfinite": "skip", "clip": 10.0}
@@ -123,7 +124,7 @@ def test_an_overflow_of_fp16_lowers_the_scale_of_the_loss():
     equal(trained(team_of(float("inf"), {1}, 0, flush_every=FLUSH, **changes)), flushed)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p"])
 def test_steps_without_a_flush_have_the_bits_of_flushed_ones(name):
     for changes in {"clip": None}, {"clip": 0.5}:

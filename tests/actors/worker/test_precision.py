@@ -71,7 +71,7 @@ def cases():
     yield from ((layout, laid_out(layout)["mesh"].size - 1, 0) for layout in SHARDED)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize(("layout", "rank", "microbatch"), list(cases()), ids=str)
 def test_an_overflow_on_any_actor_skips_the_step_on_every_actor(layout, rank, microbatch):

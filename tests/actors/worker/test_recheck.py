@@ -44,7 +44,7 @@ def trained(fn, layout, **changes):
     return losses, team.weights(), buffers
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_changes_no_bit(name):
     layers = lambda: [Normed() for _ in range(4)]  # noqa: E731

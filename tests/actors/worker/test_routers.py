@@ -159,7 +159,7 @@ def one_actor():
     return told(moe())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "changes"), EXPERT_LAYOUTS, ids=str)
 def test_every_layout_tells_the_same(mesh, changes, one_actor):
     theirs, ours = one_actor, told(moe(mesh, **changes))

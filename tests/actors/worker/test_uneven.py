@@ -26,7 +26,7 @@ MESHES = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_a_pipeline_of_uneven_ranks_is_one_plain_process(mesh):
     verdict = verify(run := replace(RUN, mesh=mesh), TeamJob(run))
@@ -35,13 +35,14 @@ def test_a_pipeline_of_uneven_ranks_is_one_plain_process(mesh):
     assert verdict.differences, "other orders of additions"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v", "zb-h1"])
 def test_other_schedules_with_replicas(schedule):
     agrees(Team(linears(4), 2, 4, schedule, mesh=rp.Mesh(pp=2, rank_dp=(2, 1))))
     agrees(Team(linears(4), 2, 4, schedule, mesh=rp.Mesh(pp=2, rank_dp=(1, 2)), **UNEQUAL))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"rank_tp": (2, 2)}], ids=["plain", "tied", "tp 2"])
 def test_both_directions_of_dualpipe_are_one_plain_process(changes):
     model = replace(GPT, layers=6, tied=changes.get("tied", False))
@@ -128,7 +129,7 @@ def test_steps_by_hand_have_the_bits_of_compiled_ones():
     hands.close()
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical", "pipedream-2bw"])
 def test_asynchronous_replicas_make_the_updates_of_one(schedule):
     fields = {"steps": 6, "zero": 0, "flush_every": 3, "optim": SGD(lr=0.05)}

@@ -473,6 +473,7 @@ def test_a_courier_without_a_peer_raises_what_its_group_raises():
         Courier(groups[1], lambda action: (0,), 4).receive(Action.parse("1RECV_F0"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "full", "full"), ("none", "full", "none")])
 @pytest.mark.parametrize("pp", [1, 3])
 def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute, pp):
@@ -591,6 +592,7 @@ def shared(pattern):
     return layers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("layers", "bound", "changes"),
     [

@@ -100,6 +100,7 @@ def test_a_model_of_ours_is_theirs(model, tmp_path):
     assert mean_loss(*losses_of(team.step(5, "evaluate"))) == pytest.approx(loss_of(theirs), rel=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", OWN, ids=str)
 def test_what_was_exported_is_read_again_bit_by_bit(model, tmp_path):
     team = trained(model, rp.Mesh(pp=2))
@@ -208,7 +209,7 @@ def test_a_checkpoint_that_can_not_be_read_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("like", [OWN[1], OWN[2]], ids=["gpt", "llama"])
 @pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2, tp=2)], ids=["alone", "pp2 tp2"])
 def test_adapters_are_merged_into_the_weights_that_they_adapt(like, mesh, tmp_path):

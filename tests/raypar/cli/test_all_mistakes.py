@@ -147,7 +147,7 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
     assert "model.hf" not in fault
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -74,7 +74,7 @@ def test_a_page_has_all_pictures(tmp_path):
     assert "where each rank first differs" in page
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "told"),
     [

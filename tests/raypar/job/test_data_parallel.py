@@ -80,7 +80,7 @@ def test_tied_embeddings(job):
     assert verdict.ok, str(verdict)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
     job.reset(run_of(job))
     compiled = [job.step() for _ in range(2)]

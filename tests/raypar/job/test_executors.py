@@ -93,7 +93,7 @@ def test_a_task_is_submitted_once_the_one_of_another_rank_is_done(name):
     assert len(calls.done) == len(set(calls.done))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "run",
     [

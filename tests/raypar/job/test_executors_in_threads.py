@@ -39,7 +39,7 @@ def run_of(name, **changes):
     return rp.Run(**fields | changes)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("order", ["row", "dynamic"])
@@ -61,7 +61,7 @@ def test_skips_combine(order, changes):
     agrees(run_of("1f1b", order=order, **fields), bound=CLOSE)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
 def test_streams_have_the_bits_of_compiled_ones(name):
     found, clip = {}, None if name in STREAMS else 0.1  # of which updates are taken back
@@ -76,7 +76,7 @@ def test_streams_have_the_bits_of_compiled_ones(name):
     assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", [*STREAMS, "zb-h2"])
 @pytest.mark.parametrize("executor", ["compiled", "tasks"])

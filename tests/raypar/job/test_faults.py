@@ -285,6 +285,7 @@ class Pressing:
         return SimpleNamespace(remote=remote, options=called.options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
     """Also in between the calls that hand it over, when only some of the actors have it."""

@@ -34,7 +34,7 @@ MESHES = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_tokens_are_the_same_on_every_mesh(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:
@@ -43,7 +43,7 @@ def test_tokens_are_the_same_on_every_mesh(mesh):
         assert generation.tokens(PROMPTS[:1], 6) == plain_texts(LLAMA, PROMPTS[:1], 6), "fewer prompts than seats"
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["one", "pp2", "tp2", "pp2 tp2", "tp2 sequence", "dp2 zero3"])
 def test_logits_are_those_of_whole_forwards(mesh, monkeypatch):
     """Every choice is made from the logits that a forward of the whole sequence gives, within 1e-5."""
@@ -94,7 +94,7 @@ MODELS = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", thinned(MODELS, lambda model: model in ("learned", "gemma", "experts")))
 def test_every_model_goes_on_as_whole_forwards_do(model):
     model = MODELS[model]
@@ -102,7 +102,7 @@ def test_every_model_goes_on_as_whole_forwards_do(model):
         assert team_texts(run_of(model, **changes), PROMPTS, 8) == plain_texts(model, PROMPTS, 8)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [{"mesh": rp.Mesh(tp=2)}, {"mesh": rp.Mesh(pp=2, tp=4)}, {"mesh": rp.Mesh(tp=2, dp=2), "sequence_parallel": True}],
@@ -112,7 +112,7 @@ def test_a_vocabulary_that_tensor_ranks_can_not_divide_equally_generates(changes
     assert team_texts(run_of(model, **changes), PROMPTS, 6) == plain_texts(model, PROMPTS, 6)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", [{"mesh": rp.Mesh(dp=2, ep=2)}, {"mesh": rp.Mesh(tp=2, ep=2)}])
 def test_divided_experts_generate(changes):
     model = MODELS["experts"]
@@ -133,7 +133,7 @@ def planned(generation, prompts, count):
     return generation.start(prompts, count).cache_bytes(generation.loaded)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["one", "pp2", "tp2", "pp2 tp2", "dp2"])
 def test_the_memory_of_caches_is_as_planned_and_linear(mesh):
     with closing(TeamGeneration(run_of(**MESHES[mesh]))) as generation:

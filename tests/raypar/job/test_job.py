@@ -82,7 +82,7 @@ def counts(job, op):
     return {label: table.get(("pp", op), None) for label, table in job.ledger().items()}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
@@ -133,7 +133,7 @@ def stored(summary):
     return line.split("MiB")[0], line.split(",")[1]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "m"), [("naive", 4), ("gpipe", 6), ("1f1b", 1), ("1f1b", 8), ("interleaved", 8)])
 def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
     job.reset(tiny(schedule=schedule, microbatches=m))

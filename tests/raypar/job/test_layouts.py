@@ -54,7 +54,7 @@ CASES = (
 )
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("run", "dp"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_losses_and_weights_are_those_of_all_replicas(run, dp):
     losses, weights = trained(run)

@@ -45,7 +45,7 @@ def test_slices_have_about_as_many_tokens(loads, parts, sums):
     assert sorted(sum(loads[number] for number in one) for one in slices) == sums
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_placed_in_another_order_they_train_as_in_one_process(layout):
     team = Team.of(replace(RUN, expert_order=ORDER, **layout))

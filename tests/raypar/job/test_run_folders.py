@@ -154,7 +154,7 @@ def test_what_made_a_run_is_kept_and_a_resume_is_added(kept_actors):
 ENDS = [JobError, rp.NonFiniteError, signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", ENDS, ids=str)
 @pytest.mark.parametrize("folder", ["runs/k", None])
 def test_a_run_that_ends_badly_says_how_it_goes_on(kept_actors, said, monkeypatch, end, folder):

@@ -29,7 +29,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     run = tiny(**layout)

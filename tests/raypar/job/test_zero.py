@@ -80,7 +80,7 @@ def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path)
         assert all(weight.equal(weights[name]) for name, weight in job.weights().items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("changes", [{"zero": 3, "schedule": "interleaved"}, {"zero": 2, "offload": "optimizer"}])
 def test_verify_says_that_what_is_sharded_or_offloaded_computes_what_one_process_does(job_on, changes):
     verdict = rp.verify(tiny(**changes), job_on(4))

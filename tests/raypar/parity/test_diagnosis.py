@@ -82,7 +82,7 @@ LAYOUTS = [{"pp": 2, "recompute": "full"}, {"recompute": ("full", "none")}]
 CASES = [(wrong, {}) for wrong in WRONG] + [(wrong, layout) for wrong in list(WRONG)[:2] for layout in LAYOUTS]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wrong", "layout"), CASES, ids=str)
 def test_a_wrong_move_is_found(found, sabotaged, wrong, layout):
     moves, place, cause = WRONG[wrong]

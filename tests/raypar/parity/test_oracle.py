@@ -59,7 +59,7 @@ def test_the_oracle_imports_nothing_of_raypar():
             assert all(name.startswith("tests.oracle") for name in names if name.startswith("tests")), path.name
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_one_actor_learns_what_the_papers_say(name):
     assert not differences(run_of(MODELS[name]))
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_makes_the_updates_of_its_paper(name):
     assert not differences(run_of(gpt(), **OPTIMIZERS[name]))
@@ -88,7 +88,7 @@ def test_replicas_that_are_flushed_correct_by_the_targets_of_all():
     assert not differences(run, steps=4)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["experts", "sigmoid", "residual"])
 def test_auxiliary_losses_weigh_the_same_whatever_counts(name):
     assert not differences(run_of(MODELS[name], mesh=rp.Mesh(pp=2, dp=2)))
@@ -112,7 +112,7 @@ DELAYS = {
 }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", DELAYS)
 @pytest.mark.parametrize("delay_feedback", [False, True], ids=["as they are", "feedback"])
 def test_stale_gradients_and_their_norms(mesh, delay_feedback):
@@ -130,6 +130,7 @@ def all_count(step, microbatch, dp):
 # --- tokens on several actors ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
 def test_rotated_heads_of_width_2_over_cp(context):
     model = llama(layers=1, hidden=8, vocab=23, ffn=24)
@@ -153,7 +154,7 @@ def packed(tmp_path):
     return rp.Examples(str(made_jsonl(tmp_path / "examples.jsonl", records)), cache=str(tmp_path / "cache"))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("tile", [1, 2], ids=["whole", "tiled"])
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_documents_of_a_sequence_do_not_attend_to_each_other(packed, tile, positions):
@@ -161,6 +162,7 @@ def test_documents_of_a_sequence_do_not_attend_to_each_other(packed, tile, posit
     assert not differences(run_of(model, data=packed, mesh=rp.Mesh(dp=2), zero=3, tile=tile))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tile", [1, 2], ids=["whole", "tiled"])
 def test_slices_of_sequences_are_whole_sequences(tile):
     settings = {"mesh": rp.Mesh(pp=2, dp=2), "zero": 3, "token_slices": 2, "schedule": "1f1b"}

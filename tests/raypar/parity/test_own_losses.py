@@ -107,11 +107,13 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_count_says_of_how_many_elements_a_loss_is_the_mean(layout):
     assert_right(run_of(labelled(0), **ZEROS, **LAYOUTS[layout]), 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_microbatch_without_targets_contributes_nothing(layout):
     """The loss of torch is 0 / 0 there."""
@@ -123,6 +125,7 @@ def without_step_1(step, microbatch, dp):
     return x, torch.full_like(y, -100) if step == 1 else y
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_without_targets_changes_nothing(layout):
     """Neither weights nor moments of the optimizer, which its next step shows."""

@@ -46,7 +46,7 @@ def of_model(name, **settings):
     return run_of(gpt(**MODELS[name]), data=rp.Batches(padded, lengths=lengths), **settings)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_leave_the_padding_of_batches_out(name, layout):
@@ -62,7 +62,7 @@ def test_the_oracle_notices_padding_that_is_routed():
     assert not differences(run)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "apart"])
 @pytest.mark.parametrize("mesh", [rp.Mesh(dp=2), rp.Mesh(cp=2)], ids=["dp", "cp"])
 def test_experts_leave_the_padding_of_examples_out(tmp_path, packing, mesh):

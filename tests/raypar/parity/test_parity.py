@@ -83,7 +83,7 @@ def test_the_cases_cover_what_the_schedules_allow():
     }
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("pp", [2, 3])
 def test_tied_embeddings(job_on, pp, tmp_path):
     run = tiny(pp)
@@ -96,7 +96,7 @@ def test_tied_embeddings(job_on, pp, tmp_path):
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("positions", ["sinusoidal", "hierarchical", "rope", "alibi"])
 def test_positions(job_on, positions):
     model = replace(tiny(2).model, layers=4, positions=positions, attention="materialised")
@@ -171,7 +171,7 @@ def is_short(model, pp, schedule, m):
     return (model, schedule, m) == ("gpt-tiny", "1f1b", 4) or (pp, schedule, m) == (4, "interleaved", 8)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "pp", "schedule", "m"),
     thinned(ON_ACTORS, lambda _, pp, schedule, m: (pp, schedule) in ((2, "1f1b"), (2, "zb-v"), (4, "interleaved"))),
@@ -181,7 +181,7 @@ def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
     is_bitwise(rp.verify(run, job_on(pp)), model, STEPS_ON_ACTORS)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "pp", "schedule", "m"), thinned([case for case in MODELS if case not in ON_ACTORS], is_short)
 )
@@ -195,7 +195,7 @@ RECOMPUTED = [(schedule, how) for schedule in ("gpipe", "1f1b", "interleaved") f
 SOME = [("gpipe", "full"), ("1f1b", "selective"), ("interleaved", EITHER)]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "recompute"), thinned(RECOMPUTED, lambda *case: case in SOME))
 def test_recomputing_changes_no_bit(job_on, schedule, recompute):
     verdict = rp.verify(tiny(2, schedule=schedule, recompute=recompute), job_on(2))
@@ -243,7 +243,7 @@ def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     assert verdict.worst <= 1e-6
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved", "zb-v"], lambda name: name in ("1f1b", "zb-v"))
 )
@@ -263,7 +263,7 @@ def test_stepped_equals_compiled(job_on, schedule):
     assert all(torch.equal(weight, weights[name]) for name, weight in job.weights().items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])
 def test_tied_embeddings_on_one_rank_are_one_parameter(job_on, schedule, bitwise):
     """In one stage autograd adds as one process does; in two, the head's gradient is added before the embedding's."""
@@ -283,7 +283,7 @@ def test_a_stage_of_its_own_moves_nothing(job_on):
     assert job.ledger() == {"pp=0": {}}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "interleaved"), (4, "1f1b")])
 def test_the_layout_does_not_change_the_initial_weights(job_on, pp, schedule):
     run = tiny(pp, schedule=schedule)
@@ -293,7 +293,7 @@ def test_the_layout_does_not_change_the_initial_weights(job_on, pp, schedule):
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("split", ["balanced", (1, 7), (5, 3)])
 def test_any_split_of_the_layers(job_on, split):
     verdict = rp.verify(tiny(2, split=split), job_on(2))
@@ -332,7 +332,7 @@ def test_sgd_without_clipping(job_on):
 
 
 @pytest.mark.long
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("clip", [1e-2, 1e2])
 def test_every_step_clipped_and_none(job_on, clip):
     run = tiny(2, clip=clip)

@@ -24,7 +24,7 @@ def test_a_pipeline_has_the_bits_of_one_process(model, fields):
     assert verdict(model, {"pp": 2}, **fields).bitwise
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])

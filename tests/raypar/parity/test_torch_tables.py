@@ -16,7 +16,7 @@ RUN = replace(rp.recipe("gpt-tiny"), steps=2, microbatches=4, mesh=rp.Mesh(pp=2)
 RUN = replace(RUN, model=replace(RUN.model, layers=4, hidden=16))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize(

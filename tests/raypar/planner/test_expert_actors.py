@@ -64,7 +64,7 @@ def sent_by(team):
     return {key: count / team.world.mesh.inner for key, count in most.items()}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout['mesh']} {layout['zero']}")
 def test_actors_hold_and_send_what_is_planned(layout):
     run = replace(RUN, **layout)
@@ -90,7 +90,7 @@ def test_actors_hold_and_send_what_is_planned(layout):
         assert measured[axis, op] == pytest.approx(count, rel=0.15 if axis == "ep" else 0.05), (axis, op)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [Mesh(dp=4, ep=2), Mesh(dp=2, ep=2), Mesh(dp=2, expert_actors=2)], ids=str)
 def test_what_is_gathered_is_planned(mesh):
     """Experts that no other actor has are gathered by nobody."""

@@ -53,7 +53,7 @@ def test_a_seed_draws_the_same_again():
     assert first == again != other
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", [0.3, 1.0, 3.0])
 def test_the_simulated_training_is_that_of_the_closed_form(part):
     """Of some thousand failures the lost part differs by some hundredths of its own."""

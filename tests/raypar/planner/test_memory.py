@@ -46,7 +46,7 @@ def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
     return worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
     assert sum(one.held for one in named) == max(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tp", ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
 @pytest.mark.parametrize("kind", [GPT, Llama])
 def test_on_a_grid_it_is_an_estimate(kind, tp):

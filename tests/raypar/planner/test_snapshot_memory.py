@@ -45,7 +45,7 @@ def filled(keeper):
     return sum(max(0, os.fstat(file).st_size - one) for file, one in zip(keeper._slots.files, headers, strict=True))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RUNS)
 def test_snapshots_take_the_memory_that_is_planned(name):
     run = RUNS[name]

@@ -137,6 +137,7 @@ def test_what_is_sent_is_what_the_ledger_counts(mesh, changes):
     demand_as_planned(tiny(mesh=rp.Mesh(**mesh), **changes))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

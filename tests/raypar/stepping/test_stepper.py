@@ -115,7 +115,7 @@ def compiled_twice(name):
     return sum(sum(r.losses) for r in results) / sum(len(r.losses) for r in results), state(team)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TEAMS)
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), orderly=st.booleans())
@@ -141,7 +141,7 @@ def test_any_order_of_ready_moves_has_the_gradients_of_a_compiled_step(name, see
         assert (found[key] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-12, key
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", TEAMS)
 @pytest.mark.parametrize("at", [0, 5, -2, -1, 1000])  # -1: all but STEP; then buckets are on their way
@@ -338,6 +338,7 @@ class Exploding(nn.Linear):
         return super().forward(x) * float("inf")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "replicas", "halves", "tied"])
 def test_a_recorded_stage_is_played_alone_bit_by_bit(hands, tmp_path, name, stage):

@@ -143,7 +143,7 @@ def test_a_wait_for_room_keeps_as_many_microbatches_as_there_is_room(timeless):
     assert lines[0] == "The same fault is in a part of it, microbatches 0, 1, 2 and 3, counted from 0 here:"
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["one swap", "all reversed", "room"])
 def test_a_large_schedule_takes_about_a_second(kind):
     schedule = lower(build("gpipe" if kind == "room" else "1f1b", 64, 256))

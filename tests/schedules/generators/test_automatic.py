@@ -35,6 +35,7 @@ def most_kept(schedule, part):
     return most
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("costs", "ranks", "microbatches", "part", "rate_1p", "rate_2p"),
     [(SMALL, 8, 24, kept(2304, 24), 0.1585, 0.0433), (LARGE, 16, 48, kept(6144, 48), None, 0.0066)],
@@ -57,7 +58,7 @@ def random_costs(draw, num_stages):
     return Costs(link=draw.choice([0.0, 0.1, 1.0]), of_stage=stages | whole)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_never_longer_than_what_is_made_by_hand(seed):
     draw = Random(seed)
@@ -71,7 +72,7 @@ def test_it_is_never_longer_than_what_is_made_by_hand(seed):
         assert found == build(name, ranks, microbatches, costs=costs), "the same costs give the same schedule"
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_a_v_is_never_longer_than_what_is_made_by_hand(seed):
     draw = Random(seed)
@@ -95,7 +96,7 @@ def test_a_v_with_more_memory_has_only_the_bubble_before_the_first_microbatch():
     assert simulate(build("zb-v", 4, 8), costs).makespan > work + first + 1
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("placement", [(0, 1, 2, 0, 1, 2), (0, 1, 2, 1), (2, 0, 0, 1, 2, 1, 0), (1, 1, 1, 0, 2)])
 def test_any_placement_of_stages(placement):
     """Dealt out in turn, or ranks with different numbers of stages."""

@@ -40,7 +40,7 @@ def ranks_of(ranks, chunks, name):
     return (*range(ranks), *reversed(range(ranks))) if name in V else tuple(range(ranks)) * chunks
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_every_size_passes_the_check_before_and_after_lowering(name, ranks):

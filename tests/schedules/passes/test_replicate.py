@@ -21,7 +21,7 @@ from raypar.schedules.versions import staleness
 WHOLE = {Op.STEP, Op.USE}
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(2, 3, 1), (1, 3, 4), (3, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", [name for name in CATALOG if name != "dualpipe"])
 def test_every_schedule_has_replicas(name, replicas):

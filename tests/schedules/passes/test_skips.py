@@ -35,7 +35,7 @@ def test_stages_of_one_rank_send_nothing():
     assert not [action for row in lowered.rows for action in row if action.peer is not None]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if not entry.forward_only])
 @pytest.mark.parametrize("size", [(2, 3), (3, 7), (4, 8)])
 def test_every_schedule_of_the_catalog_takes_them(name, size):

@@ -57,7 +57,7 @@ def team_of(tp, model=TINY, m=2, samples=B, **changes):
     return Team(None, changes.pop("pp", 1), m, tp=tp, model=model, **fields | changes)
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("model", [TINY, replace(LLAMA, tied=True)], ids=["gpt", "llama, tied"])
 @pytest.mark.parametrize("grid", [*GRIDS, "2.5d:2x2x1"])
@@ -70,6 +70,7 @@ def test_nine_members_that_share_unevenly():
     agrees(team_of("2d:3x3", replace(TINY, hidden=18, heads=3, tied=True), samples=3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("grid", "changes"),
     [("2d:2x2", {"pp": 2}), ("2d:2x2", {"dp": 2, "zero": 1})],
@@ -79,7 +80,7 @@ def test_with_pipelines_and_replicas(grid, changes):
     agrees(team_of(grid, replace(TINY, tied=True), **changes))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("grid", "context"), [*product(["2d:2x2"], get_args(Context)), ("3d:2x2x2", "ulysses")])
 def test_with_sequences_that_are_divided_too(grid, context):
     model = replace(TINY, seq=8, positions="learned" if context == "ring" else "alibi")
@@ -93,7 +94,7 @@ def test_any_positions(grid, positions):
     agrees(team_of(grid, replace(TINY, layers=1, positions=positions, attention="materialised"), steps=1, m=1))
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 def test_recomputing_changes_no_bit(grid):
     weights = []
@@ -105,7 +106,7 @@ def test_recomputing_changes_no_bit(grid):
         assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
 def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
     """All linear layers leave the gradients of their weights for W, with the messages that these need."""
@@ -272,7 +273,7 @@ def test_a_member_that_is_gone_lets_everybody_go(op):
 LAYOUTS = ["2d:2x2", 2, "2.5d:2x2x2", 1, "3d:2x2x2", "2d:2x2"]
 
 
-@pytest.mark.every_third
+@pytest.mark.sampled
 @pytest.mark.parametrize(("here", "there"), list(pairwise(LAYOUTS)))
 def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
     """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""

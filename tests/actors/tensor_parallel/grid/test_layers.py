@@ -100,12 +100,14 @@ CASES = {  # grid, work, ins, out, inputs, the plain function
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_finite_differences(case):
     spelling, work, ins, out, inputs, _ = CASES[case]
     assert torch.autograd.gradcheck(lambda *x: OnGrid.apply(work, spelling, ins, out, *x), inputs, fast_mode=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_together_they_are_the_dense_layer(case, dtype):
