@@ -32,9 +32,9 @@ def _parts(value: object) -> tuple[object, ...]:
 def mark_long(items: Iterable[pytest.Item]) -> None:
     """Mark as long some cases of tests with the mark ``sampled``, ``each_value`` or ``each_pair``.
 
-    With ``sampled`` every fifth case stays, and the first one. With ``each_value`` every value of every parameter is in a
-    case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there is such a
-    case. Of a test with two marks those cases stay that both leave.
+    With ``sampled`` every fifth case stays, and the first one. With ``each_value`` every value of every parameter is in
+    a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there is
+    such a case. Of a test with two marks those cases stay that both leave.
     """
     tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
