@@ -20,7 +20,7 @@ from raypar.actors.data.mixing import mixed, shares_of
 from raypar.actors.data.packing import Int64s, Packed, apart, packed
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizer import Tokenizer, fix_of_vocab
 from raypar.actors.extents import Extents
 from raypar.actors.specs.data import Examples
 
@@ -196,13 +196,14 @@ def open_sequences(spec: Examples, seq: int) -> tuple[Mixture, Mixture]:
     return train, val
 
 
-def example_faults(spec: Examples, seq: int, vocab: int) -> list[str]:
+def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = None) -> list[str]:
     """Return all faults of the data for a model; [] if there are none. The first call converts.
 
     Args:
         spec: The data.
         seq: Tokens of a sequence.
         vocab: The model's token ids are 0 to vocab - 1.
+        folder: The folder of Hugging Face that the model is from; None if it is from none.
     """
     try:
         both = example_sets(spec)
@@ -213,8 +214,8 @@ def example_faults(spec: Examples, seq: int, vocab: int) -> list[str]:
         facts = one.converted.facts
         if facts.max_id >= vocab:
             faults.append(
-                f"{one.setting}: the largest token id is {facts.max_id}, but the model's vocab is {vocab}: "
-                f"set vocab to {facts.num_ids}, or use the model's own tokenizer"
+                f"{one.setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
+                f"{fix_of_vocab(facts.num_ids, folder)}"
             )
         if not len(_pieces(one.converted, one.chosen, seq).firsts):
             faults.append(f"{one.setting}: {_unlearned(one.converted, one.chosen, spec, seq)}")

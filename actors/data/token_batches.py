@@ -20,6 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from raypar.actors.data.conversion import Convert, by_size
 from raypar.actors.data.text_conversion import Tokens
 from raypar.actors.data.text_files import Facts, TextError, open_tokens
+from raypar.actors.data.tokenizer import fix_of_vocab
 from raypar.actors.specs.data import Text
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def open_corpus(text: Text, convert: Convert = by_size) -> Corpus:
     )
 
 
-def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
+def data_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> list[str]:
     """Return all faults of a text for a model; [] if there are none. Each is a sentence with its fix.
 
     Token counts and ids are known only after conversion, so the first call converts. User mistakes raise no exception.
@@ -86,13 +87,14 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
         text: The user's text.
         seq: Tokens per sequence.
         vocab: The model's token ids are 0 to vocab - 1.
+        folder: The folder of Hugging Face that the model is from; None if it is from none.
     """
     parts, faults = _open_parts(text)
     for setting, (_, facts) in parts.items():
         if facts.max_id >= vocab:
             faults.append(
                 f"{setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
-                f"set model.vocab to {facts.vocab}, or use a tokenizer with fewer ids"
+                f"{fix_of_vocab(facts.vocab, folder)}"
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check

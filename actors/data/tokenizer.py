@@ -259,3 +259,18 @@ def _as_bytes(example: Written) -> Tokenized:
         first = len(example.text[:start].encode())
         learned[first : first + len(example.text[start:stop].encode())] = 1
     return Tokenized(ids, learned)
+
+
+def fix_of_vocab(num_ids: int, folder: str | None) -> str:
+    """Return what to do where a tokenizer has larger ids than a model: the embedding of a folder has its own size.
+
+    Args:
+        num_ids: The number of ids that the data can have.
+        folder: The folder of Hugging Face that the model is from; None if it is from none.
+    """
+    if folder is None:
+        return f"set model.vocab to {num_ids}, or use a tokenizer with fewer ids"
+    return (
+        f"use the tokenizer in {folder!r}, or resize the embedding in transformers first "
+        f"(model.resize_token_embeddings({num_ids}), and save_pretrained)"
+    )

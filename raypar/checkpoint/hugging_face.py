@@ -141,7 +141,8 @@ def export(
             tensors = _with_later_positions(tensors, model, config["n_positions"])
         _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
         texts = {CONFIG: _json(config)}
-        texts["README.md"] = model_card(run, model, kind, found.manifest.step, chosen, loss, home).encode()
+        about = run, model, kind, found.manifest.step, chosen, loss, home
+        texts["README.md"] = model_card(*about, from_function=_is_function(plain, "data")).encode()
         for name, text in texts.items():
             write_whole(aside / name, [memoryview(text)])
         write_files_beside(run, None if home is None else Path(home), aside)
@@ -169,7 +170,7 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
         faults.append(f"{str(path)!r} is there already: give another folder, or remove it first")
     if not path.parent.is_dir():
         faults.append(f"{str(path.parent)!r} is no folder: create it, or give another path")
-    own = {part for part in ("model", "data") if isinstance(plain.get(part), dict) and "fn" in plain[part]}
+    own = {part for part in ("model", "data") if _is_function(plain, part)}
     config = their_config(plain) if "model" in own else None
     if "model" in own and config is None:
         faults.append("the model is your own Layers, and only a GPT or a Llama is one of Hugging Face's")
@@ -184,6 +185,11 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
     if kind is None or faults:
         raise ConfigError([f"export: {fault}" for fault in (*faults, *unfit)])
     return run, run.model, kind
+
+
+def _is_function(plain: Mapping[str, Any], part: str) -> bool:
+    """Return whether the model or the data of a run, as plain data, are a function of the user's."""
+    return isinstance(plain.get(part), Mapping) and "fn" in plain[part]
 
 
 def _begun(model: GPT | Llama) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from raypar.actors.specs.run import Run
 
 
 def model_card(
-    run: Run, model: GPT | Llama | None, kind: str, step: int, dtype: str, loss: float | None, home: str | None
+    run: Run,
+    model: GPT | Llama | None,
+    kind: str,
+    step: int,
+    dtype: str,
+    loss: float | None,
+    home: str | None,
+    *,
+    from_function: bool,
 ) -> str:
     """Return the card.
 
@@ -20,8 +28,14 @@ def model_card(
         dtype: Dtype of the weights.
         loss: The last loss of the run in nats per token; None if it is not known.
         home: The folder whose weights the run began with; None if they were random.
+        from_function: Whether the data were batches of a function; then those of ``run`` are not looked at.
     """
-    path = {"batches of a function": 1.0} if isinstance(run.data, Batches) else run.data.path
+    if not step:
+        data = "none, as no step was taken"
+    elif from_function or isinstance(run.data, Batches):
+        data = "batches of a function"
+    else:
+        data = run.data.path if isinstance(run.data.path, str) else ", ".join(run.data.path)
     each = run.microbatches * run.micro_batch_size * run.mesh.dp
     sizes, length = "its sizes are in config.json", ""
     if model is not None:
@@ -31,7 +45,7 @@ def model_card(
         "type": f"{kind}: {sizes}",
         "weights": dtype,
         "began with": f"the weights in {home}" if home else "random weights",
-        "data": path if isinstance(path, str) else ", ".join(path),
+        "data": data,
         "steps": f"{step} of {run.steps}, of {each} sequences{length}",
         "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
         "layout": f"pp={run.mesh.pp} dp={run.mesh.dp} cp={run.mesh.cp} tp={run.mesh.tp} ep={run.mesh.ep}, "

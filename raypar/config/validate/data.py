@@ -34,7 +34,8 @@ def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
         return [
             "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
         ]
+    folder = run.model.hf if right("model.hf") else None
     vocab = run.model.vocab if right("model.vocab") else sys.maxsize
     if isinstance(run.data, Examples):
-        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab))]
-    return [f"data.{fault}" for fault in text_faults(run.data, seq, vocab)]
+        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab, folder))]
+    return [f"data.{fault}" for fault in text_faults(run.data, seq, vocab, folder)]

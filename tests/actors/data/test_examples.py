@@ -136,7 +136,7 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
 def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(folder, tmp_path):
     path = str(made_jsonl(tmp_path / "data.jsonl", [{"messages": TALK[:1]}] * 3))
     faults = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 100)
-    assert "the largest token id is 257, but the model's vocab is 100: set vocab to 258" in faults[0]
+    assert "the largest token id is 257, but model.vocab is 100: set model.vocab to 258" in faults[0]
     assert "no token of its examples is a target" in faults[1] and "how are you<|im_end|>" in faults[1]
 
 
@@ -163,11 +163,11 @@ def test_an_epoch_has_every_target_once_and_goes_on_in_the_middle(packing, folde
         letters = Tokenizer(str(folder)).decoded(found).replace("<|im_end|>", "")
         assert {letter: letters.count(letter) for letter in letters} == {text[0]: len(text) - 1 for text in texts}
         assert found.count(257) == 20
-        for inputs, _, starts in rows:
-            for at, start in enumerate(starts[0].tolist()):
+        for inputs, _, extents in rows:
+            for at, start in enumerate(extents.starts[0].tolist()):
                 assert start == at or inputs[0, start] == inputs[0, at], "a token sees only its own example"
     again = ExampleBatches(spec, 32, 1, 1, 1, seed=3).batch("train", len(train) + 1, 0, 0)
-    assert all(torch.equal(one, other) for one, other in zip(again, rows[1], strict=True))
+    assert same(again, rows[1])
     shared = ExampleBatches(spec, 32, 1, 2, 2, seed=3)
     together = torch.cat([shared.batch("train", 0, m, dp)[0] for m in range(2) for dp in range(2)])
     assert torch.equal(together, torch.cat([batches.batch("train", step, 0, 0)[0] for step in range(4)]))
@@ -212,10 +212,16 @@ def mixture(tmp_path, folder, **changes):
     return spec, [text for texts in sets.values() for text in texts]
 
 
+def same(one, other):
+    """Whether two batches are the same, with their documents and padding."""
+    pairs = zip((*one[:2], *one[2]), (*other[:2], *other[2]), strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
 def texts_in(rows, folder):
     """The texts of sequences, whole."""
     tokenizer, found = Tokenizer(str(folder)), []
-    for inputs, targets, starts in rows:
+    for inputs, targets, (starts, _) in rows:
         for begin in dict.fromkeys(starts[0].tolist()):
             place = (starts[0] == begin).nonzero().flatten()
             if targets[0, place[0]] != IGNORED:
@@ -243,7 +249,7 @@ def test_a_shuffled_mixed_packed_epoch_goes_on_in_its_middle_with_every_document
         for dp in range(2)
     ]
     for one, other in zip(rows[stopped:], went_on, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert same(one, other)
     rows = rows[:stopped] + went_on
     part, _ = mixed(np.arange(len(rows)), train.shares, 3)
     for which, size in enumerate(sizes):

@@ -10,10 +10,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import raypar as rp
+from raypar.actors.data.example_batches import example_faults
+from raypar.actors.data.token_batches import data_faults
 from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened
 from raypar.config.hugging_face import model_of
 from raypar.config.hugging_face_config import config_of, type_of
+from tests.support.examples import made_jsonl
 from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
 
@@ -191,3 +194,35 @@ def test_fine_tuning_says_which_positions_it_leaves_as_they_are(tmp_path):
     assert told.startswith("the model has 16 positions, and sequences of 12 tokens train the first alone")
     assert shortened(rp.Run(model=rp.HF(folder), data=rp.Batches(batch))) is None
     assert shortened(rp.Run(model=rp.Llama())) is None
+
+
+# --- what an export says of its data, and what is said of a tokenizer that does not fit ------------------------------
+
+
+def card_of(tmp_path, step):
+    model = rp.Llama(layers=1, hidden=16, heads=2, seq=12, vocab=VOCAB)
+    team = Team.of(rp.Run(model=model, data=rp.Batches(batch), microbatches=1, timeout=20.0))
+    return (export(checkpoint_of(team, tmp_path / "from", step), tmp_path / "to") / "README.md").read_text()
+
+
+def test_the_card_names_no_data_that_were_not_used(tmp_path):
+    assert "| data | batches of a function |" in card_of(tmp_path / "one", 1)
+    assert "| data | none, as no step was taken |" in card_of(tmp_path / "none", 0)
+
+
+@pytest.mark.parametrize("examples", [True, False], ids=["examples", "text"])
+def test_a_tokenizer_that_is_larger_than_the_embedding_of_a_folder(tmp_path, examples):
+    """To set another vocabulary, which is the folder's, would fail."""
+    folder = str(tmp_path / "model")
+    text = tmp_path / "data.txt"
+    text.write_text("z" * 4000)
+    path = made_jsonl(tmp_path / "data.jsonl", [{"text": "zzzz"}] * 5)
+    cache = str(tmp_path / "cache")
+    if examples:
+        (fault,) = example_faults(rp.Examples(str(path), cache=cache), 8, 100, folder)
+    else:
+        (fault,) = data_faults(rp.Text(str(text)), 8, 100, folder)
+    fix = (
+        f"use the tokenizer in {folder!r}, or resize the embedding in transformers first (model.resize_token_embeddings"
+    )
+    assert f"is 122, but model.vocab is 100: {fix}(256), and save_pretrained)" in fault
