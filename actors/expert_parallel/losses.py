@@ -21,7 +21,7 @@ def alone(own: Tensor) -> Tensor:
     return own
 
 
-def _counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
+def counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
     """Return values of tokens in which those of padding are zero."""
     return values_Tn if real_T is None else values_Tn.masked_fill(~real_T.unsqueeze(1), 0.0)
 
@@ -48,7 +48,7 @@ def switch_loss(probs_TE: Tensor, chosen_TK: Tensor, sums: Sums = alone, real_T:
     """
     num_experts, (tokens, choices) = probs_TE.shape[1], chosen_TK.shape
     size = probs_TE.new_tensor([tokens]) if real_T is None else real_T.sum(0, keepdim=True).to(probs_TE)
-    probs = _counted(probs_TE, real_T).sum(0)
+    probs = counted(probs_TE, real_T).sum(0)
     total = sums(torch.cat((load_of(chosen_TK, num_experts).to(probs_TE), probs, size)))
     load_E, probs_E, tokens_1 = total.split((num_experts, num_experts, 1))
     loss: Tensor = num_experts * (load_E * probs_E).sum() / (tokens_1[0] ** 2 * choices).clamp(min=1)
@@ -74,10 +74,10 @@ def gshard_loss(
     num_experts = probs_TE.shape[1]
     first = torch.nn.functional.one_hot(first_T.clamp(min=0), num_experts).to(probs_TE)
     ones = probs_TE.new_ones(len(probs_TE), 1)
-    of_tokens = _counted(torch.cat((first, probs_TE, ones), 1), real_T).view(groups, -1, 2 * num_experts + 1)
+    of_tokens = counted(torch.cat((first, probs_TE, ones), 1), real_T).view(groups, -1, 2 * num_experts + 1)
     counts_GE, probs_GE, tokens_G1 = sums(of_tokens.sum(1)).split((num_experts, num_experts, 1), 1)
-    counted = (tokens_G1 > 0).sum().clamp(min=1) * num_experts
-    loss: Tensor = (counts_GE * probs_GE / tokens_G1.clamp(min=1) ** 2).sum() / counted
+    parts = (tokens_G1 > 0).sum().clamp(min=1) * num_experts
+    loss: Tensor = (counts_GE * probs_GE / tokens_G1.clamp(min=1) ** 2).sum() / parts
     return loss
 
 
@@ -91,7 +91,7 @@ def z_loss(logits_TE: Tensor, sums: Sums = alone, real_T: Tensor | None = None) 
 
     Source: Zoph et al. 2022, "ST-MoE", equation 5.
     """
-    squares_T1 = _counted(logits_TE.logsumexp(1, keepdim=True).square(), real_T)
+    squares_T1 = counted(logits_TE.logsumexp(1, keepdim=True).square(), real_T)
     size = logits_TE.new_tensor(len(logits_TE)) if real_T is None else real_T.sum().to(logits_TE)
     total, tokens = sums(torch.stack((squares_T1.sum(), size)))
     loss: Tensor = total / tokens.clamp(min=1)

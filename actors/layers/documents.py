@@ -25,12 +25,14 @@ class Documents:
         starts: Of each of this actor's tokens, the place of the first one of its document in the whole sequence, (B, S)
             int64; None if a sequence is one document.
         lengths: How many tokens each whole sequence has before its padding, (B,) int64; None if nothing is padding.
+        microbatch: Its number in the whole step and over all replicas; None before the first one.
         reads: Returns both for a program, a step and a microbatch, numbered over all replicas; None if there are none.
     """
 
     def __init__(self) -> None:
         self.starts: Tensor | None = None
         self.lengths: Tensor | None = None
+        self.microbatch: int | None = None
         self.reads: Reader | None = None
 
     def turn_to(self, program: ProgramName | None, step: int, microbatch: int) -> None:
@@ -41,11 +43,12 @@ class Documents:
             step: The step.
             microbatch: Its number in the whole step and over all replicas.
         """
-        self.turn(Extents() if self.reads is None or program is None else self.reads(program, step, microbatch))
+        found = Extents() if self.reads is None or program is None else self.reads(program, step, microbatch)
+        self.turn(found, microbatch)
 
-    def turn(self, extents: Extents) -> None:
-        """Turn to a microbatch with these documents and this padding."""
-        self.starts, self.lengths = extents
+    def turn(self, extents: Extents, microbatch: int) -> None:
+        """Turn to a microbatch of this number, with these documents and this padding."""
+        (self.starts, self.lengths), self.microbatch = extents, microbatch
 
     def real(self, sharding: Sharding, shape: torch.Size) -> Tensor | None:
         """Return which of an actor's tokens are not padding, (B, S) bool; None if all are known to be none.

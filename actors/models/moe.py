@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
 from raypar.actors.expert_parallel.experts import DROPPED, run_experts
 from raypar.actors.expert_parallel.gates import updated_bias
+from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
 from raypar.actors.expert_parallel.record import Balanced, attach_loss
 from raypar.actors.expert_parallel.router import Router, Routing
@@ -30,6 +31,8 @@ class MoE(nn.Module, Balanced):
         num_experts: Number E of experts.
         mlp: Makes an MLP (..., D) -> (..., D).
         documents: Knows which tokens of the microbatch are padding: no expert computes them, and they count nowhere.
+        joint: The loss over all layers, which these share.
+        block: The index of the block.
 
     Attributes:
         router: Chooses experts for tokens.
@@ -44,10 +47,13 @@ class MoE(nn.Module, Balanced):
             and add up its gradients, one does.
     """
 
-    def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP, documents: Documents) -> None:
+    def __init__(
+        self, model: Transformer, num_experts: int, mlp: MakeMLP, documents: Documents, joint: JointLoss, block: int
+    ) -> None:
         super().__init__()
         assert model.moe is not None
         self.spec, self.num_experts, self.attaches, self.documents = model.moe, num_experts, True, documents
+        self._joint, self._is_first = joint, block == model.moe.blocks(model.layers)[0]
         self.sums: Sums = alone
         self.over: Callable[[Tensor], Tensor] = self._over
         self.router = Router(self.spec, model.hidden, num_experts)
@@ -118,6 +124,11 @@ class MoE(nn.Module, Balanced):
         elif spec.loss == "gshard" and spec.alpha:
             first_T, groups = routing.chosen[:, 0], len(y_BSD)
             losses["gshard"] = spec.alpha * gshard_loss(routing.probs, first_T, groups, self.sums, real_T)
+        elif spec.loss == "joint" and spec.alpha:
+            again = self.record is not None and self.record.microbatch is None
+            at = self.documents.microbatch, self.sums, real_T
+            more = self._joint.of_layer(routing.probs, routing.chosen, *at, is_first=self._is_first, again=again)
+            losses["joint"] = spec.alpha * more
         if spec.z_loss:
             losses["z"] = spec.z_loss * z_loss(routing.logits, self.sums, real_T)
         for kind, loss in losses.items():

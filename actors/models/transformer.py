@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.hugging_face.folder import model_type_of
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
@@ -166,7 +167,7 @@ class TransformerModel(Model):
         if spec.moe is not None:
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
-        self.documents, self.slices = Documents(), TokenSlices()
+        self.documents, self.slices, self._joint = Documents(), TokenSlices(), JointLoss()
         super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 
     @abstractmethod
@@ -253,7 +254,9 @@ class TransformerModel(Model):
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
         num_experts = self.spec.num_experts(block)
-        return MoE(self.spec, num_experts, self.mlp, self.documents) if num_experts else self.mlp(self.spec.mlp_width)
+        if not num_experts:
+            return self.mlp(self.spec.mlp_width)
+        return MoE(self.spec, num_experts, self.mlp, self.documents, self._joint, block)
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:

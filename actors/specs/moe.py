@@ -13,7 +13,7 @@ from raypar.actors.bounds import Count, NotNegative, Positive, Steps
 from raypar.actors.known_fields import known_fields
 
 Gate = Literal["softmax", "shazeer", "gshard", "switch", "sigmoid"]
-ExpertLoss = Literal["switch", "gshard", "none"]
+ExpertLoss = Literal["switch", "gshard", "joint", "none"]
 
 _CHOICES = {"gshard": 2, "switch": 1}  # of a token, where the gate's paper says it
 _NOISY = ("softmax", "switch")  # gates whose noise has a size that is set
@@ -49,7 +49,8 @@ class MoE:
     """capacity factor: an expert takes so many times its even share of a sequence, and drops what is more; None: it
     takes all"""
     loss: ExpertLoss = "switch"
-    """auxiliary loss that evens out the load: that of Switch or of GShard"""
+    """auxiliary loss that evens out the load: of each layer that of Switch or of GShard; or joint, one over the tokens
+    of all layers, as transformers has it for Mixtral and Qwen3-MoE"""
     alpha: NotNegative = 0.01
     """weight of the auxiliary loss"""
     z_loss: NotNegative = 0.0

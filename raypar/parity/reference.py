@@ -219,7 +219,7 @@ class _Plain:
         if self.model.documents is not None:
             found = self._source.extents("train", step, microbatch, dp)
             on_device = (None if each is None else self._place.to((each,))[0] for each in found)
-            self.model.documents.turn(Extents(*on_device))
+            self.model.documents.turn(Extents(*on_device), number)
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))

@@ -133,6 +133,16 @@ def auxiliary(routed: Routed, moe: dict[str, Any]) -> Tensor:
     return total
 
 
+def joint(layers: Sequence[Routed], moe: dict[str, Any]) -> Tensor:
+    """Return the loss over the tokens of all layers, with its coefficient: transformers' load_balancing_loss_func."""
+    num_experts = layers[0].probs.shape[-1]
+    tokens = [(of, b, s) for of in layers for b, length in enumerate(of.lengths) for s in range(length)]
+    chosen = [[of.chosen[b][s].count(e) for e in range(num_experts)] for of, b, s in tokens]
+    share = [sum(one[e] for one in chosen) / len(tokens) for e in range(num_experts)]
+    mean = torch.stack([of.probs[b, s] for of, b, s in tokens]).mean(0)
+    return moe["alpha"] * num_experts * sum(share[e] * mean[e] for e in range(num_experts))
+
+
 def moved_bias(bias: Sequence[float], load: Sequence[int], rate: float) -> list[float]:
     """Return the bias of each expert after a step: DeepSeek-AI 2024, section 2.1.2."""
     mean = sum(load) / len(load)

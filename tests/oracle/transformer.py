@@ -59,6 +59,7 @@ def compute(
     x = x + _added(weights, model, at)
     auxiliary = torch.zeros((), dtype=torch.float64)
     loads: dict[str, list[int]] = {}
+    layers: list[experts.Routed] = []
     for index in range(model["layers"]):
         name = f"blocks.{index}"
         y = _attention(weights, model, f"{name}.attn", _norm(weights, model, f"{name}.norm1", x), index, starts)
@@ -69,9 +70,12 @@ def compute(
             y, routed = _experts(weights, model, f"{name}.mlp", y, bias, lengths)
             auxiliary = auxiliary + experts.auxiliary(routed, moe)
             loads[name] = routed.load
+            layers.append(routed)
         else:
             y = _mlp(weights, model, f"{name}.mlp", y)
         x = x + (_norm(weights, model, f"{name}.mlp_norm", y) if model.get("post_norms") else y)
+    if layers and model["moe"]["loss"] == "joint":
+        auxiliary = auxiliary + experts.joint(layers, model["moe"])
     head = weights["embed.tokens.weight"] if model["tied"] else weights["head.out.weight"]
     return Output(_capped(_norm(weights, model, "head.norm", x) @ head.T, model.get("logit_cap")), auxiliary, loads)
 

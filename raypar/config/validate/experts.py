@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.model import Layers
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.config.skeleton import Skeleton
 
@@ -20,6 +21,8 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         right: Called with paths of fields, returns whether these have valid values by themselves.
     """
     mesh, own = run.mesh, isinstance(run.model, Layers)
+    if right("model", "mesh") and isinstance(run.model, Transformer) and run.model.moe is not None:
+        yield from _joint_faults(run.model, run.model.moe, mesh.pp)
     if right("expert_shadows", "mesh") and run.expert_shadows:
         yield from _shadow_faults(run, skeleton, right)
     if right("expert_rounds", "expert_shadows", "mesh") and run.expert_rounds > 1:
@@ -54,6 +57,18 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
             yield f"{field} is {parts}, but the experts of {name} have buffers, {why}: make them parameters, or {off}"
     if own and mesh.tensor_ranks > 1:
         yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
+
+
+def _joint_faults(model: Transformer, moe: MoE, pp: int) -> Iterator[str]:
+    """Yield why the loss of experts can't be one over all layers."""
+    if moe.loss != "joint":
+        return
+    if not isinstance(moe.experts, int):
+        yield "model.moe.loss is 'joint', but layers have unequal numbers of experts: give one, or use 'switch'"
+    if pp > 1:
+        alpha = moe.alpha * moe.top_k / max(1, len(moe.blocks(model.layers)))
+        fix = f"set it to 'switch', with moe.alpha {alpha:g} for the same strength at an even load, or mesh.pp to 1"
+        yield f"model.moe.loss is 'joint', which needs all layers on one actor, but mesh.pp is {pp}: {fix}"
 
 
 def _shared(skeleton: Skeleton) -> set[int]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
-from raypar.actors.expert_parallel.losses import gshard_loss, load_of, switch_loss, z_loss
+from raypar.actors.expert_parallel.joint_loss import JointLoss
+from raypar.actors.expert_parallel.losses import alone, gshard_loss, load_of, switch_loss, z_loss
 
 
 def routed(tokens, num_experts, k, seed=0):
@@ -117,3 +118,23 @@ def test_what_is_over_the_capacity(k, capacities, lengths):
 
 def test_without_tokens_nothing_is_dropped():
     assert over_capacity(torch.zeros(0, 2, dtype=torch.int64), 4, [1]).shape == (0, 2)
+
+
+def test_the_loss_over_all_layers_is_that_of_transformers():
+    """With its mask of padding, which is here by token; each layer's gradient has the choices of all."""
+    module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    num_experts, k, sizes = 5, 2, (2, 6)
+    mask = torch.ones(sizes, dtype=torch.int64)
+    mask[1, 4:] = 0
+    logits = [torch.randn(12, num_experts, requires_grad=True) for _ in range(3)]
+    theirs = module.load_balancing_loss_func(tuple(logits), num_experts, k, mask)
+    expected = torch.autograd.grad(theirs, logits)
+    joint, real, parts = JointLoss(), mask.flatten().bool(), []
+    for number, one in enumerate(logits):
+        probs = one.softmax(-1)
+        chosen = probs.topk(k, -1).indices.masked_fill(~real[:, None], -1)
+        parts.append(joint.of_layer(probs, chosen, 7, alone, real, is_first=number == 0, again=False))
+    total = torch.stack(parts).sum()
+    torch.testing.assert_close(total, theirs)
+    for own, other in zip(torch.autograd.grad(total, logits), expected, strict=True):
+        torch.testing.assert_close(own, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ MODELS = {
     "experts": gpt(moe=rp.MoE(experts=4, alpha=0.3, z_loss=0.02, capacity=1.2)),
     "sigmoid": llama(moe=rp.MoE(experts=4, gate="sigmoid", groups=2, shared=1, alpha=0.3, every=2)),
     "bias": gpt(moe=rp.MoE(experts=4, gate="sigmoid", bias_rate=0.05, loss="none")),
+    "joint": gpt(layers=3, moe=rp.MoE(experts=4, alpha=0.3, loss="joint", z_loss=0.01)),
     "adapters": llama(lora=rp.Lora(rank=3, alpha=5.0)),
     "residual": llama(moe=rp.MoE(experts=(3, 5), gate="switch", top_k=1, residual=True, loss="gshard", alpha=0.4)),
 }  # fmt: skip
@@ -92,6 +94,39 @@ def test_replicas_that_are_flushed_correct_by_the_targets_of_all():
 @pytest.mark.parametrize("name", ["experts", "sigmoid", "residual"])
 def test_auxiliary_losses_weigh_the_same_whatever_counts(name):
     assert not differences(run_of(MODELS[name], mesh=rp.Mesh(pp=2, dp=2)))
+
+
+JOINT = {
+    "order of microbatches": {"schedule": "gpipe"},
+    "recomputed": {"schedule": "gpipe", "recompute": "full", "mesh": rp.Mesh(dp=2)},
+    "sequences divided": {"mesh": rp.Mesh(cp=2), "context": "ring"},
+    "tokens divided": {"mesh": rp.Mesh(tp=2), "sequence_parallel": True},
+    "experts divided": {"mesh": rp.Mesh(dp=2, ep=2)},
+    "backwards in halves": {"schedule": "zb-h1"},
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("layout", JOINT)
+def test_one_loss_over_the_experts_of_all_layers(layout):
+    """With padding, too; each layer's gradient has the choices of all layers."""
+    run = run_of(MODELS["joint"], **JOINT[layout])
+    assert not rp.faults(run)
+    assert not differences(run)
+    padded = replace(run, data=rp.Batches(with_padding, lengths=lambda x, y: (x != 0).sum(1)))
+    assert not differences(padded, padding=0)
+
+
+def with_padding(step, microbatch, dp):
+    x, y = uneven(step, microbatch, dp)
+    x = x.clamp(min=1)
+    x[0, 5:], y[0, 5:] = 0, -100
+    return x, y
+
+
+def test_one_loss_over_all_layers_needs_them_on_one_actor():
+    (fault,) = rp.faults(run_of(MODELS["joint"], mesh=rp.Mesh(pp=2)))
+    assert "set it to 'switch', with moe.alpha 0.2 for the same strength at an even load, or mesh.pp to 1" in fault
 
 
 def test_a_replica_that_is_gone_when_targets_are_counted_is_named():
