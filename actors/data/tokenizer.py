@@ -23,6 +23,7 @@ Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 _FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _ENDS = ("generation_config.json", "config.json")  # which say what ids end a text
+_NAMED_TEMPLATES = "additional_chat_templates"
 _SPECIAL = "special_tokens_map.json"
 _MOST_BYTES = 1 << 30
 
@@ -215,20 +216,33 @@ class Tokenizer:
         return found if isinstance(found, dict) else {}
 
     def _read_template(self, template: str | None) -> str | dict[str, str] | None:
-        """Return the source of the chat template: the file's that is given, the folder's, or those of its settings."""
-        path = expanded(template) if template is not None else None
-        if path is None and self._folder is not None and (self._folder / _TEMPLATE).is_file():
-            path = self._folder / _TEMPLATE
-        if path is not None:
-            try:
-                return read_named(path, _MOST_BYTES).decode()
-            except (OSError, ValueError) as error:
-                raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the path") from error
+        """Return the source of the chat template: the file's that is given, the folder's, or those of its settings.
+
+        As in transformers, files of the folder, of which several have names, go before its settings.
+        """
+        if template is not None:
+            return _template_text(expanded(template))
+        files = dict[str, str]()
+        if self._folder is not None:
+            if (self._folder / _TEMPLATE).is_file():
+                files["default"] = _template_text(self._folder / _TEMPLATE)
+            for path in sorted((self._folder / _NAMED_TEMPLATES).glob("*.jinja")):
+                files[path.stem] = _template_text(path)
+        if files:
+            return files["default"] if [*files] == ["default"] else files
         found = self._settings.get("chat_template")
         if isinstance(found, list):  # several, by name
             named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
             found = {name: one for name, one in named.items() if isinstance(name, str) and isinstance(one, str)}
         return found if found and isinstance(found, str | dict) else None
+
+
+def _template_text(path: Path) -> str:
+    """Read the file of a chat template. Raises ExampleError."""
+    try:
+        return read_named(path, _MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the path") from error
 
 
 def _model(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from raypar.actors.specs.run import Run
 
 _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_NAMED_TEMPLATES = "additional_chat_templates"  # a folder of further ones
 _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as they are
     _GENERATION,
     _TOKENIZER,
@@ -49,9 +51,13 @@ def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
         _copy_named(_OF_TOKENIZER, beside, folder)
         if file.is_file():
             _copy(file, folder / _TOKENIZER)
+        _copy_templates(beside, folder)
+    elif home is not None:
+        _copy_templates(home, folder)
     template = getattr(run.data, "template", None)
     if template is not None and Path(template).is_file():
         _copy(Path(template), folder / _TEMPLATE)
+        shutil.rmtree(folder / _NAMED_TEMPLATES, ignore_errors=True)  # the run has gone by that one alone
     if home is None and (end := _end_of(folder)) is not None:
         write_whole(folder / _GENERATION, [memoryview(json.dumps({"eos_token_id": end}).encode())])
 
@@ -61,6 +67,13 @@ def _copy_named(names: Sequence[str], home: Path, folder: Path) -> None:
     for name in names:
         if (home / name).is_file():
             _copy(home / name, folder / name)
+
+
+def _copy_templates(home: Path, folder: Path) -> None:
+    """Copy the chat templates of a folder that have names."""
+    for path in sorted((home / _NAMED_TEMPLATES).glob("*.jinja")):
+        (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
+        _copy(path, folder / _NAMED_TEMPLATES / path.name)
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -235,6 +235,18 @@ def test_of_several_templates_that_with_tools_is_taken_for_tools(tmp_path):
         alone.prompt(talk("hi"))
 
 
+def test_named_templates_may_be_files_and_go_before_the_settings(tmp_path):
+    folder = made_tokenizer(tmp_path / "a", "of the settings")
+    (folder / "chat_template.jinja").write_text("plain")
+    assert Tokenizer(str(folder)).template.prompt(talk("hi"), tools=TOOLS) == "plain"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    template = Tokenizer(str(folder)).template
+    assert (template.prompt(talk("hi")), template.prompt(talk("hi"), tools=TOOLS)) == ("plain", "with tools")
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    assert theirs.apply_chat_template(talk("hi"), tools=TOOLS, tokenize=False) == "with tools"
+
+
 def test_marks_leave_nothing_in_the_text_however_they_are_spelled(tmp_path):
     template = "{%+ generation %}a{%+ endgeneration +%}b"
     one = Tokenizer(str(made_tokenizer(tmp_path, template))).template.written(talk("hi", "hello"), [1])

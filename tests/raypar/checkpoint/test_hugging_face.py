@@ -168,6 +168,8 @@ def test_of_a_model_from_nothing_the_tokenizer_of_its_data_goes_along(named, tmp
     }
     for name, text in {**texts, "notes.txt": "of the user"}.items():
         (tmp_path / "tokenizer" / name).write_text(text)
+    (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("named")
     (tmp_path / "other.jinja").write_text("other")
     found = checkpoint_of(trained(OWN[2]), tmp_path / "checkpoints")
     for kind, template in (("text", {}), ("examples", {"template": str(tmp_path / "other.jinja")})):
@@ -175,8 +177,10 @@ def test_of_a_model_from_nothing_the_tokenizer_of_its_data_goes_along(named, tmp
         changed = replace(found, manifest=replace(found.manifest, run={**found.manifest.run, "data": data}))
         folder = export(changed, tmp_path / kind)
         wanted = {"README.md", "config.json", "generation_config.json", "model.safetensors", *texts}
+        wanted |= set() if template else {"additional_chat_templates"}
         assert {path.name for path in folder.iterdir()} == wanted
         assert (folder / "tokenizer.json").read_text() == texts["tokenizer.json"]
+        assert template or (folder / "additional_chat_templates" / "rag.jinja").read_text() == "named"
         assert (folder / "chat_template.jinja").read_text() == ("other" if template else "its own")
         assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": 7}
 
