@@ -677,6 +677,7 @@ def test_the_sdist_builds_the_same_wheel(built):
     assert contents(built[0]) == contents(built[1])
 
 
+@pytest.mark.long
 def test_the_wheel_can_be_imported(built, tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", tmp_path / "site"]
     subprocess.run([*pip, built[0]], check=True)

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Read = Callable[[Callable[[], list[Any]]], list[Any]]
 Told = Callable[[int, int, str], None]
 
+_ENOUGH = 8  # prompts of a group whose products of matrices take longer than to read a stage's weights
 _AHEAD = 2  # steps that the actors have beside the one that is waited for
 
 
@@ -300,8 +301,14 @@ def seats_of(prompts: int, replicas: int, groups: int) -> dict[int, list[list[in
 
 
 def _num_groups(loaded: LoadedRun, prompts: int) -> int:
-    """Return into how many groups the prompts of a replica are cut: as many as pipeline ranks, if there are enough."""
-    return min(loaded.schedule.num_ranks, -(-prompts // loaded.run.mesh.dp))
+    """Return into how many groups the prompts of a replica are cut: as many as pipeline ranks, if there are enough.
+
+    Few prompts stay together. A stage takes the time to read its weights for each group, however few prompts that has,
+    so groups that are computed at once save no time then, and cost each stage one more reading. Where whole texts are
+    computed again, a text alone is enough.
+    """
+    each, enough = -(-prompts // loaded.run.mesh.dp), 1 if isinstance(loaded.run.model, Layers) else _ENOUGH
+    return max(1, min(loaded.schedule.num_ranks, each // enough))
 
 
 def _submit(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:

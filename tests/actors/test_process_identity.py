@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from raypar.actors import process_identity
 from raypar.actors.process_identity import ProcessIdentity, open_files, open_process, own_identity, process_began
+from tests.support.descriptors import descriptors
 from tests.support.namespaces import CONTAINER, OTHER_USER, missing, unshared
 
 IDENTITY = "from raypar.actors.process_identity import own_identity; print(tuple(own_identity()))"
@@ -30,10 +29,6 @@ def sleeping(**its):
 
 def identity_of(pid):
     return own_identity()._replace(pid=pid, began=process_began(pid))
-
-
-def num_open():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +85,7 @@ def test_elsewhere_than_on_linux_nothing_is_known(monkeypatch, tmp_path):
 def test_a_process_is_opened_by_its_number_and_start_time_and_its_files_are_read(tmp_path):
     (tmp_path / "text").write_text("hello")
     with (tmp_path / "text").open() as file, sleeping(pass_fds=[file.fileno()]) as child:
-        gc.collect()  # what earlier tests left open is closed now, and not in between
-        its, number, before = identity_of(child.pid), file.fileno(), num_open()
+        its, number, before = identity_of(child.pid), file.fileno(), descriptors()
         (copy,) = open_files(its, [number])
         assert os.pread(copy, 9, 0) == b"hello"
         os.close(copy)
@@ -109,7 +103,7 @@ def test_a_process_is_opened_by_its_number_and_start_time_and_its_files_are_read
         assert process_began(child.pid) is None
         with pytest.raises(OSError):
             open_process(its)
-        assert num_open() <= before
+        assert not descriptors() - before
 
 
 def test_a_process_that_has_ended_and_is_not_waited_for_is_over():

@@ -150,6 +150,7 @@ def run(tmp_path):
     return of
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workload", ["gpt-124m", "llama-1.3b", "llama-8b-lora"])
 def test_the_peer_trains_tied_weights_and_adapters_as_raypar_verifies(run, workload):
     losses = LocalTrainer(whole_model(run(workload), 0, CPU)).train(0, 3)

@@ -97,6 +97,7 @@ def combined(x_BSD: Tensor, routed: Routed, experts: Sequence[Expert], capacity:
     of the tokens, then the second ones (Lepikhin et al. 2020, algorithm 1).
     """
     batch, k = len(x_BSD), max(len(token) for sequence in routed.chosen for token in sequence)
+    outs = [expert(x_BSD) for expert in experts]  # of all tokens; those that did not choose it are not taken
     rows = []
     for b in range(batch):
         length = routed.lengths[b]
@@ -108,7 +109,7 @@ def combined(x_BSD: Tensor, routed: Routed, experts: Sequence[Expert], capacity:
                 e = routed.chosen[b][s][rank]
                 if taken[e] < most:
                     taken[e] += 1
-                    made[s] = made[s] + routed.gates[b][s][rank] * experts[e](x_BSD[b, s])
+                    made[s] = made[s] + routed.gates[b][s][rank] * outs[e][b, s]
         rows.append(torch.stack(made))
     return torch.stack(rows)
 

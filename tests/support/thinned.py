@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-_STRIDE = 5  # of the cases of a test with the mark "sampled"
+_STRIDE = 8  # of the cases of a test with the mark "sampled"
 _SIZES = {"each_value": 1, "each_pair": 2}
 
 
@@ -32,7 +32,7 @@ def _parts(value: object) -> tuple[object, ...]:
 def mark_long(items: Iterable[pytest.Item]) -> None:
     """Mark as long some cases of tests with the mark ``sampled``, ``each_value`` or ``each_pair``.
 
-    With ``sampled`` every fifth case stays, and the first one. With ``each_value`` every value of every parameter is in
+    With ``sampled`` the first case stays, and each eighth. With ``each_value`` every value of every parameter is in
     a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there is
     such a case. Of a test with two marks those cases stay that both leave.
     """

@@ -123,6 +123,7 @@ def test_the_shares_that_an_actor_needs_are_enough_and_no_more(before, after, ne
     assert restored(before, after) == needed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from contextlib import closing, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from raypar.actors.checkpoint.snapshot_address import Recipient, Share
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
 SHARE, TOKEN, HERE = Share(0, 1), "1" * 32, "127.0.0.1"
@@ -34,10 +34,6 @@ def steps_of(receiver):
 
 def content(file):
     return os.pread(file, os.fstat(file).st_size, 0)
-
-
-def num_opened():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
@@ -155,7 +151,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     """Each half of the actors is a node, and every actor's buddy is on the other one; the second node is lost."""
     team = Team(linears(), **{"pp": 1, **layout}, max_failures=1, buddy_every=2)
     other = Team(linears(), **{"pp": 1, **layout}, max_failures=1)
-    plans, before = [actor.member.seat.plan for actor in team.all], num_opened()
+    plans, before = [actor.member.seat.plan for actor in team.all], descriptors()
     keepers, size, weights = [SnapshotKeeper(plan, lambda step: None) for plan in plans], len(plans), []
     shares, half = [Share(0, rank) for rank in range(size)], size // 2
     ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[1] for rank, keeper in enumerate(keepers)]
@@ -176,13 +172,13 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     for keeper in keepers:
         keeper.close()
     del keepers, keeper  # what is mapped is open too
-    assert num_opened() <= before  # what others have left may go meanwhile
+    assert not descriptors() - before
 
 
 def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them():
     """Of four actors two are on a node that has lost all: one of them receives each share, the other opens its file."""
     team, other = (Team(linears(), pp=2, dp=2, zero=1, max_failures=1) for _ in range(2))
-    shares, before = [Share(0, rank) for rank in range(4)], num_opened()
+    shares, before = [Share(0, rank) for rank in range(4)], descriptors()
     keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)
@@ -210,4 +206,4 @@ def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them(
     for keeper in (*keepers, *late):
         keeper.close()
     del keepers, late, keeper, receiver, reader
-    assert num_opened() <= before
+    assert not descriptors() - before

@@ -56,6 +56,7 @@ def make(request, monkeypatch):
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [lambda tensor: tensor, strided], ids=["plain", "strided"])
 def test_every_op(make, layout):
     groups = make(3)

@@ -389,6 +389,7 @@ def test_messages_of_one_tag_keep_their_order(backend):
     assert [t[0].item() for t in got] == list(range(8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_overlapping_groups_work_at_once_from_several_threads(backend):
     """Four members in the groups {01} {23} {02} {13} {0123}; each reduces in all three of its groups at once."""

@@ -137,6 +137,7 @@ def test_a_later_sequence_that_can_not_be_cut_is_told():
         team.step(1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2), (4, 2)])
 def test_another_number_of_parts_reads_what_one_has_written(there, here, tmp_path):
     writer, reader = team_of(there), team_of(here)

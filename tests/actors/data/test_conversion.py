@@ -72,6 +72,7 @@ def test_what_comes_back_is_in_order_and_the_processes_end(upper):
     assert pools() <= before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("block", "error", "says"),
     [

@@ -43,6 +43,7 @@ class Takes(nn.Module):
         return self.linear(x) + y_T.t()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pp", "part", "changes"), [(1, None, {}), (3, "view", {"zero_gather": "step"}), (3, None, {"recompute": "full"})]
 )

@@ -239,6 +239,7 @@ def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients():
 # --- what is moved, and when -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dp", "pp", "schedule"), [(2, 1, "1f1b"), (4, 1, "gpipe"), (3, 2, "1f1b"), (2, 2, "interleaved")]
 )
@@ -292,6 +293,7 @@ def test_only_servers_hold_optimizers_and_each_parameter_is_on_one():
     assert not any(hasattr(worker.member.parts.update, "_optimizer") for worker in team.workers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SHARED])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, mode):

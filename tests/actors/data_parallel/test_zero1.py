@@ -23,6 +23,7 @@ def owned(worker):
     return {ours[id(parameter)] for group in groups for parameter in group["params"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (1, 3), (2, 3)])
 def test_each_weight_has_one_owner_and_its_gradient_and_state_are_there_alone(pp, dp):
     team = Team(linears(6), pp, 2, dp=dp, zero=1, optim=AdamW(lr=0.01))

@@ -48,6 +48,7 @@ def test_uneven_loads_train_as_in_one_process(case):
 NAMED = [Mesh(pp=2, dp=2, ep=2), Mesh(pp=2, tp=2, ep=2), Mesh(pp=2, dp=2, expert_actors=1)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", NAMED, ids=str)
 def test_a_router_that_is_not_finite_is_named_on_its_actor(mesh):
     team = Team.of(replace(RUN, mesh=mesh, check_every=0))

@@ -115,6 +115,7 @@ def test_every_layout_learns_the_same(layout, name):
                 torch.testing.assert_close(theirs[key], value, atol=1e-5, rtol=1e-3, msg=lambda t, k=key: f"{k}: {t}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["pp=2 tp=2 sequence parallel", *(f"zero {level}" for level in range(4))])
 def test_what_is_frozen_stays_bit_by_bit_and_costs_no_gradients(layout):
     team = team_of(LLAMA, **LAYOUTS[layout])

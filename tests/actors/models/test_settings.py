@@ -73,6 +73,7 @@ def test_a_gemma_with_all_of_it_is_the_same_on_every_axis(mesh, changes):
     agrees(team(GEMMA, mesh, **changes))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, tp=2), Mesh(tp="2d:2x2"), Mesh(cp=2)], ids=str)
 def test_a_gpt_with_all_of_it_is_the_same_on_every_axis(mesh):
     agrees(team(GPT2, mesh))

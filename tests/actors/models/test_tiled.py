@@ -86,6 +86,7 @@ def whole_tiles(team):
     return most
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "full", ("full",) * 4])
 def test_two_tiles_are_whole_at_a_time(recompute):
     team = Tiled(mlp, 1, 2, dp=2, zero=3, tile=4, recompute=recompute)

@@ -118,6 +118,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_offloaded_update_sends_what_is_on_the_device(layout):
     fields = {"model": MODEL, "data": rp.Batches(tokens), "microbatches": 2, "steps": 2, "clip": 0.5}

@@ -93,6 +93,7 @@ def test_an_error_of_the_layer_is_its_own():
         layer(torch.ones(1))
 
 
+@pytest.mark.long
 def test_the_compiler_is_imported_only_where_it_is_asked_for():
     code = "import sys, raypar.actors.worker.build; print('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

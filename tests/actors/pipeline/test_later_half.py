@@ -139,6 +139,7 @@ def layers():
     return Layers(lambda: [block() for block in blocks], mse, halves=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "dp", "zero"), [("1f1b", 1, 0), ("interleaved", 2, 1), ("zb-h1", 1, 0)])
 def test_modules_of_any_kind_in_a_pipeline(name, dp, zero, monkeypatch):
     """On replicas too, which reduce gradients as they come; W has something to do wherever a matrix is left."""

@@ -72,6 +72,7 @@ class OwnExperts(nn.Module):
         return x_BSD + run_experts(x_TD, self.experts, chosen, gates).view_as(x_BSD)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (2, 2, 2)])
 def test_experts_of_a_plan(tp, pp, dp):
     plan = {"layers.*.experts.*.0": "column", "layers.*.experts.*.2": "row"}

@@ -78,6 +78,7 @@ DEEP = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_neighbours_that_are_divided_differently_have_their_input_redistributed(tp, pp, dp):
     agrees(team_of(deep, DEEP, tp, pp, dp))
@@ -292,6 +293,7 @@ def test_a_step_sends_what_the_textbook_says():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_parts_reads_what_was_written(here, there, tmp_path):
     first, second = (team_of(decoder, DECODER, tp, loss=cross_entropy, data=tokens) for tp in (here, there))

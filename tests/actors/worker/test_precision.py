@@ -33,6 +33,7 @@ def in_fp32():
     return losses(TINY)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reduce", ["fp32", "half"])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_half_precision_trains_as_fp32_does(compute, reduce, in_fp32):

@@ -388,6 +388,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_anywhere_and_the_next_step_
     assert all(torch.equal(weight, wanted[name]) for name, weight in team.weights().items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 def test_statistics_do_not_keep_what_a_step_that_is_not_taken_computed(nonfinite, recompute):
@@ -529,6 +530,7 @@ class Pooled(nn.Module):
         return self.inner((x * x.mean()).sum((2, 3)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("made", "bitwise"),

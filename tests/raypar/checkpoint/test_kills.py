@@ -37,6 +37,7 @@ def count_of_calls(folder, step, monkeypatch):
     return len(calls)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", CASES.values(), ids=CASES)
 def test_a_kill_at_any_call_leaves_the_newest_sound_one(step, begun, monkeypatch):
     found = []
@@ -55,6 +56,7 @@ def test_a_kill_at_any_call_leaves_the_newest_sound_one(step, begun, monkeypatch
     assert {1, step} == set(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", CASES.values(), ids=CASES)
 def test_a_disk_that_refuses_any_one_call_raises_only_checkpoint_errors(step, begun, monkeypatch):
     refused, codes = 0, (errno.ENOSPC, errno.EROFS, errno.EACCES)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from raypar.actors.process_identity import open_files, own_identity, process_beg
 from raypar.actors.specs.results import Located
 from raypar.cluster.processes import Exit, Processes
 from raypar.schedules.action import STEP, Action, Op
+from tests.support.descriptors import descriptors
 from tests.support.kernel import TELLS_EXITS
 
 # The child ends when it reads a line; its parent waits for it, as Ray's raylet does for its workers, and then says so.
@@ -31,15 +31,11 @@ def located(pid):
     return Located("here", own_identity()._replace(pid=pid, began=process_began(pid) or 1))
 
 
-def num_open():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_a_stopped_process_is_ended_and_a_dead_one_harms_nobody():
     stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     dead = subprocess.Popen(["true"])
     dead.wait()
-    before = num_open()
+    before = descriptors()
     processes = Processes()
     processes.know({0: located(stopped.pid), 1: located(dead.pid)})
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -50,7 +46,7 @@ def test_a_stopped_process_is_ended_and_a_dead_one_harms_nobody():
     assert processes.number(0) == os.getpid()
     processes.close()
     processes.kill(0)
-    assert num_open() == before
+    assert not descriptors() - before
     assert (processes.number(0), processes.exit_of(0), processes.last_action(0)) == (None, None, "")
 
 
@@ -91,7 +87,7 @@ def test_the_kernels_own_kills_are_counted_since_the_last_time(tmp_path):
 
 
 def test_the_last_action_is_read_from_outside():
-    before, last = num_open(), LastAction()
+    before, last = descriptors(), LastAction()
     last.begin(2, STEP)
     (fd,) = open_files(own_identity(), [last.share()])
     assert last_action_in(fd) == "STEP of step 3"
@@ -105,7 +101,7 @@ def test_the_last_action_is_read_from_outside():
     os.close(last.share())
     assert last_action_in(fd) == ""
     del last
-    assert num_open() <= before + 1  # the mapping has a descriptor of its own
+    assert len(descriptors() - before) <= 1  # the mapping has a descriptor of its own
 
 
 @pytest.mark.parametrize("differs", ["pid_namespace", "user_namespace", "uid", "boot", "began"])
@@ -127,6 +123,6 @@ def test_nobody_else_is_ended_who_has_the_number_of_an_actor(differs):
 def test_a_python_that_opens_no_processes_knows_none(monkeypatch, module, name):
     """As one that was built for an old Linux: a launch without recovery needs none of it."""
     monkeypatch.delattr(module, name)
-    before, processes = num_open(), Processes()
+    before, processes = descriptors(), Processes()
     processes.know({0: located(os.getppid())})
-    assert (processes.number(0), num_open()) == (None, before)
+    assert processes.number(0) is None and not descriptors() - before

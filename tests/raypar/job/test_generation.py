@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker import generation as worker_generation
 from raypar.config.validate.generation import prompt_faults
 from raypar.errors import JobError
+from raypar.job import generation as driver_generation
 from raypar.job.generation import Generation, request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
 from tests.support.thinned import thinned
@@ -32,6 +34,21 @@ MESHES = {
     "dp2 zero3": {"mesh": rp.Mesh(dp=2), "zero": 3},
     "pp2 dp2 zero3": {"mesh": rp.Mesh(pp=2, dp=2), "zero": 3},
 }
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Few prompts are cut into groups, as many would be."""
+    monkeypatch.setattr(driver_generation, "_ENOUGH", 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "dp", "groups"), [(1, 1, 1), (7, 1, 1), (16, 1, 2), (15, 1, 1), (90, 1, 3), (31, 2, 2)]
+)
+def test_few_prompts_stay_together(monkeypatch, prompts, dp, groups):
+    monkeypatch.setattr(driver_generation, "_ENOUGH", 8)
+    loaded = SimpleNamespace(schedule=SimpleNamespace(num_ranks=3), run=SimpleNamespace(mesh=rp.Mesh(dp=dp), model=GPT))
+    assert driver_generation._num_groups(loaded, prompts) == groups
 
 
 @pytest.mark.sampled

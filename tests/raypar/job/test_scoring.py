@@ -22,6 +22,7 @@ def scored(run, texts, batch=1):
         return scores(lambda: team.loaded, lambda call: call(), texts, batch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

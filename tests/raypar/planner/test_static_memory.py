@@ -98,6 +98,7 @@ def reached(start):
     return [one for one in found if one.untyped_storage().data_ptr() not in released]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moe", thinned([None, *EXPERTS], lambda moe: moe == EXPERTS[0]))
 def test_static_memory_is_what_tensors_really_take(moe):
     """Of a pipeline rank the actor counts that holds most: parameters are owned whole."""

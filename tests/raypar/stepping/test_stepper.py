@@ -182,6 +182,7 @@ def test_a_step_that_is_given_up_leaves_no_trace(hands):
     assert same(state(hands.team), compiled("zero")[2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 9])
 def test_a_schedule_is_swapped_in_mid_step(hands, at):
     hands = hands("interleaved")
@@ -278,6 +279,7 @@ def test_state_says_what_actors_hold(hands):
     stepper.finish()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("zero", "backward"), [(0, "whole"), (0, "split"), (3, "whole"), (3, "split")])
 def test_the_pointer_stands_in_the_row_of_the_rank_that_moves_next(zero, backward):
     hands = Hands(Team(linears(), 2, 3, "1f1b", dp=2, zero=zero, backward=backward))

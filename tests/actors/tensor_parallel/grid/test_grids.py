@@ -122,6 +122,7 @@ def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkey
     assert len({id(weight) for weight in owed}) == len(team.all) // 2 * linear, "but the embedding"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_initial_weights_are_those_of_every_layout(grid):
     wanted = train_plainly(replace(team_of(1).run, steps=0)).weights
@@ -246,6 +247,7 @@ def test_selective_in_a_cube_gathers_the_inputs_of_linear_layers_once_more():
         assert after["reduce_scatter"] == before["reduce_scatter"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 def test_an_evaluation_is_reported_once(grid):
     ours, theirs = (losses_of(team_of(tp).step(1, "evaluate")) for tp in (grid, 1))

@@ -21,6 +21,7 @@ from tests.support.on_grid import groups_on
 from tests.support.threads import in_threads
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("grid", "parts"), [("2d:2x2", 4), ("2d:3x3", 9), ("3d:2x2x2", 8)])
 def test_of_a_divided_block_each_member_keeps_its_part(grid, parts, dropout):
