@@ -29,6 +29,11 @@ class Foreign:
         return time.monotonic(), (busy - _own()) / _TICKS
 
 
+def own_seconds() -> float:
+    """Seconds that this process and its descendants have computed; those that have ended are not counted."""
+    return _own() / _TICKS
+
+
 def _own() -> int:
     """Ticks that this process and its descendants have computed; those that have ended are not counted."""
     parents, ticks = dict[int, int](), dict[int, int]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 import raypar as rp
 from tests.bench.arguments import parse_words, parser_of
-from tests.bench.foreign import Foreign
+from tests.bench.foreign import Foreign, own_seconds
 from tests.bench.local_ray import local_ray, quiet
 
 PROMPTS = (
@@ -56,27 +56,32 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def report(mesh: str, prompts: int, asked: argparse.Namespace, job: rp.Job, theirs: Any, ids: list[int]) -> None:
-    """Measure both sides in turns, and print their tokens a second and whether they are the same."""
-    rows, foreign = [ids] * prompts, Foreign()
-    ours, others, same = list[float](), list[float](), True
+    """Measure both sides in turns, and print their tokens by seconds, also of CPU, and whether they are the same."""
+    rows, foreign, count = [ids] * prompts, Foreign(), prompts * asked.tokens
+    ours, others, same = list[tuple[float, float]](), list[tuple[float, float]](), True
     foreign.cores()
     for _ in range(asked.rounds):
-        begin = time.perf_counter()
-        made = [list(one.tokens) for one in job.generate(rows, asked.tokens, stop=[])]
-        ours.append(prompts * asked.tokens / (time.perf_counter() - begin))
+        made, took = timed(lambda: [list(one.tokens) for one in job.generate(rows, asked.tokens, stop=[])])
+        ours.append(took)
         if theirs is not None:
-            begin = time.perf_counter()
-            found = continued(theirs, rows, asked.tokens)
-            others.append(prompts * asked.tokens / (time.perf_counter() - begin))
+            found, took = timed(lambda: continued(theirs, rows, asked.tokens))
+            others.append(took)
             same = same and found == made
-    median = statistics.median
-    told = (
-        f"transformers {median(others):6.1f}, ratio {median(ours) / median(others):.2f}, same {same}" if others else ""
-    )
+    pace, by_cpu = (count / statistics.median(one) for one in zip(*ours, strict=True))
+    told = f"{by_cpu:.1f} a second of CPU"
+    if others:
+        other, other_by_cpu = (count / statistics.median(one) for one in zip(*others, strict=True))
+        told += f"; transformers {other:6.1f} and {other_by_cpu:.1f}, ratios {pace / other:.2f} and "
+        told += f"{by_cpu / other_by_cpu:.2f}, same {same}"
     used = f"others used {foreign.cores():.2f} cores"
-    print(
-        f"{mesh}, {prompts} prompts x {asked.tokens} tokens: {median(ours):6.1f} tokens/s; {told}; {used}", flush=True
-    )
+    print(f"{mesh}, {prompts} prompts x {asked.tokens} tokens: {pace:6.1f} tokens/s, {told}; {used}", flush=True)
+
+
+def timed(call: Callable[[], list[Any]]) -> tuple[list[Any], tuple[float, float]]:
+    """What a call returns; and its seconds, and those of CPU of this process and its actors."""
+    begin, cpu = time.perf_counter(), own_seconds()
+    found = call()
+    return found, (time.perf_counter() - begin, max(own_seconds() - cpu, 1e-9))
 
 
 def run_of(folder: str, mesh: rp.Mesh) -> rp.Run:

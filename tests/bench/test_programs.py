@@ -82,7 +82,7 @@ TABLES = {
     ],
     "generation": [
         "pp=2, 5 prompts of unequal lengths: {*}",
-        "pp=2, 2 prompts x 2 tokens: {+} tokens/s; {*} others used {} cores",
+        "pp=2, 2 prompts x 2 tokens: {+} tokens/s, {*} others used {} cores",
     ],
     "long_sequence": [
         "128 tokens, ring; memory beyond that of a run on 64 tokens",
