@@ -16,9 +16,11 @@ from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened
 from raypar.config.hugging_face import model_of
 from raypar.config.hugging_face_config import config_of, type_of
+from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.examples import made_jsonl
 from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
+from tests.support.tiny_models import native
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 LLAMA = {
@@ -107,6 +109,24 @@ def test_a_gemma_2_without_windows_has_one_that_no_block_uses():
     config = config_of(model, "gemma2", {}, "float32")
     assert config["sliding_window"] == 4096
     assert config["layer_types"] == ["full_attention"] * 2
+
+
+def test_settings_without_an_effect_stay_as_they_were():
+    model, _ = of_config(model_type="qwen2", use_sliding_window=False, max_window_layers=28)
+    begun = {"model_type": "qwen2", "max_window_layers": 28}
+    assert config_of(model, "qwen2", begun, "float32")["max_window_layers"] == 28
+    model, _ = of_config(
+        model_type="qwen3_moe", use_sliding_window=True, sliding_window=5, moe_intermediate_size=8, num_experts=4
+    )
+    begun = {"model_type": "qwen3_moe", "max_window_layers": 28}
+    assert config_of(model, "qwen3_moe", begun, "float32")["max_window_layers"] == 28
+
+
+@pytest.mark.parametrize(("number", "layout"), [(3, "cp 2"), (8, "ep 2"), (6, "one")])
+def test_unusual_configs_have_the_numbers_of_transformers(number, layout, tmp_path):
+    pytest.importorskip("transformers")
+    found = compared(native(0, number), tmp_path, {layout: LAYOUTS[layout]})
+    assert (found.wrong, found.refused) == ([], {})
 
 
 def test_the_token_of_padding_is_read_and_written():
