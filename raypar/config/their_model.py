@@ -33,7 +33,14 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
             f"its model_type is {_told(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
             "the modules of transformers, pip install 'raypar[transformers]'"
         ]
-    from raypar.actors.models.their_layers import TheirLayers, config_object, cross_entropy, parts_of, plan_of, rope_types
+    from raypar.actors.models.their_layers import (
+        TheirLayers,
+        config_object,
+        cross_entropy,
+        parts_of,
+        plan_of,
+        rope_types,
+    )
 
     plain, faults = {**config}, list[str]()
     if "quantization_config" in config:

@@ -4,8 +4,8 @@
 
 Of 60, 37 are of the nine types that raypar has, and 23 of other types, which transformers' modules compute. Each is
 written by save_pretrained, and runs on threads: on one actor, pp=2, tp=2, zero=3, cp=2 and ep=2. Log-probabilities and
-gradients of a step are compared with transformers' (each text alone, in a fresh module), what is exported bit by bit and
-key by key, and in transformers again. Prints what a layout is refused for, and a line for each model: layouts, the
+gradients of a step are compared with transformers' (each text alone, in a fresh module), what is exported bit by bit
+and key by key, and in transformers again. Prints what a layout is refused for, and a line for each model: layouts, the
 largest distance of a log-probability, and that of a gradient by the largest one of its tensor. Exit code 1 if anything
 differs.
 """
@@ -67,12 +67,11 @@ def main() -> int:
     for why, count in reasons.most_common():
         print(f"{count:4} {why}")
     wrong = sum(bool(found.wrong) for found in outcomes)
-    accepted, refused = (sum(len(one) for one in every) for every in zip(*((f.accepted, f.refused) for f in outcomes)))
-    logs, gradient = (max(getattr(found, name) for found in outcomes) for name in ("logs", "gradient"))
-    print(
-        f"{len(outcomes)} models, {accepted} layouts, {refused} refused, {wrong} models differ; log-probabilities within "
-        f"{logs:.1e}, gradients within {gradient:.1e}; {time.perf_counter() - start:.0f} s"
-    )
+    accepted, refused = sum(len(one.accepted) for one in outcomes), sum(len(one.refused) for one in outcomes)
+    logs, gradient = max(one.logs for one in outcomes), max(one.gradient for one in outcomes)
+    print(f"{len(outcomes)} models, {accepted} layouts, {refused} refused, {wrong} models differ;", end=" ")
+    print(f"log-probabilities within {logs:.1e}, gradients within {gradient:.1e};", end=" ")
+    print(f"{time.perf_counter() - start:.0f} s")
     return int(wrong > 0)
 
 

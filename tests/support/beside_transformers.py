@@ -74,7 +74,7 @@ def wanted(model, batches, texts, **how):
             made = copy.deepcopy(model)(torch.tensor([text[:-1]]), use_cache=False).logits[0].double().log_softmax(-1)
         logs.append(made.gather(1, torch.tensor(text[1:])[:, None])[:, 0])
     loss = 0.0
-    for ids, labels in ((ids[row], labels[row]) for ids, labels in batches for row in range(len(ids))):
+    for ids, labels in (sample for batch in batches for sample in zip(*batch, strict=True)):
         fresh = copy.deepcopy(model)
         part = cross_entropy(fresh(ids[None], use_cache=False).logits[0], labels, reduction="sum") / total
         part.backward()
@@ -279,7 +279,8 @@ def meaning(config):
     if "layer_types" in plain or not plain.get("use_sliding_window", True):
         plain.pop("max_window_layers", None)
     if "sliding_attention" not in plain.get("layer_types", ["sliding_attention"]):
-        plain.pop("sliding_window", None)
+        for name in ("sliding_window", "use_sliding_window"):
+            plain.pop(name, None)
     rope = plain.get("rope_parameters") or {}
     if rope.get("rope_type") == "yarn":
         trained = rope["original_max_position_embeddings"]

@@ -287,8 +287,9 @@ def _seed_oss(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _youtu(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of attention with few latent features."""
+    """Return the sizes of attention with few latent features; transformers' reading sets a vector of padding to 0."""
     fields.pop("head_dim", None)
+    fields["pad_token_id"] = None
     sizes = {"kv_lora_rank": 8, "q_lora_rank": draw.choice((None, 10)), "qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
     return sizes | {"v_head_dim": 6, "num_key_value_heads": fields["num_attention_heads"]}
 

@@ -54,8 +54,8 @@ def _cause(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str
     buffers = [one.theirs for one in converted(model_type, skeleton.buffers).values() if one.theirs in kept]
     if buffers:
         return (
-            f"a {model_type!r} keeps buffers in its files ({', '.join(buffers[:_MOST_TOLD])}), and raypar reads weights "
-            "alone: train it with transformers, or build it from its modules as rp.Layers"
+            f"a {model_type!r} keeps buffers in its files ({', '.join(buffers[:_MOST_TOLD])}), and raypar reads "
+            "weights alone: train it with transformers, or build it from its modules as rp.Layers"
         )
     return None
 
