@@ -1,6 +1,6 @@
 """Tiny models with unusual but legal configs, beside transformers, on every layout that is accepted for them.
 
-    python -m tests.long.tiny_models [--seed N] [--count 60] [--only KIND]
+    python -m tests.long.tiny_models [--seed N] [--count 60] [--only KIND] [--after NUMBER]
 
 Of 60, 37 are of the nine types that raypar has, and 23 of other types, which transformers' modules compute. Each is
 written by save_pretrained, and runs on threads: on one actor, pp=2, tp=2, zero=3, cp=2 and ep=2. Log-probabilities and
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--only", help="a model_type")
+    parser.add_argument("--after", type=int, default=-1, help="number of a model: only later ones, after a cut")
     asked = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         print("not run: transformers is missing, with which this compares; pip install 'raypar[transformers]'")
@@ -47,7 +48,7 @@ def main() -> int:
     torch.set_num_threads(1)
     start, reasons, outcomes = time.perf_counter(), Counter[str](), []
     for number, tiny in enumerate(drawn(asked.seed, asked.count)):
-        if asked.only and tiny.kind != asked.only:
+        if number <= asked.after or (asked.only and tiny.kind != asked.only):
             continue
         before = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:

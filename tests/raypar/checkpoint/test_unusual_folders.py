@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import raypar as rp
 from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.token_batches import data_faults
+from raypar.actors.layers.rope_angles import speeds
 from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened
 from raypar.config.hugging_face import model_of
@@ -72,6 +73,19 @@ def test_yarn_without_a_factor_has_that_of_the_positions():
     assert (faults, model.rope_scaling.factor) == ([], 4.0)
 
 
+def test_yarn_has_the_angles_of_transformers_where_no_pair_turns_often_enough():
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "rope_theta": 77.5, "factor": 1.5, "truncate": False}
+    rope["original_max_position_embeddings"] = 6
+    config = LlamaConfig(hidden_size=48, num_attention_heads=6, head_dim=10, rope_parameters=rope)
+    wanted, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    found = speeds(10, 77.5, rp.RopeScaling("yarn", factor=1.5, trained=6, truncate=False))
+    torch.testing.assert_close(found.float(), wanted)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "missing"),
     [
@@ -122,7 +136,7 @@ def test_settings_without_an_effect_stay_as_they_were():
     assert config_of(model, "qwen3_moe", begun, "float32")["max_window_layers"] == 28
 
 
-@pytest.mark.parametrize(("number", "layout"), [(3, "cp 2"), (8, "ep 2"), (6, "one")])
+@pytest.mark.parametrize(("number", "layout"), [(3, "cp 2"), (8, "ep 2")])
 def test_unusual_configs_have_the_numbers_of_transformers(number, layout, tmp_path):
     pytest.importorskip("transformers")
     found = compared(native(0, number), tmp_path, {layout: LAYOUTS[layout]})
