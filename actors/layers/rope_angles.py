@@ -68,7 +68,8 @@ def _kept_by_yarn(width: int, base: float, scaling: RopeScaling) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     pairs = torch.arange(-(-width // 2), dtype=torch.float64, device="cpu")
-    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    span = 0.001 if first == last else last - first  # below 0 where no pair turns so often: then all stay, as in theirs
+    return 1 - ((pairs - first) / span).clamp(0, 1)
 
 
 def _kept_by_llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from raypar.actors.hugging_face.conversions import THEIRS
 from raypar.actors.models.base import IGNORED
 
+_BY_LENGTH = ("dynamic", "longrope")  # types of rope
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -42,12 +43,17 @@ class TheirLayers:
     config: str
     is_causal: ClassVar[bool] = True
 
+    @property
+    def goes_by_length(self) -> bool:
+        """Whether what they make of a token depends on the length of the whole input: its angles do."""
+        return not rope_types(json.loads(self.config)).isdisjoint(_BY_LENGTH)
+
     def __call__(self) -> list[nn.Module]:
         """Build the layers, in float32. Raises ValueError if the model's parts are not those that its plan names."""
         whole = _built(json.loads(self.config))
         parts = parts_of(whole.config.base_model_pp_plan or {})
         base = whole.base_model
-        blocks = base.get_submodule(parts.blocks)
+        blocks = getattr(base, parts.blocks, None)
         apart = [(name, part) for name, part in base.named_children() if name not in parts]
         others = [name for name, part in apart if any(True for _ in part.parameters())]
         beside = [name for name, part in whole.named_children() if part is not base and name != "lm_head"]
@@ -82,6 +88,13 @@ def config_object(config: Mapping[str, Any]) -> Any:
     """Return the config of transformers that a config.json describes. Raises what transformers raises."""
     kept = {name: value for name, value in config.items() if name not in ("auto_map", "quantization_config")}
     return import_module("transformers").CONFIG_MAPPING[kept["model_type"]].from_dict(kept)
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Return how the angles that a config.json describes are scaled; blocks of several kinds may have several."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tables = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    return {str(one.get("rope_type", one.get("type"))) for one in tables}
 
 
 class _Given(nn.Module):
@@ -137,9 +150,13 @@ class _Piece(nn.Module):
         if not self._is_head:
             outside["lm_head"] = nn.Identity()
         self.net = _shell(whole, outside)
+        self._forgets = any(map(_grows, self.net.modules()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer: token ids (B, S) or (B, S, D) -> (B, S, D), or logits (B, S, V)."""
+        for module in self.net.modules() if self._forgets else ():
+            if _grows(module):
+                _forget(module)
         if self._is_first:
             out: Tensor = self.net.get_submodule(self._prefix)(input_ids=x, use_cache=False).last_hidden_state
             return out
@@ -160,6 +177,21 @@ class _Piece(nn.Module):
         given = self.net.get_submodule(f"{self._blocks}.0")
         assert isinstance(given, _Given)
         return given
+
+
+def _grows(module: nn.Module) -> bool:
+    """Return whether a module has angles of the kind ``dynamic``, which stay those of the longest input so far."""
+    kind = getattr(module, "rope_type", None)
+    return "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,))
+
+
+def _forget(angles: nn.Module) -> None:
+    """Let angles of the kind ``dynamic`` be those of the next input alone, whatever was computed before."""
+    for name, plain in list(angles.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            angles.register_buffer(name.replace("original_", ""), plain.clone(), persistent=False)
+    for name in [name for name in vars(angles) if name.endswith("max_seq_len_cached")]:
+        setattr(angles, name, angles.original_max_seq_len)
 
 
 def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
@@ -192,7 +224,19 @@ def plan_of(config: Any) -> dict[str, str]:
         raise ValueError("its config declares no base_model_tp_plan")
     if unknown := sorted({style for style in declared.values() if style not in _STYLES}):
         raise ValueError(f"its base_model_tp_plan has styles that raypar has not: {', '.join(unknown)}")
-    return {f"layers.*{THEIRS}model.{name}": _STYLES[style] for name, style in declared.items()}
+    first = parts_of(config.base_model_pp_plan or {}).embedding  # is in the first layer alone
+    return {
+        f"layers.{0 if name == first else '*'}{THEIRS}model.{name}": _STYLES[style] for name, style in declared.items()
+    }
+
+
+def renames(model_type: str) -> bool:
+    """Return whether transformers renames tensors of a type when it reads and writes files."""
+    try:
+        mapping = import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping(model_type)
+    except (ImportError, AttributeError):
+        return False
+    return bool(mapping)
 
 
 _STYLES = {

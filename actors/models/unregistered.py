@@ -18,10 +18,11 @@ from raypar.actors.models.deferred_init import slots_of
 
 _MOST = 1_000_000  # Python objects to look at, at most: this takes about a second
 _FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are looked at before all others
-_LIBRARIES = frozenset({"numpy", "ray", "raypar", "torch"}) | sys.stdlib_module_names
+_LIBRARIES = frozenset({"numpy", "ray", "raypar", "torch", "transformers"}) | sys.stdlib_module_names
 # Where objects of a library are made that users' tensors may be in; others (loggers, locks) are not looked into.
 _HOLDERS = frozenset(
-    {"_collections", "_weakrefset", "builtins", "collections", "functools", "itertools", "torch", "types", "weakref"}
+    {"_collections", "_weakrefset", "builtins", "collections", "functools", "itertools", "torch", "transformers"}
+    | {"types", "weakref"}
 )
 
 

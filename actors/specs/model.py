@@ -307,6 +307,11 @@ class Layers:
         """Whether they generate text, as the modules of transformers do, but compute a whole text for every token."""
         return self.seq is not None and bool(getattr(self.fn, "is_causal", False))
 
+    @property
+    def goes_by_length(self) -> bool:
+        """Whether what they make of a token depends on how long the whole text is, so that texts are computed alone."""
+        return bool(getattr(self.fn, "goes_by_length", False))
+
 
 def _divisor_near(wanted: int, whole: int) -> int:
     """Return the divisor of ``whole`` that is nearest to ``wanted``, the smaller of two."""

@@ -17,6 +17,7 @@ from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.layers.kv_cache import Sequences, going_on, incremental
 from raypar.actors.models.sampler import choose
 from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.sampling import Prompts
@@ -114,6 +115,7 @@ class Generation:
         self._incremental = {number: incremental(stage.modules) for number, stage in part.stages.items()}
         model = seat.plan.run.model
         self._vocab, self._again = model.vocab, isinstance(model, Layers) and not prompts.scored
+        self._alone = isinstance(model, Layers) and model.goes_by_length
         self._texts = [[[*prompt.tokens] for prompt in one] for one in prompts.groups]  # where they are computed again
         schedule, group = prompts.schedule, seat.groups.get("pp")
         self._row = schedule.rows[seat.row]
@@ -209,14 +211,24 @@ class Generation:
             sequences.go_to(self._lengths[group] - 1 + self.steps, self._seat.place.device)
         inputs = self._inputs(group) if number == 0 else self._take(action)
         scored = self.prompts.scored
+        head = scored or not self._is_prompt
         with nullcontext() if scored or self._again else going_on(self._incremental[number], sequences):
-            outputs = stage.infer(inputs, head=scored or not self._is_prompt)
+            outputs = self._infer_alone(stage, inputs, group) if self._alone else stage.infer(inputs, head=head)
         if not stage.is_last:
             self._values[action] = outputs
         elif scored:
             self._score(group, outputs[0])
         elif not self._is_prompt:
             self._choose(group, outputs[0])
+
+    def _infer_alone(self, stage: Stage, inputs: Values, group: int) -> Values:
+        """Compute a stage for each text of a group without its padding, of which its numbers would depend."""
+        (padded_BS,), ends = inputs, (self._lengths[group] + (-1 if self.prompts.scored else self.steps)).tolist()
+        made = [stage.infer((one[None, :end],))[0] for one, end in zip(padded_BS, ends, strict=True)]
+        outputs = made[0].new_zeros(len(made), padded_BS.shape[1], made[0].shape[-1])
+        for row, one in zip(outputs, made, strict=True):
+            row[: one.shape[1]] = one[0]
+        return (outputs,)
 
     def _inputs(self, group: int) -> Values:
         """Return the token ids that come next, (B, S) int64: of prompts all but the last, padded, then one at a time.

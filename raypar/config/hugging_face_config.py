@@ -188,7 +188,6 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
     found: dict[str, Any] = {
         "attention_dropout": model.dropout,
         "head_dim": model.head_size,
-        "hidden_act": "silu",
         "hidden_size": model.hidden,
         "intermediate_size": model.mlp_width,
         "max_position_embeddings": _positions(model, int(kept.get("max_position_embeddings") or 0)),
@@ -201,8 +200,10 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
         "rope_parameters": _rope(model),  # where transformers 5 looks
         "rope_scaling": None if model.rope_scaling is None else _rope(model),  # where transformers 4 does
     }
+    if model_type != "gemma2":
+        found["hidden_act"] = "gelu_pytorch_tanh" if model_type == "gemma" else "silu"
     if model_type.startswith("gemma"):
-        found |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+        found["hidden_activation"] = "gelu_pytorch_tanh"
     elif model_type != "llama":
         found["sliding_window"] = model.window
     if model_type == "gemma2":
@@ -216,7 +217,9 @@ def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[st
         slides = [model.window_of(block) is not None for block in range(model.layers)]
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
-        found |= {"use_sliding_window": model.window is not None, "max_window_layers": model.window_first}
+        found["use_sliding_window"] = model.window is not None
+        if model.window is not None and model_type != "qwen3_moe":  # which has windows in every block, whatever it is
+            found["max_window_layers"] = model.window_first
     if (moe := model.moe) is not None:
         found |= {
             "num_experts_per_tok": moe.top_k,

@@ -309,10 +309,12 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from torch.nn import Module
 
         from raypar.actors.models.skips import skip_faults
+        from raypar.actors.models.their_layers import TheirLayers
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.distributed_trial import shared_norm_faults
         from raypar.config.validate.batches import failure, loss_faults
+        from raypar.config.validate.their_modules import their_plan_faults
 
         faults += loss_faults(run.model)
         if isinstance(run.model.fn, Module):
@@ -328,7 +330,11 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         if copied and run.mesh.ways("dp") > 1:
             faults += shared_norm_faults(layers)
-        faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
+        ranks = run.mesh.tensor_ranks if right("mesh.tp") else 1
+        if isinstance(run.model.fn, TheirLayers):
+            faults += their_plan_faults(run.model, layers, ranks)
+        else:
+            faults += plan_faults(run.model.plan, layers, ranks)
         faults += skip_faults(run.model.skips, count)
         if right("mesh") and run.model.skips and run.mesh.expert_actors:
             faults.append("model.skips has skips, which expert actors have no part in: set mesh.expert_actors to 0")

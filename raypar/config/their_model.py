@@ -33,7 +33,14 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
             f"its model_type is {_told(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
             "the modules of transformers, pip install 'raypar[transformers]'"
         ]
-    from raypar.actors.models.their_layers import TheirLayers, config_object, cross_entropy, parts_of, plan_of
+    from raypar.actors.models.their_layers import (
+        TheirLayers,
+        config_object,
+        cross_entropy,
+        parts_of,
+        plan_of,
+        rope_types,
+    )
 
     plain, faults = {**config}, list[str]()
     if "quantization_config" in config:
@@ -62,7 +69,8 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
         plan[f"layers.{theirs.num_hidden_layers}{THEIRS}lm_head"] = "column_gather_output"
     most = int(getattr(theirs, "max_position_embeddings", None) or MOST_SEQ)
     seq = min(MOST_SEQ, most)
-    if (asked := rest.get("seq", seq)) is None or asked > most:
+    longer = "dynamic" in rope_types(plain)  # is for texts of more tokens than these
+    if (asked := rest.get("seq", seq)) is None or (asked > most and not longer):
         return None, [f"seq is {asked}, and the model has {most} positions: give {most} at most"]
     fields: dict[str, Any] = {"seq": seq, "vocab": theirs.vocab_size, "plan": plan}
     fn = TheirLayers(json.dumps(plain, sort_keys=True))

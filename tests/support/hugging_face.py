@@ -68,12 +68,21 @@ CONFIGS = {  # of every family: the class of its config and what differs from th
 
 def their_model(family, **changes):
     """A model of transformers with random weights that are large enough for a mistake to be seen, biases too."""
+    name, fields = CONFIGS[family]
+    return random_model(name, fields | changes)
+
+
+def random_model(name, fields, seed=7):
+    """Such a model, of a config of this class with these settings."""
     import transformers
 
-    name, fields = CONFIGS[family]
-    config = getattr(transformers, name)(**fields | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(7)
+    config = getattr(transformers, name)(**fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) / 5)

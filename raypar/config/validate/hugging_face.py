@@ -29,10 +29,35 @@ def folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[s
     except CheckpointError as error:
         yield from (f"model.hf {model.hf!r}: {fault}" for fault in error.faults)
         return
+    if isinstance(model, Layers) and (cause := _cause(model_type, kept, skeleton)):
+        yield f"model.hf {model.hf!r}: {cause}"
+        return
     for what, names in _differing(model_type, kept, skeleton).items():
         if names:
             more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
             yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_TOLD])}{more}"
+
+
+def _cause(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str | None:
+    """Return why a folder of a type that transformers computes has other tensors than its modules; None if it has not.
+
+    Or if it is not known.
+    """
+    from raypar.actors.models.their_layers import renames  # imports torch
+
+    wanted = {one.theirs for one in converted(model_type, skeleton.whole).values()}
+    if not wanted <= kept.keys() and renames(model_type):
+        return (
+            f"transformers renames the tensors of a {model_type!r} when it reads them, and raypar reads those that its "
+            "modules have: write them with model.save_pretrained(folder, save_original_format=False)"
+        )
+    buffers = [one.theirs for one in converted(model_type, skeleton.buffers).values() if one.theirs in kept]
+    if buffers:
+        return (
+            f"a {model_type!r} keeps buffers in its files ({', '.join(buffers[:_MOST_TOLD])}), and raypar reads "
+            "weights alone: train it with transformers, or build it from its modules as rp.Layers"
+        )
+    return None
 
 
 def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> dict[str, list[str]]:

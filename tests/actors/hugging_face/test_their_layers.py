@@ -16,9 +16,11 @@ from raypar.config.toml import plain_of, run_of
 from raypar.config.validate.generation import generation_faults
 from raypar.job.scoring import scores
 from raypar.reporting.report import losses_of, mean_loss
+from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.generation import TeamGeneration
-from tests.support.hugging_face import _LLAMA, CONFIGS, checkpoint_of, logits_of, saved, some_ids
+from tests.support.hugging_face import _LLAMA, CONFIGS, checkpoint_of, logits_of, random_model, saved, some_ids
 from tests.support.team import Team
+from tests.support.tiny_models import Tiny, other
 
 pytest.importorskip("transformers")
 
@@ -186,3 +188,53 @@ def test_a_run_of_them_is_read_again_as_it_was_written(given):
     other["model"]["plans"] = 3
     with pytest.raises(rp.ConfigError, match=r"model: it can't be read again .*'plans': did you mean plan"):
         run_of(other)
+
+
+_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}}
+TINY = [  # angles that depend on the length of a text; other names of tensors in files
+    (other("phi3", 0, 0), "pp 2"),
+    (Tiny("arcee", "ArceeConfig", _LLAMA | _DYNAMIC | {"max_position_embeddings": 6}, 1), "one"),
+    (other("exaone", 0, 1), "one"),
+]
+
+
+@pytest.mark.parametrize(("tiny", "layout"), TINY, ids=[tiny.kind for tiny, _ in TINY])
+def test_unusual_configs_have_the_numbers_of_transformers(tiny, layout, tmp_path):
+    found = compared(tiny, tmp_path, {layout: LAYOUTS[layout]})
+    assert (found.wrong, found.refused) == ([], {})
+
+
+def faults_of(folder, name, mesh=None, **changes):
+    """What is wrong with a run of a tiny model of this class of configs, on tensor ranks."""
+    random_model(name, _LLAMA | {"pad_token_id": None} | changes).save_pretrained(folder)
+    run = rp.Run(model=rp.HF(folder, seq=12), data=rp.Batches(batch), microbatches=2, device="cpu")
+    found = [*rp.faults(replace(run, mesh=rp.Mesh(tp=2)))]
+    return found, [*rp.faults(replace(run, mesh=rp.Mesh(pp=2)))]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("CohereConfig", {"use_qk_norm": True}, "leaves out weights that only fit them whole: model.layers.*"),
+        ("DogeConfig", {}, "names modules that this model has not: model.layers.*.mlp.router_gate"),
+        ("SmolLM3Config", {"num_key_value_heads": 1}, "which does not divide the 1 heads of num_key_value_heads"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_its_cause_and_only_on_tensor_ranks(name, changes, why, tmp_path):
+    divided, apart = faults_of(tmp_path, name, **changes)
+    (fault,) = divided
+    assert why.rstrip("*") in fault
+    assert "set mesh.tp to 1" in fault or "set it to 1" in fault
+    assert apart == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ApertusConfig", "a 'apertus' keeps buffers in its files (model.layers.0.mlp.act_fn.beta"),
+        ("ExaoneConfig", "transformers renames the tensors of a 'exaone' when it reads them"),
+    ],
+)
+def test_tensors_that_modules_do_not_have_are_refused_with_their_cause(name, why, tmp_path):
+    _, (fault,) = faults_of(tmp_path, name)
+    assert why in fault

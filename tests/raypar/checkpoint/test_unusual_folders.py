@@ -12,13 +12,16 @@ from torch.nn.functional import cross_entropy
 import raypar as rp
 from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.token_batches import data_faults
+from raypar.actors.layers.rope_angles import speeds
 from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened
 from raypar.config.hugging_face import model_of
 from raypar.config.hugging_face_config import config_of, type_of
+from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.examples import made_jsonl
 from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
+from tests.support.tiny_models import native
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 LLAMA = {
@@ -70,6 +73,19 @@ def test_yarn_without_a_factor_has_that_of_the_positions():
     assert (faults, model.rope_scaling.factor) == ([], 4.0)
 
 
+def test_yarn_has_the_angles_of_transformers_where_no_pair_turns_often_enough():
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "rope_theta": 77.5, "factor": 1.5, "truncate": False}
+    rope["original_max_position_embeddings"] = 6
+    config = LlamaConfig(hidden_size=48, num_attention_heads=6, head_dim=10, rope_parameters=rope)
+    wanted, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    found = speeds(10, 77.5, rp.RopeScaling("yarn", factor=1.5, trained=6, truncate=False))
+    torch.testing.assert_close(found.float(), wanted)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "missing"),
     [
@@ -107,6 +123,24 @@ def test_a_gemma_2_without_windows_has_one_that_no_block_uses():
     config = config_of(model, "gemma2", {}, "float32")
     assert config["sliding_window"] == 4096
     assert config["layer_types"] == ["full_attention"] * 2
+
+
+def test_settings_without_an_effect_stay_as_they_were():
+    model, _ = of_config(model_type="qwen2", use_sliding_window=False, max_window_layers=28)
+    begun = {"model_type": "qwen2", "max_window_layers": 28}
+    assert config_of(model, "qwen2", begun, "float32")["max_window_layers"] == 28
+    model, _ = of_config(
+        model_type="qwen3_moe", use_sliding_window=True, sliding_window=5, moe_intermediate_size=8, num_experts=4
+    )
+    begun = {"model_type": "qwen3_moe", "max_window_layers": 28}
+    assert config_of(model, "qwen3_moe", begun, "float32")["max_window_layers"] == 28
+
+
+@pytest.mark.parametrize(("number", "layout"), [(3, "cp 2"), (8, "ep 2")])
+def test_unusual_configs_have_the_numbers_of_transformers(number, layout, tmp_path):
+    pytest.importorskip("transformers")
+    found = compared(native(0, number), tmp_path, {layout: LAYOUTS[layout]})
+    assert (found.wrong, found.refused) == ([], {})
 
 
 def test_the_token_of_padding_is_read_and_written():
