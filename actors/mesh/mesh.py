@@ -59,15 +59,23 @@ class Mesh:
             replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
             yield f"mesh.shard is {self.shard}, which does not divide the {replicas}: use {near}, say"
 
+    def count_faults(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields with numbers for other pipeline ranks than there are, each with what is wrong with it.
+
+        Nothing else about a mesh can be said as long as there are some.
+        """
+        for axis, counts in (("dp", self.rank_dp), ("tp", self.rank_tp)):
+            if counts and len(counts) != self.pp:
+                given = "1 pipeline rank" if self.pp == 1 else f"{self.pp} pipeline ranks"
+                fix = f"give one number for each, or set mesh.pp to {len(counts)}"
+                yield f"mesh.rank_{axis}", f"mesh.rank_{axis} is {counts}, for {given} (mesh.pp): {fix}"
+
     def _uneven_faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the reasons why pipeline ranks cannot have so many replicas or tensor ranks each."""
         for axis, counts in (("dp", self.rank_dp), ("tp", self.rank_tp)):
-            named = f"mesh.rank_{axis} is {counts}"
-            if counts and len(counts) != self.pp:
-                given = "1 pipeline rank" if self.pp == 1 else f"{self.pp} pipeline ranks"
-                yield f"{named}, for {given} (mesh.pp): give one number for each, or set mesh.pp to {len(counts)}"
             if counts and right(f"mesh.{axis}") and getattr(self, axis) != 1:
-                yield f"{named}, and mesh.{axis} is {getattr(self, axis)!r}, which is for all ranks: leave one out"
+                all_ranks = f"mesh.{axis} is {getattr(self, axis)!r}, which is for all ranks"
+                yield f"mesh.rank_{axis} is {counts}, and {all_ranks}: leave one out"
         if self.rank_dp or self.rank_tp:
             named = "mesh.rank_dp" if self.rank_dp else "mesh.rank_tp"
             alone = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep, "expert_actors": self.expert_actors}

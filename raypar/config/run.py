@@ -77,6 +77,8 @@ def check_run(
     Raises ConfigError with all faults of the run.
     """
     own = list(field_faults(run))
+    if right_fields(own)("mesh"):
+        own += [Fault(path, text, of_type=False) for path, text in run.mesh.count_faults()]
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
     right = right_fields([*wrong, *own])
     faults = [*(fault.text for fault in wrong), *(fault.text + hint(run, fault.path) for fault in own)]

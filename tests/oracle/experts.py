@@ -25,6 +25,8 @@ class Routed(NamedTuple):
         logits: (B, S, E).
         load: By expert, how many choices fell on it.
         lengths: By sequence, how many tokens are not padding, which chooses no expert.
+        margin: The smallest difference of two scores by which a choice was made: where it is as small as the rounding
+            of float32, another choice is as right.
     """
 
     chosen: list[list[list[int]]]
@@ -33,6 +35,7 @@ class Routed(NamedTuple):
     logits: Tensor
     load: list[int]
     lengths: list[int]
+    margin: float
 
 
 def route(
@@ -63,14 +66,18 @@ def route(
     gates: list[list[list[Tensor]]] = []
     load = [0] * num_experts
     real = [x_BSD.shape[1]] * len(x_BSD) if lengths is None else list(lengths)
+    margins = [math.inf]
     for b, sequence in enumerate(scores.tolist()):
         chosen.append([])
         gates.append([])
         for s, values in enumerate(sequence[: real[b]]):
             ranked = [value + (0.0 if bias is None else bias[e]) for e, value in enumerate(values)]
             if moe["groups"] > moe["top_groups"]:
-                ranked = _in_best_groups(ranked, moe["groups"], moe["top_groups"], k)
-            best = sorted(range(num_experts), key=lambda e: -ranked[e])[:k]
+                ranked, margin = _in_best_groups(ranked, moe["groups"], moe["top_groups"], k)
+                margins.append(margin)
+            order = sorted(range(num_experts), key=lambda e: -ranked[e])
+            best = order[:k]
+            margins += [ranked[one] - ranked[other] for one, other in zip(best, order[1:], strict=False)]
             weights = [scores[b, s, e] for e in best]
             if normalise:
                 total = sum(weights[1:], weights[0])
@@ -79,15 +86,16 @@ def route(
                 load[e] += 1
             chosen[-1].append(best)
             gates[-1].append(weights)
-    return Routed(chosen, gates, probs, logits, load, real)
+    return Routed(chosen, gates, probs, logits, load, real, min(margins))
 
 
-def _in_best_groups(scores: list[float], groups: int, kept: int, k: int) -> list[float]:
-    """Return scores in which experts outside of the best groups are never chosen."""
+def _in_best_groups(scores: list[float], groups: int, kept: int, k: int) -> tuple[list[float], float]:
+    """Return scores in which experts outside of the best groups are never chosen, and the margin of these groups."""
     size, counted = len(scores) // groups, math.ceil(k / kept)
     of_group = [sum(sorted(scores[g * size : (g + 1) * size], reverse=True)[:counted]) for g in range(groups)]
-    best = sorted(range(groups), key=lambda g: -of_group[g])[:kept]
-    return [score if e // size in best else -math.inf for e, score in enumerate(scores)]
+    order = sorted(range(groups), key=lambda g: -of_group[g])
+    left = [score if e // size in order[:kept] else -math.inf for e, score in enumerate(scores)]
+    return left, of_group[order[kept - 1]] - of_group[order[kept]]
 
 
 def combined(x_BSD: Tensor, routed: Routed, experts: Sequence[Expert], capacity: float | None) -> Tensor:

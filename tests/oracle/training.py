@@ -44,12 +44,14 @@ class Loss(NamedTuple):
         count: How much counts.
         auxiliary: The sum of auxiliary losses, with their coefficients.
         loads: By layer, how many choices fell on each expert.
+        margin: The smallest difference of two scores by which an expert was chosen.
     """
 
     total: Tensor
     count: int
     auxiliary: Tensor
     loads: Mapping[str, list[int]]
+    margin: float = math.inf
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Trained:
         gradients: Those of the last step, as the optimizer gets them.
         weights: The weights at the end.
         averages: Their moving averages, if there are any.
+        margin: The smallest difference of two scores by which an expert was chosen.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,6 +74,7 @@ class Trained:
     gradients: Named = field(default_factory=dict)
     weights: Named = field(default_factory=dict)
     averages: Named = field(default_factory=dict)
+    margin: float = math.inf
 
 
 Model = Callable[[Named, Microbatch], Loss]
@@ -82,7 +86,7 @@ def of_transformer(model: dict[str, Any], biases: dict[str, list[float]] | None 
 
     def loss(weights: Named, batch: Microbatch) -> Loss:
         out = compute(weights, model, batch.inputs, batch.starts, biases, batch.lengths)
-        return Loss(*cross_entropy(out.logits, batch.targets), out.auxiliary, out.loads)
+        return Loss(*cross_entropy(out.logits, batch.targets), out.auxiliary, out.loads, out.margin)
 
     return loss
 
@@ -141,6 +145,7 @@ def train(
             for name in now
         }
         losses = [model(seen, batch) for batch in batches]
+        trained.margin = min(trained.margin, *(loss.margin for loss in losses))
         count = sum(loss.count for loss in losses)
         total, auxiliary = sum(loss.total for loss in losses), sum(loss.auxiliary for loss in losses) / len(losses)
         trained.losses.append(float(total.detach()) / count if count else math.nan)

@@ -24,11 +24,13 @@ class Output(NamedTuple):
         logits: (B, S, V).
         auxiliary: The sum of all auxiliary losses, with their coefficients.
         loads: By the name of its block, how many choices fell on each expert.
+        margin: See experts.Routed; the smallest of all blocks.
     """
 
     logits: Tensor
     auxiliary: Tensor
     loads: dict[str, list[int]]
+    margin: float
 
 
 def compute(
@@ -54,12 +56,15 @@ def compute(
     if starts is not None:
         at = at - starts
     x = weights["embed.tokens.weight"][ids]
+    if model.get("pad_id") is not None:  # the vector of padding does not learn from where it is an input
+        x = torch.where((ids == model["pad_id"])[..., None], x.detach(), x)
     if model.get("scaled_embedding") or model["positions"] == "sinusoidal":
         x = x * math.sqrt(model["hidden"])
     x = x + _added(weights, model, at)
     auxiliary = torch.zeros((), dtype=torch.float64)
     loads: dict[str, list[int]] = {}
     layers: list[experts.Routed] = []
+    margin = math.inf
     for index in range(model["layers"]):
         name = f"blocks.{index}"
         y = _attention(weights, model, f"{name}.attn", _norm(weights, model, f"{name}.norm1", x), index, starts)
@@ -69,7 +74,7 @@ def compute(
             bias = None if biases is None else biases.get(name)
             y, routed = _experts(weights, model, f"{name}.mlp", y, bias, lengths)
             auxiliary = auxiliary + experts.auxiliary(routed, moe)
-            loads[name] = routed.load
+            loads[name], margin = routed.load, min(margin, routed.margin)
             layers.append(routed)
         else:
             y = _mlp(weights, model, f"{name}.mlp", y)
@@ -77,7 +82,8 @@ def compute(
     if layers and model["moe"]["loss"] == "joint":
         auxiliary = auxiliary + experts.joint(layers, model["moe"])
     head = weights["embed.tokens.weight"] if model["tied"] else weights["head.out.weight"]
-    return Output(_capped(_norm(weights, model, "head.norm", x) @ head.T, model.get("logit_cap")), auxiliary, loads)
+    logits = _capped(_norm(weights, model, "head.norm", x) @ head.T, model.get("logit_cap"))
+    return Output(logits, auxiliary, loads, margin)
 
 
 def _added(weights: Weights, model: dict[str, Any], at: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import asdict
 from operator import itemgetter
@@ -10,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from raypar.actors.data.batches import batch_source
+from raypar.actors.models.build import build_model
 from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.specs.lora import is_adapter
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensors import cast_floating
 from raypar.reporting.report import reports_of
@@ -19,7 +22,12 @@ from tests.support.team import Team
 
 LOSS, NORM, GRADIENT = 3e-6, 3e-5, 2e-4
 MOVED = {"sgd": 3e-4, "adamw": 1e-3, "muon": 1e-2}  # of how far the weights of a tensor have moved at the most
+TIE = 3e-7  # of scores between 0 and 1
 TIMES = 3.0  # beyond these bounds: so many times as far from float64 as plain float32 is
+
+
+class TieError(Exception):
+    """Rounding decides which experts a token chooses, so that two runs may both be right and differ."""
 
 
 class Numbers(NamedTuple):
@@ -28,6 +36,7 @@ class Numbers(NamedTuple):
     Attributes:
         losses, norms: By step.
         gradients, weights, averages: By name, at the end; gradients are those that the optimizer got.
+        margin: Of the oracle, the smallest difference of two scores by which an expert was chosen.
     """
 
     losses: list[float]
@@ -35,14 +44,15 @@ class Numbers(NamedTuple):
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     averages: dict[str, torch.Tensor]
+    margin: float = math.inf
 
 
 def made_by_run(run, steps):
     """The first weights of a run on threads, and its numbers after so many steps."""
     team = Team.of(run)
     first = {name: weight.clone() for name, weight in whole(team.weights()).items()}
-    for actor in team.workers if getattr(run.model, "lora", None) is not None else ():
-        first |= {name: weight.clone() for name, weight in actor.member.state.fixed().items()}
+    if getattr(run.model, "lora", None) is not None:
+        first |= frozen_weights(run.model, run.seed)
     reports = []
     for at, length in _flushes(team.programs["train"].stream, steps):
         results = team.each(lambda actor, at=at, length=length: actor.run("train", at, None, 0, length))
@@ -58,6 +68,14 @@ def made_by_run(run, steps):
         team.each(lambda actor: actor.member.state.use_averages(use=True))
         averages = whole(team.weights())
     return first, Numbers([report.loss for report in reports], norms, gradients, weights, averages)
+
+
+def frozen_weights(model, seed):
+    """The weights that do not learn, whole, by name: in every layout a run begins with these."""
+    built = build_model(model, seed)
+    layers = zip(built.names, built.materialize(range(len(built.names)), seed), strict=True)
+    weights = {f"{name}.{inner}": p.detach() for name, layer in layers for inner, p in layer.named_parameters()}
+    return {name: weight for name, weight in weights.items() if not is_adapter(name)}
 
 
 def whole(tensors):
@@ -104,7 +122,8 @@ def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, padding=N
     ]
     settings = {"num_steps": run.steps, "clip": run.clip, "ema": run.ema} | settings
     trained = train(first, model, batches, asdict(run.optim), dtype=dtype, **settings)
-    return Numbers(trained.losses, trained.norms, trained.gradients, trained.weights, trained.averages)
+    found = trained.losses, trained.norms, trained.gradients, trained.weights, trained.averages
+    return Numbers(*found, trained.margin)
 
 
 def _length(row, padding):
@@ -121,9 +140,15 @@ def _biases(model):
 
 def differences(run, steps=3, **settings):
     """What a run on threads has that the oracle has not, a line each; none if all is within the bounds."""
-    first, ours = made_by_run(run, steps)
+    return compared(run, *made_by_run(run, steps), steps, **settings)
+
+
+def compared(run, first, ours, steps, **settings):
+    """What the numbers of a run, which began with the weights ``first``, have that the oracle has not, a line each."""
     right = made_by_oracle(run, first, steps, **settings)
     plain = made_by_oracle(run, first, steps, torch.float32, **settings)
+    if right.margin < TIE:
+        raise TieError(f"experts were chosen by {right.margin:.1e}, which rounding decides")
     noise = {name for name, one in right.gradients.items() if 0 < one.norm() <= 1e-9 * max(right.norms)}  # right is 0
     found = []
     for what, bound in (("losses", LOSS), ("norms", NORM)):

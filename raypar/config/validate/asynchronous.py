@@ -37,7 +37,7 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
     for field, fits, fix in _FITTING:
         if (field not in _VALIDATED or not schedule.validated) and right(field) and not fits(getattr(run, field)):
             yield f"{field} is {getattr(run, field)!r}, {told}: set {field} to {fix}"
-    if right("zero", "mesh") and run.mesh.dp > 1 and run.zero != 0:
+    if right("zero", "mesh") and run.mesh.dp * run.mesh.cp > 1 and run.zero != 0:
         level = 1 if run.zero is None else run.zero
         yield f"zero is {level}, {told}: set zero to 0, so that replicas hold all versions whole"
     if right("loss_scale", "precision") and not schedule.validated and run.loss_scale.is_on(run.precision):

@@ -45,7 +45,8 @@ def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Ske
     """
     if not isinstance(optim, Muon) and not any(patterns_of(optim)):
         return
-    weights, homes = skeleton.weights, skeleton.homes
+    weights = skeleton.weights
+    homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
     named = [*weights, *homes]
     own = isinstance(model, Layers) and isinstance(optim, Muon) and optim.adamw == Muon().adamw
     if own and not any(is_named(name, Muon().adamw) for name in named):
