@@ -1,4 +1,4 @@
-"""Every pair of two features' values is together in a run that computes what the oracle does, or refused with a reason."""
+"""Every two values of two features are in a run that computes what the oracle does, or refused with a reason."""
 
 from __future__ import annotations
 
