@@ -1,9 +1,6 @@
-"""Every two values of two features are in a run that computes what the oracle does, or refused with a reason."""
+"""The array of every two features, and what its first rows have found; `python -m tests.long.feature_pairs` runs it."""
 
 from __future__ import annotations
-
-from functools import cache
-from itertools import islice
 
 import pytest
 
@@ -12,65 +9,13 @@ from raypar.actors.errors import ActionError
 from tests.support.covering import Covering
 from tests.support.features import (
     FEATURES,
-    TOO_MANY,
     UNEQUAL,
     differences_of,
-    drawn,
     faults_of,
     needed,
     run_of_row,
-    told,
 )
 from tests.support.team import Team
-
-SEED = 0
-SHORT = 25  # rows of make test, the first ones; make test-long takes all
-PARTS = 20
-
-
-@cache
-def array():
-    """The array, and the iterator that draws its rows."""
-    covering = drawn(SEED)
-    return covering, covering.rows()
-
-
-@cache
-def first_rows():
-    return list(islice(array()[1], SHORT))
-
-
-@cache
-def other_rows():
-    first_rows()
-    return list(array()[1])
-
-
-@pytest.mark.parametrize("number", range(SHORT))
-def test_a_run_with_many_features_computes_what_the_oracle_does(number):
-    row = first_rows()[number]
-    assert not differences_of(run_of_row(row)), told(row)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_all_other_runs_compute_what_the_oracle_does(part):
-    found = {told(row): differences_of(run_of_row(row)) for row in other_rows()[part::PARTS]}
-    assert not {row: lines for row, lines in found.items() if lines}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_every_pair_is_in_a_run_or_is_refused_with_a_reason():
-    other_rows()
-    covering = array()[0]
-    assert covering.covered.isdisjoint(covering.refused)
-    assert covering.covered | set(covering.refused) | covering.unwritable == set(covering.pairs)
-    for pair, faults in covering.refused.items():
-        named = {name for fault in faults for name in covering.named(fault)}
-        assert named & set(covering.value(pair)), (covering.value(pair), faults)
-        assert not any(fault.startswith(TOO_MANY) for fault in faults), (covering.value(pair), faults)
 
 
 def test_there_are_many_features():
