@@ -226,7 +226,7 @@ class Tokenizer:
         if self._folder is not None:
             if (self._folder / _TEMPLATE).is_file():
                 files["default"] = _template_text(self._folder / _TEMPLATE)
-            for path in sorted((self._folder / _NAMED_TEMPLATES).glob("*.jinja")):
+            for path in sorted(path for path in (self._folder / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
                 files[path.stem] = _template_text(path)
         if files:
             return files["default"] if [*files] == ["default"] else files
@@ -242,7 +242,7 @@ def _template_text(path: Path) -> str:
     try:
         return read_named(path, _MOST_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the path") from error
+        raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the file or its path") from error
 
 
 def _model(path: Path) -> Any:

@@ -71,7 +71,7 @@ def _copy_named(names: Sequence[str], home: Path, folder: Path) -> None:
 
 def _copy_templates(home: Path, folder: Path) -> None:
     """Copy the chat templates of a folder that have names."""
-    for path in sorted((home / _NAMED_TEMPLATES).glob("*.jinja")):
+    for path in sorted(path for path in (home / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
         (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
         _copy(path, folder / _NAMED_TEMPLATES / path.name)
 

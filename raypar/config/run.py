@@ -109,8 +109,7 @@ def check_run(
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
         if resumed is None and isinstance(run.model, Transformer):
             faults += adapter_folder_faults(run.model, skeleton)
-    if right("data"):
-        faults += data_faults(run, right)
+    faults += data_faults(run, right) if right("data") else ()
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)

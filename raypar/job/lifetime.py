@@ -93,14 +93,14 @@ class Lifetime:
             SystemExit: SIGTERM has come to a command of raypar, as for Ctrl-C.
         """
         self.demand_open()
+        ctrl_c = CtrlC()
         try:
-            with patience("what they were told") if patient else nullcontext(CtrlC()) as ctrl_c:
+            with patience("what they were told") if patient else nullcontext(ctrl_c) as ctrl_c:
                 answer = call()
-        except NonFiniteError:
-            self.epoch += 1
-            raise  # no weight was changed: the job can continue
-        except CallError:
-            raise  # nor here
+        except (NonFiniteError, CallError) as error:  # no weight was changed: the job can continue
+            self.epoch += isinstance(error, NonFiniteError)
+            ctrl_c.heed()
+            raise
         except (KeyboardInterrupt, SystemExit, JobError) as error:
             if self.failure is None:  # otherwise a nested guard has ended the job
                 self._fail(error)

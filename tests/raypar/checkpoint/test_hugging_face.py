@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -170,6 +171,7 @@ def test_of_a_model_from_nothing_the_tokenizer_of_its_data_goes_along(named, tmp
         (tmp_path / "tokenizer" / name).write_text(text)
     (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
     (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("named")
+    os.mkfifo(tmp_path / "tokenizer" / "additional_chat_templates" / "nobody_writes.jinja")
     (tmp_path / "other.jinja").write_text("other")
     found = checkpoint_of(trained(OWN[2]), tmp_path / "checkpoints")
     for kind, template in (("text", {}), ("examples", {"template": str(tmp_path / "other.jinja")})):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cluster.calls import ray
+from raypar.job.lifetime import Lifetime
 from tests.raypar.job.test_faults import pids
 
 pytestmark = pytest.mark.usefixtures("by_value")
@@ -96,6 +99,19 @@ def test_a_generation_that_fails_ends_alone(cluster, caplog):
 def tokens(step, microbatch, dp):
     x = torch.randint(0, 29, (2, 9), generator=torch.Generator().manual_seed(10 * step + microbatch))
     return x[:, :-1], x[:, 1:]
+
+
+def test_a_ctrl_c_during_a_call_that_fails_is_not_lost():
+    lifetime = Lifetime(SimpleNamespace(reachable=lambda: True), lambda: None, lambda: None)
+
+    def call():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise rp.CallError("no token today")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        lifetime.guard(call)
+    assert isinstance(caught.value.__context__, rp.CallError)
+    assert lifetime.failure is None
 
 
 def dies(step, microbatch, dp):
