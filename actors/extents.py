@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raypar.actors.device import Place
+
 
 class Extents(NamedTuple):
     """What the data know of a microbatch's sequences, beside their tokens.
@@ -19,3 +21,7 @@ class Extents(NamedTuple):
 
     starts: Tensor | None = None
     lengths: Tensor | None = None
+
+    def on(self, place: Place) -> Extents:
+        """Return the same on the device of a place."""
+        return Extents(*(None if each is None else place.to((each,))[0] for each in self))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.expert_parallel.losses import Sums, counted, load_of
+from raypar.actors.expert_parallel.losses import Sums, counted, load_of, num_counted
 
 
 class Tally:
@@ -88,9 +88,9 @@ class JointLoss:
         if is_first:
             self._tallies[microbatch] = Tally(num_experts, probs_E)
         tally = self._tallies[microbatch]
-        size = probs_E.new_tensor([len(probs_TE)]) if real_T is None else real_T.sum(0, keepdim=True).to(probs_E)
         with torch.no_grad():
-            own = torch.cat((load_of(chosen_TK, num_experts).to(probs_E), probs_E, size))
+            load_E = load_of(chosen_TK, num_experts).to(probs_E)
+            own = torch.cat((load_E, probs_E, num_counted(probs_TE, real_T)))
             more = tally.add(sums(own))
         return _Late.apply(probs_E, more, tally)  # type: ignore[no-any-return, no-untyped-call]
 

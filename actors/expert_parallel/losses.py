@@ -26,6 +26,11 @@ def counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
     return values_Tn if real_T is None else values_Tn.masked_fill(~real_T.unsqueeze(1), 0.0)
 
 
+def num_counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return how many of some tokens are not padding, (1,) in the dtype of their values."""
+    return values_Tn.new_tensor([len(values_Tn)]) if real_T is None else real_T.sum(0, keepdim=True).to(values_Tn)
+
+
 def load_of(chosen_TK: Tensor, num_experts: int) -> Tensor:
     """Return how many choices fell on each expert: (E,) int64. Dropped ones do not count."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen_TK.device)
@@ -46,9 +51,8 @@ def switch_loss(probs_TE: Tensor, chosen_TK: Tensor, sums: Sums = alone, real_T:
 
     Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6, where K is 1; alpha is the caller's.
     """
-    num_experts, (tokens, choices) = probs_TE.shape[1], chosen_TK.shape
-    size = probs_TE.new_tensor([tokens]) if real_T is None else real_T.sum(0, keepdim=True).to(probs_TE)
-    probs = counted(probs_TE, real_T).sum(0)
+    num_experts, choices = probs_TE.shape[1], chosen_TK.shape[1]
+    probs, size = counted(probs_TE, real_T).sum(0), num_counted(probs_TE, real_T)
     total = sums(torch.cat((load_of(chosen_TK, num_experts).to(probs_TE), probs, size)))
     load_E, probs_E, tokens_1 = total.split((num_experts, num_experts, 1))
     loss: Tensor = num_experts * (load_E * probs_E).sum() / (tokens_1[0] ** 2 * choices).clamp(min=1)
@@ -92,7 +96,6 @@ def z_loss(logits_TE: Tensor, sums: Sums = alone, real_T: Tensor | None = None) 
     Source: Zoph et al. 2022, "ST-MoE", equation 5.
     """
     squares_T1 = counted(logits_TE.logsumexp(1, keepdim=True).square(), real_T)
-    size = logits_TE.new_tensor(len(logits_TE)) if real_T is None else real_T.sum().to(logits_TE)
-    total, tokens = sums(torch.stack((squares_T1.sum(), size)))
+    total, tokens = sums(torch.stack((squares_T1.sum(), num_counted(logits_TE, real_T)[0])))
     loss: Tensor = total / tokens.clamp(min=1)
     return loss

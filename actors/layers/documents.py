@@ -51,7 +51,7 @@ class Documents:
         (self.starts, self.lengths), self.microbatch = extents, microbatch
 
     def real(self, sharding: Sharding, shape: torch.Size) -> Tensor | None:
-        """Return which of an actor's tokens are not padding, (B, S) bool; None if all are known to be none.
+        """Return which of an actor's tokens (T = B x S) are not padding, (T,) bool; None if there is no padding.
 
         Args:
             sharding: Which part of the whole sequences (B, S) the actor has.
@@ -61,4 +61,4 @@ class Documents:
             return None
         sharding = sharding.for_dims(2)
         places = torch.arange(sharding[1].whole_length(shape[1]), device=self.lengths.device)
-        return sharding.take(places < self.lengths.unsqueeze(1))
+        return sharding.take(places < self.lengths.unsqueeze(1)).flatten()

@@ -67,8 +67,7 @@ class MoE(nn.Module, Balanced):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Route the tokens; what no expert has taken of a token is zero, and the block's residual stream goes on."""
         routing = self.router(x_BSD)
-        real_BS = self.documents.real(self.router.noise.sharding, x_BSD.shape[:2])
-        real_T = None if real_BS is None else real_BS.flatten()
+        real_T = self.documents.real(self.router.noise.sharding, x_BSD.shape[:2])
         if real_T is not None:
             routing = routing._replace(chosen=routing.chosen.masked_fill(~real_T.unsqueeze(1), DROPPED))
         chosen_TK = self._made(routing, sequences=len(x_BSD))

@@ -255,8 +255,8 @@ def _extents(
     source: BatchSource, num_dp: int, scaler: LossScaler, place: Place, program: ProgramName, step: int, number: int
 ) -> Extents:
     """Return where documents and padding are in a microbatch, which is numbered over all replicas."""
-    found = source.extents(program, step + (scaler.left_out if program == "train" else 0), *divmod(number, num_dp))
-    return Extents(*(None if each is None else place.to((each,))[0] for each in found))
+    step += scaler.left_out if program == "train" else 0
+    return source.extents(program, step, *divmod(number, num_dp)).on(place)
 
 
 def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
         home: The folder that the weights came from; None if they began as random numbers.
         folder: The folder to write.
     """
+    templates = home  # where those are that have names
     if home is not None:
         _copy_named(_OF_WEIGHTS, home, folder)
     tokenizer = getattr(run.data, "tokenizer", None)
@@ -51,13 +51,12 @@ def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
         _copy_named(_OF_TOKENIZER, beside, folder)
         if file.is_file():
             _copy(file, folder / _TOKENIZER)
-        _copy_templates(beside, folder)
-    elif home is not None:
-        _copy_templates(home, folder)
+        templates = beside
     template = getattr(run.data, "template", None)
     if template is not None and Path(template).is_file():
-        _copy(Path(template), folder / _TEMPLATE)
-        shutil.rmtree(folder / _NAMED_TEMPLATES, ignore_errors=True)  # the run has gone by that one alone
+        _copy(Path(template), folder / _TEMPLATE)  # the run has gone by this one alone
+    elif templates is not None:
+        _copy_templates(templates, folder)
     if home is None and (end := _end_of(folder)) is not None:
         write_whole(folder / _GENERATION, [memoryview(json.dumps({"eos_token_id": end}).encode())])
 

@@ -56,7 +56,7 @@ def sampling(job: Job, every: int) -> Callable[[Report | Evaluation], None]:
         tokenizer = tokenizer_of(job.run)
         try:
             texts = job.generate(pieces, min(_NEW_TOKENS, len(pieces[0])))
-        except CallError:  # the job has told it, and goes on
+        except CallError:  # the job has logged it, and goes on
             return
         for piece, made in zip(pieces, texts, strict=True):
             if tokenizer is None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import Place, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
-from raypar.actors.extents import Extents
 from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
@@ -217,9 +216,7 @@ class _Plain:
         values = self._place.to(self._source.inputs("train", step, microbatch, dp))
         target = self._place.to(self._source.targets("train", step, microbatch, dp))
         if self.model.documents is not None:
-            found = self._source.extents("train", step, microbatch, dp)
-            on_device = (None if each is None else self._place.to((each,))[0] for each in found)
-            self.model.documents.turn(Extents(*on_device), number)
+            self.model.documents.turn(self._source.extents("train", step, microbatch, dp).on(self._place), number)
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))

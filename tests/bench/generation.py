@@ -68,13 +68,13 @@ def report(mesh: str, prompts: int, asked: argparse.Namespace, job: rp.Job, thei
             others.append(took)
             same = same and found == made
     pace, by_cpu = (count / statistics.median(one) for one in zip(*ours, strict=True))
-    told = f"{by_cpu:.1f} a second of CPU"
+    paces = f"{by_cpu:.1f} a second of CPU"
     if others:
         other, other_by_cpu = (count / statistics.median(one) for one in zip(*others, strict=True))
-        told += f"; transformers {other:6.1f} and {other_by_cpu:.1f}, ratios {pace / other:.2f} and "
-        told += f"{by_cpu / other_by_cpu:.2f}, same {same}"
+        paces += f"; transformers {other:6.1f} and {other_by_cpu:.1f}, ratios {pace / other:.2f} and "
+        paces += f"{by_cpu / other_by_cpu:.2f}, same {same}"
     used = f"others used {foreign.cores():.2f} cores"
-    print(f"{mesh}, {prompts} prompts x {asked.tokens} tokens: {pace:6.1f} tokens/s, {told}; {used}", flush=True)
+    print(f"{mesh}, {prompts} prompts x {asked.tokens} tokens: {pace:6.1f} tokens/s, {paces}; {used}", flush=True)
 
 
 def timed(call: Callable[[], list[Any]]) -> tuple[list[Any], tuple[float, float]]:

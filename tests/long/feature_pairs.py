@@ -19,7 +19,7 @@ from itertools import islice
 import raypar as rp
 from raypar.config.run import world_of
 from raypar.job.job import Job
-from tests.support.features import STEPS, drawn, oracle_settings, run_of_row, told
+from tests.support.features import STEPS, drawn, oracle_settings, run_of_row, words_of
 from tests.support.oracle_runs import Numbers, TieError, compared, frozen_weights, whole
 
 
@@ -32,7 +32,7 @@ def runs_of(seed: int, actors: int) -> Iterator[tuple[str, rp.Run]]:
                 continue
             tasks = replace(run, executor="tasks", order=("row", "dynamic")[number // 2 % 2])
             is_odd = number % 2 and not rp.faults(tasks)
-            yield f"seed {seed}: {told(row)}" + ", executor=tasks" * bool(is_odd), tasks if is_odd else run
+            yield f"seed {seed}: {words_of(row)}" + ", executor=tasks" * bool(is_odd), tasks if is_odd else run
         seed += 1
 
 

@@ -23,7 +23,7 @@ STEPS = 3
 OF_EXPERTS = ("none", "softmax", "switch", "sigmoid")
 SCALINGS = ("none", "linear", "dynamic", "yarn", "llama3")
 
-# By field, its values, the first of which is the usual one. A word in capitals stands for a value that depends on
+# By field, its values, the first of which is the usual one. A word in capitals is in place of a value that depends on
 # others. Fields of a part (model.moe.capacity) are given where the run has that part.
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     "mesh.pp": (1, 2, 3),
@@ -307,7 +307,7 @@ def drawn(seed: int) -> Covering:
     return Covering(FEATURES, faults_of, needed, seed)
 
 
-def told(row: Row) -> str:
+def words_of(row: Row) -> str:
     """Return the values of a row that are not the usual ones."""
     return ", ".join(f"{path}={row[path]!r}" for path, values in FEATURES.items() if row[path] != values[0])
 

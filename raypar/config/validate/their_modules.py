@@ -46,14 +46,14 @@ def their_plan_faults(model: Layers, layers: Mapping[str, nn.Module], tp: int) -
         if (why := unfit(model.plan[pattern], name, module))
     ]
     apart = [] if absent or wrong else [*_left_out(model.plan, chosen, layers)]
-    for names, told in (
+    for names, fault in (
         (absent, "names modules that this model has not"),
         (wrong, "does not fit its modules"),
         (apart, "divides modules, and leaves out weights that only fit them whole"),
     ):
         if names:
             short = dict.fromkeys(_theirs(name) for name in names)
-            yield f"{what} {told}: {', '.join([*short][:_MOST_TOLD])}: set mesh.tp to 1"
+            yield f"{what} {fault}: {', '.join([*short][:_MOST_TOLD])}: set mesh.tp to 1"
     if not (absent or wrong or apart):
         yield from _head_faults(config, model.plan, chosen, tp)
         yield from plan_faults(model.plan, layers, tp)
@@ -65,7 +65,7 @@ def _chosen(layers: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Modul
         f"{layer}.{inner}".rstrip("."): module
         for layer, whole in layers.items()
         for inner, module in modules_named(whole, layer, pattern)
-        if not isinstance(module, nn.Identity)  # which stands for what another layer has
+        if not isinstance(module, nn.Identity)  # in place of what another layer has
     }
 
 
