@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,16 +43,20 @@ QUIET = {
 }
 
 ON_REAL_ACTORS = re.compile(r"^ *(def |@?pytest.*usefixtures).*\b(cluster|kept_actors|job_on|job_of)\b", re.MULTILINE)
+HERE = Path(__file__).parent
 ON_ACTORS = pytest.StashKey()
 END_CLUSTER = pytest.StashKey()
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest leaves out what is marked as long after it
 def pytest_collection_modifyitems(items):
-    """The files with tests on real actors come first: they take longest, and the short ones even out two processes."""
+    """The files with tests on real actors come first: they take longest, and the short ones even out two processes.
+
+    Behind them are those of no folder, most of which run whole programs.
+    """
     mark_long(items)
     on_actors = {item.path for item in items if "cluster" in item.fixturenames}
-    items.sort(key=lambda item: item.path not in on_actors)
+    items.sort(key=lambda item: (item.path not in on_actors, item.path.parent != HERE))
     if items:
         items[0].config.stash[ON_ACTORS] = on_actors
 

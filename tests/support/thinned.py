@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from zlib import crc32
 
 import pytest
 
@@ -30,25 +31,27 @@ def _parts(value: object) -> tuple[object, ...]:
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
-    """Mark as long some cases of tests with the mark ``sampled``, ``each_value`` or ``each_pair``.
+    """Mark as long some cases of tests with the mark ``each_value``, ``each_pair`` or ``sampled``.
 
-    With ``sampled`` the first case stays, and each eighth. With ``each_value`` every value of every parameter is in
-    a case that stays, with ``each_pair`` all values of every two parameters are together in one, as far as there is
-    such a case. Of a test with two marks those cases stay that both leave.
+    With ``each_value`` every value of every parameter is in a case that stays, with ``each_pair`` all values of every
+    two parameters are together in one, as far as there is such a case. With ``sampled`` one of eight stays; which one,
+    differs from test to test, so that tests of the same cases take different ones. Of a test with two marks a case of
+    eight that the other leaves stays.
     """
-    tests: dict[tuple[str, str], list[pytest.Item]] = {}
-    for item in items:
-        for mark in ("sampled", *_SIZES):
-            if item.get_closest_marker(mark) is not None:
-                tests.setdefault((item.nodeid.partition("[")[0], mark), []).append(item)
-    for (_, mark), cases in tests.items():
-        if mark == "sampled":
-            chosen = set(range(0, len(cases), _STRIDE))
-        else:
-            chosen = _cover([_values(case, _SIZES[mark]) for case in cases])
-        for number, case in enumerate(cases):
-            if number not in chosen:
-                case.add_marker(pytest.mark.long)
+    for mark in (*_SIZES, "sampled"):
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker(mark) is not None and item.get_closest_marker("long") is None:
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for name, cases in tests.items():
+            if mark == "sampled":
+                first = crc32(name.encode()) % min(_STRIDE, len(cases))
+                chosen = set(range(first, len(cases), _STRIDE))
+            else:
+                chosen = _cover([_values(case, _SIZES[mark]) for case in cases])
+            for number, case in enumerate(cases):
+                if number not in chosen:
+                    case.add_marker(pytest.mark.long)
 
 
 def _values(case: pytest.Item, size: int) -> set[tuple[str, ...]]:

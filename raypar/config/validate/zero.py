@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from raypar.actors.specs.run import Run
+
+_GATHERS = ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")
 
 
 def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
@@ -14,21 +17,18 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
-    if not right("zero", "mesh", "data_parallel", "offload") or run.data_parallel == "parameter_server":
+    if not right("zero", "mesh", "data_parallel", "offload"):
+        return
+    if run.data_parallel == "parameter_server":
+        for field, given in _set(run, right, "zero_reduce", *_GATHERS):
+            yield f"{field} is {given!r}, but data_parallel is 'parameter_server': servers shard nothing, leave it out"
         return
     if (run.zero or 0) > 1 and run.mesh.shards == 1:
         yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
     if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
         yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
     if run.zero != 3 and run.offload != "parameters":
-        idle = {
-            "zero_units": run.zero_units != 1,
-            "zero_gather": run.zero_gather != "microbatch",
-            "zero_resident": run.zero_resident is not None,
-            "reshard_after_forward": run.reshard_after_forward is not True,
-        }
-        for field in (name for name, is_set in idle.items() if is_set and right(name)):
-            given = getattr(run, field)
+        for field, given in _set(run, right, *_GATHERS):
             only = "only zero 3 and offload 'parameters' gather weights"
             yield f"{field} is {given!r}, but zero is {run.zero}: {only}, leave it out"
     elif run.zero_resident is not None and run.zero_gather != "step":
@@ -36,3 +36,10 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
             f"zero_resident is {run.zero_resident}, but zero_gather is {run.zero_gather!r}, which frees weights behind "
             "every action: set zero_gather to 'step', or leave zero_resident out"
         )
+
+
+def _set(run: Run, right: Callable[..., bool], *names: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields among these that have another value than the usual one, each with it."""
+    for name in names:
+        if right(name) and (given := getattr(run, name)) != getattr(Run, name):
+            yield name, given

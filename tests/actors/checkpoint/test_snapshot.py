@@ -52,6 +52,7 @@ def same(one, other):
         assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -119,6 +120,7 @@ def test_the_comparison_can_fail(tmp_path):
         same(outcome(loaded(team_of(), tmp_path, weights), range(2, 4)), wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("there", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("here", LAYOUTS.values(), ids=LAYOUTS)

@@ -207,6 +207,7 @@ def test_the_other_backends_have_every_op_too(op, shape, backend):
             check(groups, op, dtype, shape, turn % 3, reduce_op, ways, UNEVEN)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_groups_of_other_sizes_have_every_op_too(backend, size):

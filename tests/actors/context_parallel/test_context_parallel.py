@@ -54,6 +54,7 @@ def test_every_mode_computes_what_one_process_does(cp, context):
     agrees(team_of(cp, context=context))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("context", MODES)
 @pytest.mark.parametrize(("kv_heads", "cp"), [(1, 2), (2, 4)])

@@ -108,6 +108,7 @@ def test_as_many_stages_are_gathered_as_may_be_resident(resident, stages):
     assert {formula.gathered for formula in formulas(team)} == {stages * stage}
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "interleaved")])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -73,6 +73,7 @@ def test_what_is_offloaded_is_at_home(layout, offload, optim, tmp_path):
             }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])

@@ -72,6 +72,7 @@ def test_every_token_of_a_step_weighs_the_same(dp, m, mode):
         torch.testing.assert_close(gradients[f"layers.{name}"], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pp", [1, 2, 3])
@@ -80,6 +81,7 @@ def test_one_microbatch_on_each_of_two_replicas_is_bitwise(pp, optim, mode):
     agrees(Team(linears(3), pp, 1, dp=2, optim=optim, **MODES[mode], clip=0.5), bound=0.0)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2])
@@ -87,6 +89,7 @@ def test_any_number_of_servers(servers, dp):
     agrees(Team(linears(4), 2, 2, dp=dp, data_parallel="parameter_server", servers=servers, clip=0.5))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("bucket_mb", [1e-6, 1e-4, 2e-4, 1.0])
 @pytest.mark.parametrize("mode", MODES)
@@ -105,6 +108,7 @@ def test_stages_and_ranks_without_parameters(mode):
     agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, **MODES[mode]))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -133,6 +137,7 @@ class OnOff(nn.Module):
         return self.linear(self.own(x)) if self.on() else self.own(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pp", [1, 3])
@@ -174,6 +179,7 @@ def test_targets_without_a_sign_all_count():
     assert {result.counts for result in team.step(2)} == {(), (3, 3, 3, 3)}
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "full")])
 @pytest.mark.parametrize("mode", MODES)
@@ -192,6 +198,7 @@ class Sometimes(nn.Module):
         return self.rarely(self.always(x)) if float(x.detach()[0, 0]) > 0.3 else self.always(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("m", [1, 3])
@@ -390,6 +397,7 @@ def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
     assert all(torch.equal(weight, wanted[name]) for name, weight in team.weights(1).items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_vote_without_a_gradient_reaches_every_replica(mode):
     """The loss is not finite, its gradient is."""

@@ -43,6 +43,7 @@ def bits(**changes):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 3), (2, 2)])
@@ -64,6 +65,7 @@ def test_every_placement_of_gathers_has_the_same_bits(pp, schedule, placement):
     assert bits(**fields, zero=3, **PLACEMENTS[placement]) == wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize(("pp", "dp", "shard"), [(1, 4, 2), (2, 4, 2), (1, 6, 3)])
@@ -86,6 +88,7 @@ def test_split_backwards(backward):
     agrees(Team(linears(4), 2, 4, dp=2, zero=3, backward=backward, **ADAM))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["layer by layer", "once a step"])
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def figures(**changes):
     return counted(Team(linears(), **with_watch).step())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

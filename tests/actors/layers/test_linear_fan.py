@@ -76,6 +76,7 @@ def test_they_are_one_product_that_makes_what_each_layer_does(counted, side_by_s
     close(made, trained(plain.apart, plain.parameters(), given))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("side_by_side", [True, False], ids=["columns", "apart"])
 @pytest.mark.parametrize("half", [True, False], ids=["halved", "placed"])
 def test_taken_over_they_have_the_same_bits(counted, half, side_by_side):

@@ -99,6 +99,7 @@ def test_gradients_are_those_of_products_that_are_added_to_the_weights(name):
             )
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "one head of keys", "gpt", "q and v", "some"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -43,6 +43,7 @@ class Tiled(Team):
         return joined(super().gradients())
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "none")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -130,6 +131,7 @@ def saved(team, folder):
     return manifest.tensors
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 4)])
 @pytest.mark.parametrize("zero", [1, 3])

@@ -37,6 +37,7 @@ def verdict_of(run):
         job.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("mesh", [rp.Mesh(pp=2), rp.Mesh(dp=2)])
@@ -111,6 +112,7 @@ def test_momentum_goes_from_one_layout_to_another(there, tmp_path):
     assert mine["optim.blocks.0.mlp.up.weight.momentum_buffer"].shape == (64, 16)
 
 
+@pytest.mark.long
 def test_verify_compares_in_float32():
     """In bfloat16 an order of additions is seen in a percent of an update."""
     run = run_of(replace(OPTIMIZERS["muon"], precision="bf16"), mesh=rp.Mesh(dp=2), microbatches=4)
@@ -119,6 +121,7 @@ def test_verify_compares_in_float32():
     assert verdict.worst < 1e-4
 
 
+@pytest.mark.long
 def test_the_comparison_can_fail(monkeypatch):
     from raypar.parity import reference
 

@@ -253,6 +253,7 @@ def test_what_has_no_average_is_refused(changes, told):
     assert raised.value.faults == [told]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("was, now", [(DECAY, None), (None, DECAY), (DECAY, 0.5)])
 def test_a_run_goes_on_with_another_decay_and_says_so(was, now, tmp_path, caplog):
     found = checkpoint_of(trained(replace(RUN, ema=was), 1), tmp_path)

@@ -82,6 +82,7 @@ def test_modules_that_did_not_say_so_are_never_halved(name):
     assert not any(span.action.op is Op.I for worker in team.workers for span in worker.events(0))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_a_llama_over_tp_pp_and_dp(sequence, recompute):
     agrees(team_of(2, 2, 2, model=model, sequence_parallel=sequence, recompute=recompute))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("moe", EXPERTS, ids=lambda moe: moe.gate + (" capacity" if moe.capacity else ""))
 @pytest.mark.parametrize(("context", "tp"), [("ring", 1), ("ulysses", 1), ("ring", 2)])

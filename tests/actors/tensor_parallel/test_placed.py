@@ -72,6 +72,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize(("pp", "dp", "zero"), [(1, 1, 0), (3, 1, 0), (1, 2, 3)])

@@ -40,6 +40,7 @@ def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, sequence,
     agrees(team_of(tp, pp, dp, model=model, zero=zero, data=longer, sequence_parallel=sequence))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -75,6 +76,7 @@ def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recomp
         assert len({id(weight) for weight in owed}) == 2 * (linear - embeddings), "on both members"
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("positions", get_args(Positions))

@@ -96,6 +96,7 @@ def equal(ours, theirs):
         assert torch.equal(one, theirs[1][name]), name
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("layer", range(RANKS))

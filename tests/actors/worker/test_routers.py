@@ -61,6 +61,7 @@ def test_all_replicas_balance_by_the_tokens_of_the_whole_step(layout):
     assert loads(results).keys() == {"layers.0", "layers.2"}
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full", ("full",) * 4], ids=str)

@@ -91,6 +91,7 @@ def _settings(optim):
     return {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("optim", [SGD(lr=0.1, momentum=0.9), AdamW(lr=1e-2, weight_decay=0.0)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(

@@ -299,6 +299,7 @@ def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(15), JobError("Ray does not start")])
 @pytest.mark.parametrize("at", ["_checked", "_trained"])
 def test_a_resumed_run_that_ends_in_its_launch_says_how_to_go_on(said, monkeypatch, tmp_path, error, at):

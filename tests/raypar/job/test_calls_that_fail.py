@@ -79,6 +79,7 @@ def breaks_generation(actor):
     Generation._choose = raises
 
 
+@pytest.mark.long
 def test_a_generation_that_fails_ends_alone(cluster, caplog):
     """On a pipeline, the other stage waits for the token; steps ahead of it are dropped."""
     model = rp.GPT(layers=2, hidden=8, heads=2, seq=16, vocab=29)

@@ -49,6 +49,7 @@ def test_skips_have_the_numbers_of_one_process(name, order):
     agrees(run_of(name, order=order, backward=backward), bound=0.0 if is_bitwise else CLOSE)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_the_gradients_of_a_stream_are_those_of_its_last_step(name, executor):
         job.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("order", ["row", "dynamic"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])

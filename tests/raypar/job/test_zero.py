@@ -37,6 +37,11 @@ def test_servers_hold_the_optimizer_already():
     assert caught.value.faults == [
         "zero is 1, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
     ]
+    served = tiny(zero=None, data_parallel="parameter_server", zero_reduce="microbatch", zero_units=2)
+    assert rp.faults(served) == [
+        "zero_reduce is 'microbatch', but data_parallel is 'parameter_server': servers shard nothing, leave it out",
+        "zero_units is 2, but data_parallel is 'parameter_server': servers shard nothing, leave it out",
+    ]
 
 
 @pytest.mark.parametrize("zero", [4, -1, "1"])

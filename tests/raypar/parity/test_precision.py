@@ -17,6 +17,7 @@ def verdict(model, sizes, compute="bf16", **fields):
     return verdict_of(run)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"backward": "split"}], ids=str)

@@ -71,6 +71,7 @@ def held_by(model, groups, tp):
     return len(made) and sum(p.numel() for module in made for p in module.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("model", [model for model in MODELS if not model.tied])
 @pytest.mark.parametrize("tp", [2, 4])

@@ -62,6 +62,7 @@ def test_on_one_node_nobody_is_asked_what_is_where():
     assert not {"snapshot_contents", "needed_shares", "expect_copies"} & {*cluster.calls}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["snapshot_contents", "needed_shares", "send_snapshots", "restore"])
 def test_an_actor_that_dies_meanwhile_is_replaced_too(monkeypatch, method):
     really, dead, run = getattr(StandIn, method), [], run_on(rp.Mesh(dp=24), max_failures=2)

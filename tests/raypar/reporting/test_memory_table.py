@@ -36,6 +36,7 @@ def table_of(team):
     return memory_table(team.run, team.programs["train"], skeleton, held)
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}, {"dp": 4, "shard": 2}, {"cp": 2}])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -128,6 +129,7 @@ def demand_as_planned(run):
         assert -schedule.num_stages <= measured[key] - count <= VOTE, (key, count, measured[key])
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("changes", LEVELS)
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 4, "shard": 2}, {"pp": 2, "dp": 2}, {"cp": 2}])

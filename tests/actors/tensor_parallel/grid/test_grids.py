@@ -87,6 +87,7 @@ def test_with_sequences_that_are_divided_too(grid, context):
     agrees(team_of(grid, model, cp=2, context=context, data=partial(tokens, length=8)))
 
 
+@pytest.mark.sampled
 @pytest.mark.each_value
 @pytest.mark.parametrize("positions", sorted({*get_args(Positions)} - {"learned"}))
 @pytest.mark.parametrize("grid", ["2d:2x2", "3d:2x2x2"])
@@ -131,6 +132,7 @@ def test_the_initial_weights_are_those_of_every_layout(grid):
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("grid", "parts"), [("2d:2x2", 4), ("2.5d:2x2x2", 4), ("3d:2x2x2", 8)])
 def test_a_member_holds_its_part_of_every_matrix(grid, parts):
     for actor in team_of(grid, LLAMA).all:

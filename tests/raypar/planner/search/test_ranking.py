@@ -39,6 +39,7 @@ def space_of(row):
     return Space(row.batch, zero=(0,), recompute=("full",), schedules=schedules, sequence_parallel=False, even=True)
 
 
+@pytest.mark.long
 def test_published_tp_and_pp_are_among_the_best_three_of_most_rows():
     """Of 39.1B they are not: the planner finds less tensor and more pipeline parallelism faster."""
     found = {}
