@@ -25,6 +25,7 @@ def test_all_faults_of_offload_come_at_once(tmp_path):
     run = tiny(offload="optimizer", offload_folder=folder, data_parallel="parameter_server", zero_units=2)
     fix = "give the path of a folder of a fast disk"
     assert rp.faults(run) == [
+        "zero_units is 2, but data_parallel is 'parameter_server': servers shard nothing, leave it out",
         "offload is 'optimizer', but parameter servers hold the optimizer: set data_parallel to 'all_reduce', or leave "
         "offload out",
         f"offload_folder {folder!r} is not there: make it, or {fix}",
