@@ -11,7 +11,7 @@ from raypar.actors.data_parallel.replica_checks import OtherInputsError, Unequal
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.tensors import Values
 from raypar.actors.worker.seat import Seat
-from raypar.schedules.action import BACKWARDS, Action
+from raypar.schedules.action import BACKWARDS, Action, Op
 
 _MICROBATCH = 0  # the one that is computed again: in most schedules every stage's first backward is of it
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide
@@ -148,7 +148,8 @@ def _alone(
 ) -> Iterator[tuple[Action, dict[str, Tensor]]]:
     """Yield the backwards of the microbatch after which gradients of a stage are of it alone, with their parameters.
 
-    Those are the parameters of no other stage, and no other microbatch's backward comes before.
+    Those are the parameters of no other stage, and no other microbatch's backward comes before. They are complete after
+    a B or W; which of them an I makes may differ from one time to the next.
     """
     held = Counter(id(one) for named in parameters.values() for one in named.values())
     begun = dict[int, set[int | None]]()
@@ -156,5 +157,5 @@ def _alone(
         if action.op in BACKWARDS and action.stage is not None:
             before = begun.setdefault(action.stage, set())
             before.add(action.microbatch)
-            if before == {_MICROBATCH}:
+            if before == {_MICROBATCH} and action.op is not Op.I:
                 yield action, {name: one for name, one in parameters[action.stage].items() if held[id(one)] == 1}

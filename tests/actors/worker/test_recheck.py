@@ -69,6 +69,13 @@ def test_it_changes_no_bit_where_several_actors_compute_a_microbatch(mesh):
     assert once[0] == twice[0] and all(torch.equal(twice[1][key], weight) for key, weight in once[1].items())
 
 
+def test_a_first_forward_beside_frozen_weights_is_no_difference():
+    """It is watched for writes into them, so that its linear layers leave nothing to the W."""
+    model = rp.GPT(layers=2, hidden=16, heads=2, seq=8, lora=rp.Lora(rank=1))
+    team = Team.of(rp.Run(model=model, mesh=rp.Mesh(dp=2), schedule="zb-h1", microbatches=2, recheck_every=1))
+    assert found(team, step=0) == ([], [])
+
+
 def found(team, culprit=None, fault=None, step=1):
     """What the actors raise in the second step, by label, as those at fault and those that others have misled."""
     if fault is not None:
