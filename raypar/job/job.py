@@ -124,7 +124,7 @@ class Job:
     # --- training ---
 
     def step(self) -> Report:
-        """Take one compiled training step: one call per actor, in which the actor performs its whole row.
+        """Take one compiled training step, a call per actor, and begin the checkpoint that ``run.save_every`` asks for.
 
         Raises:
             JobError: The step failed, and the job is over.

@@ -117,6 +117,7 @@ class TrainingLoop:
         """Take one compiled training step, as ``Job.step`` does."""
         with closing(self._train(1, 0)) as outcomes:
             report = next(outcomes)
+            self._lifetime.guard(self._save_due)
             assert isinstance(report, Report)
             return report
 
@@ -198,8 +199,7 @@ class TrainingLoop:
 
     def keep_times(self) -> None:
         """Write the latest step's times to the run's folder in the background, if the actors can still be called."""
-        step = self._record.unmeasured()
-        if step is not None:
+        if (step := self._record.unmeasured()) is not None:
             with suppress(JobError):
                 self.demand_ready()
                 keep = partial(self._record.measured, step, self.loaded.schedule, self.loaded.world)

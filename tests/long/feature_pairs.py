@@ -1,81 +1,70 @@
-"""Rows of the array of every two features on real actors: do they compute what the oracle does?
+"""The array of every two features on threads: does each row compute what the oracle does?
 
-    python -m tests.long.feature_pairs [--runs 300] [--seed 0] [--actors 8]
+    python -m tests.long.feature_pairs [--seed 0] [--rows N] [--processes 2]
 
-One launch, and then a reset for each run; every second run has one Ray task for each action. Losses, norms, gradients
-and weights are held against the oracle, by the bounds of the tests on threads. Prints the runs that differ and how many
-agree. Exit code 1 if one differs.
+Prints the rows that differ or fail, and at the end how many pairs were covered, refused by the checks of runs, or have
+no place in one run. Exit code 1 if a row differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+import traceback
+import warnings
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
+from multiprocessing import get_context
 
-import raypar as rp
-from raypar.config.run import world_of
-from raypar.job.job import Job
-from tests.support.features import STEPS, drawn, oracle_settings, run_of_row, words_of
-from tests.support.oracle_runs import Numbers, TieError, compared, frozen_weights, whole
+from tests.support.covering import Row
+from tests.support.features import differences_of, drawn, run_of_row, words_of
 
-
-def runs_of(seed: int, actors: int) -> Iterator[tuple[str, rp.Run]]:
-    """Yield the runs of an array and of those of the next seeds that so many actors can have, each with its words."""
-    while True:
-        for number, row in enumerate(drawn(seed).rows()):
-            run = run_of_row(row)
-            if world_of(run).size > actors:
-                continue
-            tasks = replace(run, executor="tasks", order=("row", "dynamic")[number // 2 % 2])
-            is_odd = number % 2 and not rp.faults(tasks)
-            yield f"seed {seed}: {words_of(row)}" + ", executor=tasks" * bool(is_odd), tasks if is_odd else run
-        seed += 1
+_WAITING = 8  # rows that are drawn ahead of those under way
 
 
-def differences_on(job: Job, run: rp.Run) -> list[str]:
-    """Train a run on the actors of a job, and return what it has that the oracle has not, a line each."""
-    job.reset(run)
-    first = whole(dict(job.weights()))
-    if run.model.lora is not None:
-        first |= frozen_weights(run.model, run.seed)
-    reports = job.train(STEPS, ahead=0)
-    losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
-    numbers = Numbers(losses, norms, whole(job.gradients()), whole(dict(job.weights())), {})
+def found_in(row: Row) -> tuple[list[str], float]:
+    """Return what the run of a row has that the oracle has not, a line each, and the CPU seconds it took."""
+    warnings.simplefilter("ignore")
+    start = time.process_time()
     try:
-        return compared(run, first, numbers, STEPS, **oracle_settings(run))
-    except TieError:
-        return differences_on(job, replace(run, seed=run.seed + 1))
+        found = differences_of(run_of_row(row))
+    except Exception:
+        found = traceback.format_exc().splitlines()
+    return found, time.process_time() - start
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--actors", type=int, default=8, help="the most actors of a run")
+    parser.add_argument("--rows", type=int, help="at most so many rows; without it, until each pair is covered")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args()
-    job, wrong, start = None, 0, time.perf_counter()
-    runs = list(islice(runs_of(given.seed, given.actors), given.runs))
-    largest = max((run for _, run in runs), key=lambda run: world_of(run).size)
-    for number, (words, run) in enumerate(runs):
-        try:
-            if job is None:
-                job = rp.launch(largest)
-            found = differences_on(job, run)
-        except (rp.ConfigError, rp.JobError) as error:
-            found = [f"{type(error).__name__}: {error}"]
-            if isinstance(error, rp.JobError) and job is not None:
-                job.close()
-                job = None
+    array, start = drawn(given.seed), time.perf_counter()
+    waiting: list[tuple[int, Row, Future[tuple[list[str], float]]]] = []
+    wrong = number = 0
+
+    def is_wrong() -> bool:
+        at, row, future = waiting.pop(0)
+        found, took = future.result()
         if found:
-            wrong += 1
-            print(f"run {number}, {words}", *found, sep="\n    ", flush=True)
-    if job is not None:
-        job.close()
-    print(f"{len(runs) - wrong} of {len(runs)} runs agree with the oracle, {time.perf_counter() - start:.0f} s")
+            print(f"row {at}, {took:.1f} s of CPU, {words_of(row)}", *found, sep="\n    ", flush=True)
+        return bool(found)
+
+    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
+        for number, row in enumerate(islice(array.rows(), given.rows), start=1):
+            waiting.append((number - 1, row, pool.submit(found_in, row)))
+            while len(waiting) > _WAITING:
+                wrong += is_wrong()
+        while waiting:
+            wrong += is_wrong()
+    pairs, refused, unwritable = len(array.pairs), len(array.refused), len(array.unwritable)
+    print(
+        f"{number - wrong} of {number} rows agree with the oracle, {time.perf_counter() - start:.0f} s: of {pairs:,} "
+        f"pairs {len(array.covered & set(array.pairs)):,} were computed, {refused:,} are refused with a reason, and "
+        f"{unwritable:,} have no place in one run"
+    )
     return int(wrong > 0)
 
 

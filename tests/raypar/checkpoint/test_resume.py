@@ -19,7 +19,7 @@ from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.config.skeleton import Skeleton
-from raypar.paths import checkpoints
+from raypar.paths import CHECKPOINTS, checkpoints
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip
 
@@ -81,6 +81,13 @@ def test_a_fresh_job_goes_on_bitwise(trained, kept_actors):
     with rp.launch(tiny(), resume=folder / "step-00000003") as job:
         assert job.next_step == 3
         same(outcome(job), wanted)
+
+
+def test_steps_one_by_one_are_saved_too(pool, tmp_path):
+    with pool.serving(), rp.launch(tiny(folder=str(tmp_path / "run"), save_every=2, steps=5)) as job:
+        for _ in range(5):
+            job.step()
+    assert steps_in(tmp_path / "run" / CHECKPOINTS) == [5, 4, 2]
 
 
 @pytest.mark.long
