@@ -38,6 +38,8 @@ class FrozenWrites(DispatchMode):
         first: What parameters had before the first write that was seen, by the parameter's ``id``.
     """
 
+    only_looks = True
+
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self._modules = modules

@@ -8,8 +8,7 @@ where a figure is given. The names are those of torch 2.13.
 
 Some mechanisms exist only because the public way would import torch's compiler (``torch._dynamo``) or sympy at its
 first use. That costs 3 s of CPU time and 80 to 90 MiB in every actor, at every launch (docs/decisions/actors.md). They
-stay with their subjects, take the private names that they need from this file, and are to be retried at each upgrade
-too:
+stay with their subjects, take the private names that they need from this file, and are retried at upgrades, too:
 
 - ``actors/autograd/recompute.py``: ``rerun`` in place of ``torch.utils.checkpoint``. It imports the compiler.
 - ``actors/autograd/backward.py``: ``Tail`` in place of ``torch.autograd.backward`` with gradients. That imports sympy
@@ -39,7 +38,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map
 
 # --- tensors and the autograd graph ----------------------------------------------------------------------------------
@@ -118,12 +117,11 @@ def run_backward(starts: Starts, gradients: Sequence[Tensor], leaves: Sequence[T
 def is_intercepted() -> bool:
     """Return whether this thread's calls of torch are also seen by something other than plain autograd.
 
-    This is a dispatch mode (as that which counts FLOPs), a transform of ``torch.func``, or forward-mode
-    differentiation. A custom function that calls a private kernel would be wrong for them, or invisible. torch has no
-    public way to ask. Retry at upgrades.
+    This is a dispatch mode that does not only look (as that which counts FLOPs), a transform of ``torch.func``, or
+    forward-mode differentiation, for which private kernels would be wrong. Not public in torch. Retry at upgrades.
     """
     return (
-        bool(torch._C._len_torch_dispatch_stack())
+        not all(getattr(mode, "only_looks", False) for mode in _get_current_dispatch_mode_stack())
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
@@ -280,6 +278,8 @@ class DispatchMode(TorchDispatchMode):
     torch documents the class without giving it a public home. A subclass imports torch's compiler when it is first
     used, to be hidden from it (the module's docstring has the figure). This one need not be. Retry at upgrades.
     """
+
+    only_looks = False  # if True, layers compute under it as without it
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

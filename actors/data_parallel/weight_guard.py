@@ -21,6 +21,8 @@ class WeightGuard(DispatchMode):
         units: The units of the weights.
     """
 
+    only_looks = True
+
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__()
         self._units, self._is_off = units, False

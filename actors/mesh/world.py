@@ -272,8 +272,8 @@ class World:
     def holders(self, dp: int) -> tuple[int, ...]:
         """Return the workers that together hold the weights of one data-parallel replica.
 
-        Of each tensor group, the first. With ZeRO stage 3 they are those of all replicas that share the weights out,
-        else those of the replica itself, and those that share its experts out with them.
+        Of each tensor group, the first, or all if they have different experts. With ZeRO stage 3 they are those of all
+        replicas that share the weights out, else those of the replica itself, and those that share its experts out.
         """
         if not self.gathers:
             own = self.replica(dp)
@@ -281,7 +281,8 @@ class World:
                 return (*own, *range(self.mesh.size, self.mesh.actors))
             return tuple(sorted({one for rank in own for one in (self.mesh.group_of("ep", rank)[1])}))
         copy = self.copy_of(self.mesh.rank(dp=dp))
-        return tuple(rank for rank in self.trainers if self.leads(rank) and self.copy_of(rank) == copy)
+        every = self.mesh.folds_experts
+        return tuple(rank for rank in self.trainers if (every or self.leads(rank)) and self.copy_of(rank) == copy)
 
     def tensor_group(self, rank: int) -> tuple[int, ...]:
         """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from raypar.actors.tensors import Values
 from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import BACKWARDS, Action, Op
 
-_MICROBATCH = 0  # the one that is computed again: in most schedules every stage's first backward is of it
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide
 _DATA, _INPUTS, _OUTPUTS, _WEIGHTS = "batch", "inputs", "outputs", "gradients of weights"
 
@@ -39,8 +38,10 @@ class Recheck:
 
     def __init__(self, seat: Seat, row: Sequence[Action], parameters: Mapping[int, Mapping[str, Tensor]]) -> None:
         self._seat, self._every = seat, seat.plan.run.recheck_every
-        self.row = tuple(action for action in row if action.microbatch == _MICROBATCH)
-        self._alone = dict(_alone(row, parameters)) if self._every else {}
+        # The first microbatch, in all its slices: in most schedules every stage's first backward is of it.
+        self._slices = frozenset(range(seat.plan.programs["train"].slices))
+        self.row = tuple(action for action in row if action.microbatch in self._slices)
+        self._alone = dict(_alone(row, parameters, self._slices)) if self._every else {}
         self._seen: dict[int, dict[Key, bytes]] = {}
 
     def begin(self, step: int) -> range:
@@ -60,7 +61,7 @@ class Recheck:
 
     def watches(self, action: Action) -> bool:
         """Return whether what an action makes is compared."""
-        return bool(self._seen) and action.microbatch == _MICROBATCH
+        return bool(self._seen) and action.microbatch in self._slices
 
     def note(self, further: int, action: Action, inputs: Values, outputs: Values, data: Values = ()) -> None:
         """Note what a forward or backward took and made.
@@ -76,8 +77,7 @@ class Recheck:
             return
         seen = self._seen[further]
         for what, values in ((_DATA, data), (_INPUTS, inputs), (_OUTPUTS, outputs)):
-            if values:
-                seen[action, what] = digest({str(number): value for number, value in enumerate(values)})
+            seen[action, what] = digest({str(number): value for number, value in enumerate(values)})
         if action in self._alone:
             made = {name: one.grad for name, one in self._alone[action].items() if one.grad is not None}
             seen[action, _WEIGHTS] = digest(made)
@@ -144,18 +144,20 @@ def _minority(votes: Mapping[int, bytes]) -> dict[int, bool]:
 
 
 def _alone(
-    row: Iterable[Action], parameters: Mapping[int, Mapping[str, Tensor]]
+    row: Iterable[Action], parameters: Mapping[int, Mapping[str, Tensor]], slices: Collection[int]
 ) -> Iterator[tuple[Action, dict[str, Tensor]]]:
-    """Yield the backwards of the microbatch after which gradients of a stage are of it alone, with their parameters.
+    """Yield the backwards after which gradients of a stage are those of the microbatch, with their parameters.
 
-    Those are the parameters of no other stage, and no other microbatch's backward comes before. They are complete after
-    a B or W; which of them an I makes may differ from one time to the next.
+    Those are the parameters of no other stage, and no other microbatch's backward comes before, nor a reduction. They
+    are complete after the last B or W; which of them an I makes may differ from one time to the next.
     """
     held = Counter(id(one) for named in parameters.values() for one in named.values())
-    begun = dict[int, set[int | None]]()
+    begun, left = dict[int, set[int | None]](), dict[int, set[int | None]]()
     for action in row:
-        if action.op in BACKWARDS and action.stage is not None:
+        if action.op in (*BACKWARDS, Op.REDUCE_GRAD) and action.stage is not None:
             before = begun.setdefault(action.stage, set())
             before.add(action.microbatch)
-            if before == {_MICROBATCH} and action.op is not Op.I:
+            if action.op in (Op.B, Op.W):
+                left.setdefault(action.stage, set(slices)).discard(action.microbatch)
+            if before.issubset(slices) and not left.get(action.stage, slices):
                 yield action, {name: one for name, one in parameters[action.stage].items() if held[id(one)] == 1}

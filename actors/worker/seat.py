@@ -135,15 +135,17 @@ class Seat:
         """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.
 
         Args:
-            tensor: A tensor of any shape; where replicas do not talk to each other, it stays as it is.
+            tensor: A tensor of any shape. With servers, where replicas do not talk to each other, it is summed over the
+                context ranks of this actor's replica alone.
 
         Raises:
             ActionError: The communication failed.
         """
-        if "dp" not in self.groups:
+        key = next((key for key in ("dp", "cp") if key in self.groups), None)
+        if key is None:
             return
         try:
-            self.groups["dp"].host.all_reduce(tensor).wait()
+            self.groups[key].host.all_reduce(tensor).wait()
         except GroupError as error:
             raise self.failed("beginning of step", None, error) from None
 

@@ -57,9 +57,8 @@ def made_by_run(run, steps):
     reports = []
     for at, length in _flushes(team.programs["train"].stream, steps):
         results = team.each(lambda actor, at=at, length=length: actor.run("train", at, None, 0, length))
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        if errors := [result for result in results if isinstance(result, Exception)]:
+            raise next((error for error in errors if not getattr(error, "secondary", False)), errors[0])
         reports += reports_of(at, 1.0, results, team.world)
     norms = [report.grad_norm for report in reports]
     for dp in range(1, run.mesh.dp if not team.world.gathers else 1):

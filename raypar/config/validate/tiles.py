@@ -22,8 +22,9 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
     patterns = patterns_of(run.model, run.tile)
     if all(count == 1 for count in patterns.values()):
         return
-    if right("mesh.tp") and run.mesh.tensor_ranks > 1:
-        yield f"tile is {run.tile!r}, but mesh.tp is {run.mesh.tp!r}, which divides the same layers: set one to 1"
+    if right("mesh") and run.mesh.ways("tp") > 1:
+        tp = f"mesh.rank_tp is {run.mesh.rank_tp}" if run.mesh.rank_tp else f"mesh.tp is {run.mesh.tp!r}"
+        yield f"tile is {run.tile!r}, but {tp}, which divides the same layers: set tile to 1, or leave the other out"
     if right("data_parallel") and run.data_parallel == "parameter_server":
         yield f"tile is {run.tile!r}, but data_parallel is 'parameter_server', whose servers are not told: set it to 1"
     if isinstance(run.model, Transformer) and run.model.moe is not None:

@@ -126,3 +126,34 @@ def test_errors_of_a_step_are_not_hidden():
     row = usual(schedule="pipedream-2bw")
     with pytest.raises(ActionError, match="targets"):
         differences_of(run_of_row(row))
+
+
+FOUND = {
+    "servers weigh auxiliary losses by the targets of all context ranks": {
+        "mesh__cp": 2, "data_parallel": "parameter_server", "model__moe": "softmax", "model__moe.alpha": 0.3,
+    },
+    "what tensor ranks hold of experts is found where weights are shared out": {
+        "mesh__dp": 2, "mesh__tp": 2, "mesh__ep": 2, "zero": 3, "model__moe": "softmax",
+    },
+    "all slices of a microbatch are computed again": {"mesh__pp": 2, "mesh__dp": 2, "token_slices": 2, "recheck_every": 1},
+    "a slice that is reduced by itself is no fault": {
+        "mesh__pp": 2, "mesh__dp": 2, "token_slices": 2, "recheck_every": 1, "zero_reduce": "microbatch",
+    },
+    "a microbatch without targets is computed again": {
+        "mesh__pp": 2, "mesh__dp": 2, "schedule": "gpipe", "recheck_every": 1, "data": "missing",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_rows_of_the_array_have_found(name):
+    row = usual(**FOUND[name])
+    assert not faults_of(row)
+    assert not differences_of(run_of_row(row))
+
+
+def test_tiles_beside_tensor_ranks_of_some_stages_are_refused():
+    (fault,) = rp.faults(run_of_row(usual(mesh__pp=2, mesh__rank_tp=(2, 1), tile=2)))
+    assert fault == (
+        "tile is 2, but mesh.rank_tp is (2, 1), which divides the same layers: set tile to 1, or leave the other out"
+    )
