@@ -135,7 +135,9 @@ FOUND = {
     "what tensor ranks hold of experts is found where weights are shared out": {
         "mesh__dp": 2, "mesh__tp": 2, "mesh__ep": 2, "zero": 3, "model__moe": "softmax",
     },
-    "all slices of a microbatch are computed again": {"mesh__pp": 2, "mesh__dp": 2, "token_slices": 2, "recheck_every": 1},
+    "all slices of a microbatch are computed again": {
+        "mesh__pp": 2, "mesh__dp": 2, "token_slices": 2, "recheck_every": 1,
+    },
     "a slice that is reduced by itself is no fault": {
         "mesh__pp": 2, "mesh__dp": 2, "token_slices": 2, "recheck_every": 1, "zero_reduce": "microbatch",
     },
