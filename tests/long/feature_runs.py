@@ -20,7 +20,7 @@ import raypar as rp
 from raypar.config.run import world_of
 from raypar.job.job import Job
 from tests.support.features import STEPS, drawn, oracle_settings, run_of_row, words_of
-from tests.support.oracle_runs import Numbers, TieError, compared, frozen_weights, whole
+from tests.support.oracle_runs import Numbers, TieError, compared, drop_copy, frozen_weights, whole
 
 
 def runs_of(seed: int, actors: int) -> Iterator[tuple[str, rp.Run]]:
@@ -44,7 +44,11 @@ def differences_on(job: Job, run: rp.Run) -> list[str]:
         first |= frozen_weights(run.model, run.seed)
     reports = job.train(STEPS, ahead=0)
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
-    numbers = Numbers(losses, norms, whole(job.gradients()), whole(dict(job.weights())), {})
+    gradients, weights = whole(job.gradients()), whole(dict(job.weights()))
+    if run.model.tied:
+        for tensors in (first, gradients, weights):
+            drop_copy(tensors)
+    numbers = Numbers(losses, norms, gradients, weights, {})
     try:
         return compared(run, first, numbers, STEPS, **oracle_settings(run))
     except TieError:
