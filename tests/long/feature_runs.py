@@ -10,6 +10,7 @@ agree. Exit code 1 if one differs.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--actors", type=int, default=8, help="the most actors of a run")
     given = parser.parse_args()
+    logging.getLogger("raypar").setLevel(logging.ERROR)  # not the progress of each run
     job, wrong, start = None, 0, time.perf_counter()
     runs = list(islice(runs_of(given.seed, given.actors), given.runs))
     largest = max((run for _, run in runs), key=lambda run: world_of(run).size)
