@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -144,7 +144,7 @@ def _minority(votes: Mapping[int, bytes]) -> dict[int, bool]:
 
 
 def _alone(
-    row: Iterable[Action], parameters: Mapping[int, Mapping[str, Tensor]], slices: Collection[int]
+    row: Iterable[Action], parameters: Mapping[int, Mapping[str, Tensor]], slices: frozenset[int]
 ) -> Iterator[tuple[Action, dict[str, Tensor]]]:
     """Yield the backwards after which gradients of a stage are those of the microbatch, with their parameters.
 
@@ -152,12 +152,11 @@ def _alone(
     are complete after the last B or W; which of them an I makes may differ from one time to the next.
     """
     held = Counter(id(one) for named in parameters.values() for one in named.values())
-    begun, left = dict[int, set[int | None]](), dict[int, set[int | None]]()
+    begun, complete = defaultdict[int, set[int | None]](set), defaultdict[int, set[int | None]](set)
     for action in row:
         if action.op in (*BACKWARDS, Op.REDUCE_GRAD) and action.stage is not None:
-            before = begun.setdefault(action.stage, set())
-            before.add(action.microbatch)
+            begun[action.stage].add(action.microbatch)
             if action.op in (Op.B, Op.W):
-                left.setdefault(action.stage, set(slices)).discard(action.microbatch)
-            if before.issubset(slices) and not left.get(action.stage, slices):
+                complete[action.stage].add(action.microbatch)
+            if begun[action.stage] == complete[action.stage] == slices:
                 yield action, {name: one for name, one in parameters[action.stage].items() if held[id(one)] == 1}

@@ -20,7 +20,7 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if not right("zero", "mesh", "data_parallel", "offload"):
         return
     if run.data_parallel == "parameter_server":
-        for field, given in _set(run, right, "zero_reduce", *_GATHERS):
+        for field, given in _given(run, right, "zero_reduce", *_GATHERS):
             yield f"{field} is {given!r}, but data_parallel is 'parameter_server': servers shard nothing, leave it out"
         return
     if (run.zero or 0) > 1 and run.mesh.shards == 1:
@@ -28,7 +28,7 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
         yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
     if run.zero != 3 and run.offload != "parameters":
-        for field, given in _set(run, right, *_GATHERS):
+        for field, given in _given(run, right, *_GATHERS):
             only = "only zero 3 and offload 'parameters' gather weights"
             yield f"{field} is {given!r}, but zero is {run.zero}: {only}, leave it out"
     elif run.zero_resident is not None and run.zero_gather != "step":
@@ -38,7 +38,7 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         )
 
 
-def _set(run: Run, right: Callable[..., bool], *names: str) -> Iterator[tuple[str, Any]]:
+def _given(run: Run, right: Callable[..., bool], *names: str) -> Iterator[tuple[str, Any]]:
     """Yield the fields among these that have another value than the usual one, each with it."""
     for name in names:
         if right(name) and (given := getattr(run, name)) != getattr(Run, name):
