@@ -8,8 +8,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import raypar as rp
+from raypar.actors.autograd.forward_state import FrozenWrites
+from raypar.actors.autograd.torch_private import is_intercepted
 from raypar.actors.errors import NonFiniteError
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team, batch, mse
@@ -187,3 +190,12 @@ def test_a_step_by_hand_that_is_rewound_puts_it_back():
 
     team.each(lambda actor: by_hand(actor, lambda one: one.member.rewind()))
     assert all(torch.equal(tensor, first[name]) for name, tensor in state(team).items())
+
+
+def test_layers_compute_as_always_while_writes_are_noticed():
+    """Else the first forward would take other kernels than all later ones."""
+    with FrozenWrites([nn.Linear(2, 2).requires_grad_(False)]):
+        assert not is_intercepted()
+        with FlopCounterMode(display=False):
+            assert is_intercepted()
+    assert not is_intercepted()
