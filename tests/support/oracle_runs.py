@@ -24,7 +24,7 @@ from tests.support.team import Team
 LOSS, NORM, GRADIENT = 3e-6, 3e-5, 2e-4
 MOVED = {"sgd": 3e-4, "adamw": 1e-3, "muon": 1e-2}  # of how far the weights of a tensor have moved at the most
 TIE = 3e-7  # of scores between 0 and 1
-TIMES = 3.0  # beyond these bounds: so many times as far from float64 as plain float32 is
+TIMES = 3.0  # beyond these bounds: so many times as far from float64 as the farthest of some runs of plain float32
 
 
 class TieError(Exception):
@@ -104,10 +104,11 @@ def _flushes(stream, steps):
     return [(at, min(length, steps - at) if stream else 0) for at in range(0, steps, length)]
 
 
-def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, padding=None, **settings):
+def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, padding=None, *, is_reversed=False, **settings):
     """The numbers of the oracle that trains what a run does.
 
-    ``model`` is the loss of own layers, and ``padding`` the token that fills sequences up, if one does.
+    ``model`` is the loss of own layers, ``padding`` the token that fills sequences up, if one does, and with
+    ``is_reversed`` the microbatches of a step are added from the last to the first.
     """
     if model is None:
         assert not isinstance(run.model, Layers)
@@ -129,10 +130,21 @@ def made_by_oracle(run, first, steps, dtype=torch.float64, model=None, padding=N
         [batch("train", step, microbatch, dp) for microbatch in range(run.microbatches) for dp in range(run.mesh.dp)]
         for step in range(steps)
     ]
+    if is_reversed:
+        batches = [step[::-1] for step in batches]
     settings = {"num_steps": run.steps, "clip": run.clip, "ema": run.ema} | settings
     trained = train(first, model, batches, asdict(run.optim), dtype=dtype, **settings)
     found = trained.losses, trained.norms, trained.gradients, trained.weights, trained.averages
     return Numbers(*found, trained.margin)
+
+
+def _last_bits_changed(weights):
+    """Weights by name, each of whose values is larger or smaller by one rounding of float32."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: weight * (1 + 2**-23 * (2 * torch.randint(2, weight.shape, generator=generator, dtype=torch.float64) - 1))
+        for name, weight in weights.items()
+    }
 
 
 def _length(row, padding):
@@ -158,7 +170,10 @@ def compared(run, first, ours, steps, **settings):
 
     @cache  # only where a bound is not kept
     def plain():
-        return made_by_oracle(run, first, steps, torch.float32, **settings)
+        return [
+            made_by_oracle(run, start, steps, torch.float32, is_reversed=is_reversed, **settings)
+            for start, is_reversed in ((first, False), (first, True), (_last_bits_changed(first), False))
+        ]
 
     if right.margin < TIE:
         raise TieError(f"experts were chosen by {right.margin:.1e}, which rounding decides")
@@ -168,8 +183,8 @@ def compared(run, first, ours, steps, **settings):
         for step, (own, other) in enumerate(zip(getattr(ours, what), getattr(right, what), strict=True)):
             if abs(own - other) <= bound * abs(other):
                 continue
-            rounded = getattr(plain(), what)[step]
-            if not abs(own - other) <= TIMES * abs(rounded - other):
+            rounded = [getattr(one, what)[step] for one in plain()]
+            if not abs(own - other) <= TIMES * max(abs(one - other) for one in rounded):
                 found.append(f"{what} of step {step + 1}: {own} is not {other} (in float32 {rounded})")
     for name, gradient in ours.gradients.items():
         if name in noise:
@@ -178,24 +193,24 @@ def compared(run, first, ours, steps, **settings):
             if name in right.gradients and right.gradients[name].abs().max() > 0:
                 found.append(f"gradient of {name}: there is none")
         else:
-            rounded = lambda name=name: plain().gradients[name]  # noqa: E731
+            rounded = lambda name=name: [one.gradients[name] for one in plain()]  # noqa: E731
             found += _far(f"gradient of {name}", gradient, right.gradients[name], rounded, GRADIENT)
     for what in ("weights", "averages"):
         own, other = getattr(ours, what), getattr(right, what)
         for name in own.keys() - noise:
-            rounded = lambda what=what, name=name: getattr(plain(), what)[name]  # noqa: E731
+            rounded = lambda what=what, name=name: [getattr(one, what)[name] for one in plain()]  # noqa: E731
             moved = (other[name] - first[name]).abs().max().item()
             found += _far(f"{what}: {name}", own[name], other[name], rounded, MOVED[run.optim.kind], moved)
     return found
 
 
 def _far(what, own, right, plain, bound, size=None):
-    """A line if a tensor is too far from the right one; ``plain`` returns what it is in plain float32."""
+    """A line if a tensor is too far from the right one; ``plain`` returns it of some runs in plain float32."""
     size = right.abs().max().item() if size is None else size
     off = (own.double() - right).abs().max().item()
     if off <= bound * size:
         return []
-    rounding = (plain().double() - right).abs().max().item()
+    rounding = max((one.double() - right).abs().max().item() for one in plain())
     if off <= TIMES * rounding:
         return []
     return [f"{what}: off by {off:.3g} of {size:.3g} (in float32 {rounding:.3g})"]
