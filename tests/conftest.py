@@ -104,6 +104,16 @@ def catalog_as_before():
 
 
 @pytest.fixture(scope="session")
+def torch_for_cpus():
+    """Forecasts of memory do not depend on the build of torch that runs the tests."""
+    from raypar.planner import memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "torch_has_cuda", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="session")
 def cluster(request):
     """A local Ray cluster with 16 CPU slots, so that what is held for other tests leaves room."""
     os.environ.update(QUIET)

@@ -25,6 +25,7 @@ from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.reporting.summary import plan_rows
 
+pytestmark = pytest.mark.usefixtures("torch_for_cpus")
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT_OF_PAGES = 601, 11_065_582  # files and bytes

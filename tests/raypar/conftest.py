@@ -7,13 +7,8 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torch_for_cpus():
-    """Forecasts of memory do not depend on the build of torch that runs the tests."""
-    from raypar.planner import memory
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "torch_has_cuda", lambda: False)
-        yield
+def forecasts_of_any_build(torch_for_cpus):
+    """All tests here take forecasts of memory for those of a torch for CPUs."""
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 import raypar as rp
@@ -11,16 +13,31 @@ from tests.support.features import (
     FEATURES,
     UNEQUAL,
     differences_of,
+    drawn,
     faults_of,
     needed,
     run_of_row,
+    words_of,
 )
 from tests.support.team import Team
+
+FIRST_ROWS = 12
 
 
 def test_there_are_many_features():
     assert len(FEATURES) >= 40
     assert all(len(values) >= 2 for values in FEATURES.values())
+
+
+@pytest.fixture(scope="module")
+def first_rows():
+    """Rows that have three pairs of five; of another seed than those of `make test-long`."""
+    return list(islice(drawn(1).rows(), FIRST_ROWS))
+
+
+@pytest.mark.parametrize("number", range(FIRST_ROWS))
+def test_the_first_rows_compute_what_the_oracle_does(first_rows, number):
+    assert not differences_of(run_of_row(first_rows[number])), words_of(first_rows[number])
 
 
 def test_unequal_counts_in_an_asynchronous_schedule_are_refused_with_a_reason():
