@@ -21,7 +21,7 @@ from tests.support.features import (
 )
 from tests.support.team import Team
 
-FIRST_ROWS = 12
+FIRST_ROWS = 10
 
 
 def test_there_are_many_features():
