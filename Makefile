@@ -32,7 +32,7 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 test: versions lint ## lint, then the tests, in two processes
 	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew
 
-test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
+test-long: $(venv)/.installed-long ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
 	@echo '== the tests marked long, and the random ones with more examples'
 	@$(python) -m pytest -n 2 --dist loadfile -m 'long or hypothesis' --hypothesis-profile long
 	@for script in schedule_fuzz schedule_matrix config_fuzz layout_fuzz expert_fuzz zero_matrix half_precision overflows memory_peaks \
@@ -98,6 +98,7 @@ measured := from dataclasses import replace; import raypar as rp; \
 	job = rp.launch(run); job.train(); job.evaluate(); job.overlay().save("docs/overlay.svg"); job.close()
 
 with_dev := .[dev,hf]
+with_long := .[dev,hf,transformers]
 with_bench := .[dev,hf,bench]
 with_docs := .[docs]
 
@@ -115,7 +116,7 @@ endif
 endif
 endif
 ifneq ($(has),)
-$(venv)/bin/pip $(addprefix $(venv)/.installed,-dev -bench -docs) $(venv)/.installed: of-another-python
+$(venv)/bin/pip $(addprefix $(venv)/.installed,-dev -long -bench -docs) $(venv)/.installed: of-another-python
 endif
 
 of-another-python:
@@ -129,6 +130,10 @@ $(venv)/.installed: pyproject.toml constraints.txt | $(venv)/bin/pip
 $(venv)/.installed-dev: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and its test tools into $(venv); the first time this takes a few minutes.'
 	$(call fill,$(with_dev),$(venv)/.installed $@)
+
+$(venv)/.installed-long: pyproject.toml constraints.txt | $(venv)/bin/pip
+	@echo 'Installing raypar, its test tools and transformers into $(venv); the first time this takes a few minutes.'
+	$(call fill,$(with_long),$(venv)/.installed $(venv)/.installed-dev $@)
 
 $(venv)/.installed-bench: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and what its bench compares it with into $(venv); the first time this takes a few minutes.'

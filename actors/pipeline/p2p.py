@@ -137,7 +137,7 @@ class Courier:
         """Wait for the values of a RECV and return them. A peer's RECVs must be taken in the order of ``expect``."""
         if action not in self._posted:
             queue, route = self._expected[self._route(action).peers[0]], self._route(action)
-            if queue:
+            if action in queue:  # it is not, if it is received once more for an update that is made again
                 assert queue.popleft() == action, "receives are taken in the order of the row"
             if not self._known(action):
                 specs, known = self._read_header(route), self._specs.get(route.crossing)
