@@ -212,6 +212,22 @@ def test_an_answer_that_a_prompt_has_is_not_learned_however_many_marks_it_has(tm
     assert tokenizer.decoded([one for one, is_so in zip(ids, learned, strict=True) if is_so]) == "threefour"
 
 
+def test_answers_whose_marks_become_fewer_by_what_follows_are_refused(tmp_path):
+    """The last message has a mark for each word, one before it has one."""
+    template = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role != 'assistant' %}{{ m.content }}{% elif loop.last %}"
+        "{% for word in m.content.split(' ') %}{% generation %}{{ word }}{% endgeneration %}{% endfor %}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    folder = made_tokenizer(tmp_path, template)
+    talked = talk("a", "one two three", "b", "four five")
+    with pytest.raises(ExampleError, match="whose marks depend on what follows: give all of it as messages"):
+        written({"prompt": talked[:3], "completion": talked[3:]}, Tokenizer(str(folder)).template, "", learns_all=False)
+    ids, learned = found(folder, {"messages": talked})
+    text = Tokenizer(str(folder)).decoded([one for one, is_so in zip(ids, learned, strict=True) if is_so])
+    assert text == "one two threefourfive"
+
+
 def test_tools_as_text_are_parsed_and_broken_ones_are_told(tokenizers):
     folder = tokenizers["tools", "plain"]
     record = TALKS["tools"]

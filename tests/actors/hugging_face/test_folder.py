@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 import raypar as rp
 from raypar.actors.collective.local import local_groups
+from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
+from raypar.actors.hugging_face.folder import read_json
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.build import build_model
 from raypar.actors.sharding import Pieces, Shard, Sharding
@@ -33,6 +35,17 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.mark.parametrize("most", [11, 12])
+def test_a_json_file_may_have_as_many_bytes_as_the_limit(tmp_path, monkeypatch, most):
+    monkeypatch.setattr("raypar.actors.hugging_face.folder._MOST_JSON", most)
+    (tmp_path / "a.json").write_text('{"abc": 123}')
+    if most == 12:
+        assert read_json(tmp_path / "a.json") == {"abc": 123}
+    else:
+        with pytest.raises(CheckpointError, match="no JSON object of at most 11 bytes"):
+            read_json(tmp_path / "a.json")
 
 
 def tensors_of(config=CONFIG):
