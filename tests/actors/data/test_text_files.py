@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -149,6 +150,18 @@ def test_changed_text_is_converted_again(folder, tmp_path):
     (folder / "z.txt").write_text("more")
     os.utime(folder / "z.txt", (1, 1))  # same size, another time
     assert text_of(folder, tmp_path).endswith("more")
+
+
+@pytest.mark.parametrize("chunk", [*range(8, 24)])
+def test_a_long_line_is_cut_between_characters(tmp_path, monkeypatch, chunk):
+    """Characters of one to four bytes, at every place of a cut; a chunk is no longer than it must be."""
+    monkeypatch.setattr(text_sources, "_CHUNK", chunk)
+    text = "aé日😀😀日éa日日é" * 9
+    (tmp_path / "a.txt").write_text(text)
+    (file,) = text_sources.source_files("path", str(tmp_path / "a.txt"), tmp_path / "cache", [])
+    chunks = [*text_sources.chunks_of(file, hashlib.sha256(), last=True)]
+    assert "".join(part.decode() for part in chunks) == text
+    assert all(chunk - 4 <= len(part) < chunk + 4 for part in chunks[:-1])
 
 
 @pytest.mark.parametrize("damage", ["truncate", "grow", "delete", "json"])
