@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 
 def descriptors() -> set[tuple[str, Path]]:
-    """Return number and target of each descriptor. Those that earlier tests have left may be closed at any time."""
+    """Return number and target of each descriptor.
+
+    What earlier tests have left is closed first: else it would be at a time of chance, and new files might get the same
+    numbers and targets.
+    """
+    gc.collect()
     found = set[tuple[str, Path]]()
     for link in Path("/proc/self/fd").iterdir():
         try:
