@@ -24,9 +24,7 @@ from tests.support.team import Team
 LOSS, NORM, GRADIENT = 3e-6, 3e-5, 2e-4
 MOVED = {"sgd": 3e-4, "adamw": 1e-3, "muon": 1e-2}  # of how far the weights of a tensor have moved at the most
 TIE = 3e-7  # of scores between 0 and 1
-ROUNDED = (
-    6  # runs of plain float32 whose first weights differ in their last bits: how far that leads is a matter of luck
-)
+ROUNDED = 6  # runs of plain float32 whose first weights differ in their last bits; how far that leads is luck
 TIMES = 3.0  # beyond these bounds: so many times as far from float64 as the farthest of some runs of plain float32
 
 
