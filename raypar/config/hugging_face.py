@@ -92,7 +92,7 @@ def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT
     make = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if make is None:
         return None, [f"{CONFIG} has no model_type: give a model's folder"]
-    reader = _Reader(config, changes)
+    reader = _Reader({**_DEFAULTS.get(str(kind), {}), **config}, changes)
     if "quantization_config" in config:
         reader.faults.append("its weights are quantized: save it in float32 or bfloat16 first, with transformers")
     fields = make(reader) | {"layers": reader.count("num_hidden_layers", "n_layer")}
@@ -351,7 +351,7 @@ def _qwen3_moe(read: _Reader) -> dict[str, Any]:
     )
     fields = _llama(read) | {"qk_norm": True, "moe": moe}
     if read.get("use_sliding_window", default=False):  # of every block, whatever max_window_layers says
-        fields["window"] = read.count("sliding_window", default=4096)
+        fields["window"] = read.count("sliding_window", default=None)
     return fields
 
 
@@ -367,3 +367,14 @@ _FAMILIES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
 }
 assert _FAMILIES.keys() == TABLES.keys()
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+}
+"""Values of keys that a config.json leaves out, where they are transformers' own and not those of most families."""

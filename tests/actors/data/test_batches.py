@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.data.token_batches import Corpus, TokenBatches, data_faults, open_corpus, shuffled
+from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, data_faults, open_corpus, shuffled
 from raypar.actors.specs.data import Text
 
 
@@ -37,6 +37,16 @@ def text(tmp_path):
 @given(size=st.integers(1, 3000), epoch=st.integers(0, 10**6), seed=st.integers(-(2**63), 2**64))
 def test_every_window_once_an_epoch(size, epoch, seed):
     assert np.array_equal(np.sort(order(size, epoch, seed)), np.arange(size))
+
+
+def test_the_hash_of_an_order_is_that_of_splitmix64():
+    """Java's SplittableRandom, seeds 0 and 1234567: each state is the one before plus the golden ratio."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        from_0 = _mix(np.arange(3, dtype=np.uint64) * golden)
+        other = _mix(np.uint64(1234567) + np.arange(3, dtype=np.uint64) * golden)
+    assert from_0.tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert other.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_huge_epochs_need_no_table():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,15 @@ from raypar.actors.data.mixing import LARGEST, mixed, shares_of
 )
 def test_the_smallest_block_has_the_shares_that_are_asked_for(weights, shares):
     assert shares_of(weights).tolist() == shares
+
+
+def test_where_no_block_is_near_the_largest_fractions_get_what_is_left():
+    """Hamilton's method: whole samples first, then one more for each of the largest fractions."""
+    weights = [LARGEST, 1.4, 3.5, 3.3, 1.8, 2.5, 2.3]
+    wanted = [weight / sum(weights) * LARGEST for weight in weights]
+    whole = [math.floor(one) for one in wanted]
+    left = sorted(range(7), key=lambda which: whole[which] - wanted[which])[: LARGEST - sum(whole)]
+    assert shares_of(weights).tolist() == [count + (which in left) for which, count in enumerate(whole)]
 
 
 def test_shares_are_near_any_weights():

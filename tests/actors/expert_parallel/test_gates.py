@@ -163,6 +163,20 @@ def test_noise_is_of_training_only_and_the_same_in_every_layout(moe):
             torch.testing.assert_close(piece.float(), expected)
 
 
+def test_the_jitter_of_switch_is_a_factor_around_1():
+    """Fedus et al. 2021, appendix: the input is multiplied by numbers that are uniform in 1 - e to 1 + e."""
+    router = Router(MoE(experts=2, top_k=1, gate="switch", noise=0.25), 1, 2)
+    with torch.no_grad():
+        router.weight.fill_(1.0)
+    factors = []
+    hook = router.noise.uniform
+    router.noise.uniform = lambda *args: factors.append(hook(*args)) or factors[-1]
+    router(torch.ones(1, 4000, 1))
+    (found,) = factors
+    assert 0.75 <= found.min() < 0.76 and 1.24 < found.max() <= 1.25 and abs(found.mean() - 1) < 0.01
+    assert abs(found.var() - 0.5**2 / 12) < 0.002
+
+
 def test_a_router_computes_in_fp32():
     router, x = Router(MoE(experts=4), 8, 4), torch.randn(10, 8)
     half = router.bfloat16()(x.bfloat16())

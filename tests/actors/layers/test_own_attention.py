@@ -48,6 +48,15 @@ def by_formula(q, k, v, mask):
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
+def test_a_query_sees_tokens_of_its_own_document_alone():
+    at = torch.arange(17)
+    for sample, length in enumerate((3, 5)):
+        document = [(17 * sample + token) // length for token in range(17)]
+        wanted = [[document[key] == document[query] and key <= query for key in range(17)] for query in range(17)]
+        found = MASK_MODS["documents"](torch.tensor(sample), torch.tensor(0), at[:, None], at[None])
+        assert found.tolist() == wanted
+
+
 @given(
     mask=st.sampled_from(list(MASKS)),
     length=st.integers(1, 17),

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.specs.precision import FP16_MAX, LossScale
+from raypar.actors.specs.precision import FP16_MAX, LossScale, Precision
+from tests.support.team import Team, linears
 
 
 def test_it_grows_after_a_window_and_falls_at_once():
@@ -27,6 +28,24 @@ def test_hysteresis_bears_some_overflows():
     scaler.grow()
     scaler.fall()
     assert scaler.scale == 4.0
+
+
+@pytest.mark.parametrize(
+    ("init", "overflow", "seen"),
+    [
+        (4.0, "skip", [4, 4, 8, 8, 16]),
+        (2.0**19, "skip", [2**19, 2**19, 2**15, 2**15, 2**16]),
+        (2.0**19, "clamp", [2**19, 2**19, 2**15, 2**15, 2**16]),
+    ],
+)
+def test_steps_without_an_overflow_let_it_grow_and_others_let_it_fall(init, overflow, seen):
+    scale = LossScale(init=init, window=2, backoff=2.0**-4, overflow=overflow)
+    team = Team(linears(), m=2, precision=Precision("fp16"), loss_scale=scale, steps=len(seen))
+    found = [team.step(number)[-1] for number in range(len(seen))]
+    assert [result.scale for result in found] == seen
+    assert [result.is_skipped for result in found] == [
+        init > 4 and overflow == "skip" and step == 1 for step in range(5)
+    ]
 
 
 def test_its_numbers_restore_it():

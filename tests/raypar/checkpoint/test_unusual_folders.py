@@ -35,6 +35,53 @@ LLAMA = {
 }
 
 
+GPT_2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4, "n_layer": 2, "vocab_size": 29, "n_positions": 64}
+SIZES = {
+    "num_attention_heads": 8,
+    "num_hidden_layers": 30,
+    "use_sliding_window": True,
+    "num_local_experts": 16,
+    "num_experts": 16,
+    "moe_intermediate_size": 8,
+}
+LEFT_OUT = {  # by type: what transformers takes where config.json has no such key, and another value
+    "llama": {
+        "max_position_embeddings": (2048, 32),
+        "rms_norm_eps": (1e-6, 1e-3),
+        "rope_theta": (1e4, 500.0),
+        "tie_word_embeddings": (False, True),
+        "attention_dropout": (0.0, 0.5),
+    },
+    "gemma": {"head_dim": (256, 8), "tie_word_embeddings": (True, False), "pad_token_id": (0, 3)},
+    "gemma2": {
+        "num_key_value_heads": (4, 2),
+        "query_pre_attn_scalar": (256, 8),
+        "attn_logit_softcapping": (50.0, 20.0),
+        "final_logit_softcapping": (30.0, 20.0),
+        "sliding_window": (4096, 32),
+    },
+    "gpt2": {"layer_norm_epsilon": (1e-5, 1e-3), "tie_word_embeddings": (True, False)},
+    "mistral": {"num_key_value_heads": (8, 4), "sliding_window": (4096, 32)},
+    "mixtral": {
+        "num_key_value_heads": (8, 4),
+        "rms_norm_eps": (1e-5, 1e-3),
+        "rope_theta": (1e6, 500.0),
+        "num_experts_per_tok": (2, 3),
+        "router_aux_loss_coef": (0.001, 0.5),
+    },
+    "qwen2": {"max_window_layers": (28, 3), "sliding_window": (4096, 32)},
+    "qwen3": {"head_dim": (128, 8), "max_window_layers": (28, 3), "sliding_window": (4096, 32)},
+    "qwen3_moe": {
+        "num_key_value_heads": (4, 2),
+        "num_experts_per_tok": (8, 3),
+        "norm_topk_prob": (False, True),
+        "decoder_sparse_step": (1, 2),
+        "router_aux_loss_coef": (0.001, 0.5),
+        "sliding_window": (4096, 32),
+    },
+}
+
+
 def batch(step, microbatch, dp):
     ids = some_ids(step + 10 * dp)[microbatch : microbatch + 1]
     return ids, torch.roll(ids, -1, 1)
@@ -141,6 +188,33 @@ def test_unusual_configs_have_the_numbers_of_transformers(number, layout, tmp_pa
     pytest.importorskip("transformers")
     found = compared(native(0, number), tmp_path, {layout: LAYOUTS[layout]})
     assert (found.wrong, found.refused) == ([], {})
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in LEFT_OUT.items() for key in keys])
+def test_a_key_that_a_file_leaves_out_has_the_value_of_transformers(kind, key):
+    default, other = LEFT_OUT[kind][key]
+    given = (GPT_2 if kind == "gpt2" else LLAMA | SIZES) | {"model_type": kind}
+    changes = {"dropout": 0.1} if kind == "gpt2" else {}
+    given.pop(key, None)
+    without, with_default, with_other = (model_of(given | more, changes) for more in ({}, {key: default}, {key: other}))
+    assert without == with_default
+    assert without[1] == with_other[1] == []
+    assert without[0] != with_other[0], "the key says something"
+
+
+def test_the_defaults_of_files_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    wrong = []
+    for kind, keys in LEFT_OUT.items():
+        slides = {"use_sliding_window": True} if kind.startswith("qwen") else {}
+        theirs = transformers.CONFIG_MAPPING[kind](**slides).to_dict()
+        theirs |= theirs.get("rope_parameters") or {}
+        wrong += [(kind, key, theirs[key]) for key, (default, _) in keys.items() if theirs[key] != default]
+    assert wrong == []
+
+
+def test_a_gpt_2_drops_a_tenth_where_its_file_does_not_say():
+    assert model_of(GPT_2, {})[0].dropout == 0.1
 
 
 def test_the_token_of_padding_is_read_and_written():

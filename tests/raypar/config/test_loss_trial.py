@@ -107,6 +107,18 @@ def test_what_a_loss_does_not_weigh_as_raypar_counts_is_warned_of(what, caplog):
     assert re.search(wanted, message), message
 
 
+def test_losses_over_many_elements_differ_enough_to_compare(caplog):
+    """Of 4,000 elements each, drawn alike, two microbatches would have the same loss but for a few per cent."""
+
+    def fn(step, microbatch, dp):
+        labels = torch.randint(1, CLASSES, (4000,), generator=torch.Generator().manual_seed(microbatch))
+        labels[500 * COUNTS[microbatch] :] = 0
+        return torch.zeros(4000, 4), labels
+
+    ((level, message),) = said(fn, partial(F.cross_entropy, ignore_index=0), caplog)
+    assert level == "WARNING" and "weighs 0.727" in message, message
+
+
 ALIKE = {
     "classes": (labelled(-100), F.cross_entropy, None),
     "a count of its own": (labelled(0), partial(F.cross_entropy, ignore_index=0), zeros_left_out),
