@@ -127,6 +127,7 @@ TALKS = {
     "begins with the assistant": {"messages": talk("hello", "hi", "fine", first="assistant")},
     "ends with the user": {"messages": talk("hi", "hello", "bye")},
     "of equal words": {"messages": talk("same", "same", "same", "same")},
+    "two answers in a row": {"messages": [*talk("hi", "hello"), *talk("again", "bye", first="assistant")]},
     "an empty answer": {"messages": talk("hi", "", "and", "yes")},
     "blanks around an answer": {"messages": talk("hi", " hello \n", "and", "\n yes")},
     "reasoning inside": {"messages": talk("hi", "<think>a</think>\n\nb", "and", "<think>c</think>\n\nd")},

@@ -121,6 +121,11 @@ def test_a_token_chooses_within_its_best_groups():
     assert all(len({e // 3 for e in row}) <= 2 for row in choice.chosen.tolist())
 
 
+def test_a_group_may_be_one_expert():
+    found = in_best_groups(torch.tensor([[0.1, 0.4, 0.2, 0.3]]), groups=4, kept=2, counted=1)
+    assert found[0].isinf().tolist() == [True, False, True, False]
+
+
 def test_the_noise_of_shazeer_is_scaled_by_a_softplus():
     normal, widths = torch.randn(7, 3), torch.randn(7, 3)
     found = learned_noise(normal, widths)

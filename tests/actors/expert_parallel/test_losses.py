@@ -120,13 +120,13 @@ def test_without_tokens_nothing_is_dropped():
     assert over_capacity(torch.zeros(0, 2, dtype=torch.int64), 4, [1]).shape == (0, 2)
 
 
-def test_the_loss_over_all_layers_is_that_of_transformers():
+@pytest.mark.parametrize(("layers", "real_tokens"), [(3, (6, 4)), (1, (6, 4)), (1, (0, 1))])
+def test_the_loss_over_all_layers_is_that_of_transformers(layers, real_tokens):
     """With its mask of padding, which is here by token; each layer's gradient has the choices of all."""
     module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     num_experts, k, sizes = 5, 2, (2, 6)
-    mask = torch.ones(sizes, dtype=torch.int64)
-    mask[1, 4:] = 0
-    logits = [torch.randn(12, num_experts, requires_grad=True) for _ in range(3)]
+    mask = (torch.arange(6) < torch.tensor(real_tokens)[:, None]).long()
+    logits = [torch.randn(12, num_experts, requires_grad=True) for _ in range(layers)]
     theirs = module.load_balancing_loss_func(tuple(logits), num_experts, k, mask)
     expected = torch.autograd.grad(theirs, logits)
     joint, real, parts = JointLoss(), mask.flatten().bool(), []
