@@ -12,6 +12,7 @@ import torch
 import raypar as rp
 from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
 from raypar.actors.data.example_files import open_examples
+from raypar.actors.data.example_shapes import Written
 from raypar.actors.data.mixing import mixed
 from raypar.actors.data.packing import packed
 from raypar.actors.data.tokenizer import Tokenizer
@@ -180,6 +181,14 @@ def test_a_conversation_that_is_too_long_is_cut_and_one_without_answers_left_out
     (part,) = train.parts.values()
     assert (part.pieces.cut, part.pieces.dropped, len(part.pieces.firsts)) == (2, 1, 2)
     assert sorted(part.pieces.lengths.tolist()) == [2, 40]
+
+
+def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
+    text = "é? für 日!"
+    (found,) = Tokenizer(None).tokenized([Written(text, [(3, 6), (7, 9)])])
+    assert bytes(found.ids.astype("uint8")).decode() == text
+    learned = [byte for byte, is_so in zip(found.ids.tolist(), found.learned.tolist(), strict=True) if is_so]
+    assert bytes(learned).decode() == "für日!"
 
 
 def test_other_files_have_the_same_examples(folder, tmp_path):

@@ -89,6 +89,8 @@ def test_a_named_file_may_be_hidden(folder, tmp_path):
         (b"\x89PNG\0\0", "is no text: byte 4 is NUL: give a text file, or uint16 tokens in a file named .bin"),
         (np.random.default_rng(0).integers(1, 256, 9999, np.uint8).tobytes(), "is no text: byte 1 (0x82) is not UTF-8"),
         ("für alle".encode("latin-1") * 99, "is text in another encoding, perhaps latin-1: byte 1 (0xfc) is not UTF-8"),
+        (b"prix\xa0: 3" * 99, "is text in another encoding, perhaps latin-1: byte 4 (0xa0) is not UTF-8"),
+        (b"prix\x9f\x80: 3" * 99, "is no text: byte 4 (0x9f) is not UTF-8"),
         ("für alle".encode("utf-16"), "is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 it.txt"),
         ("für alle".encode("utf-16-le"), "is UTF-16, and text is read as UTF-8: iconv"),
     ],
@@ -162,6 +164,14 @@ def test_a_long_line_is_cut_between_characters(tmp_path, monkeypatch, chunk):
     chunks = [*text_sources.chunks_of(file, hashlib.sha256(), last=True)]
     assert "".join(part.decode() for part in chunks) == text
     assert all(chunk - 4 <= len(part) < chunk + 4 for part in chunks[:-1])
+
+
+def test_a_line_is_cut_before_its_last_space_though_little_is_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "_CHUNK", 8)
+    (tmp_path / "a.txt").write_text("a " + "b" * 20)
+    (file,) = text_sources.source_files("path", str(tmp_path / "a.txt"), tmp_path / "cache", [])
+    first, second, *_ = text_sources.chunks_of(file, hashlib.sha256(), last=True)
+    assert first == b"a" and second.startswith(b" bbbb")
 
 
 @pytest.mark.parametrize("damage", ["truncate", "grow", "delete", "json"])

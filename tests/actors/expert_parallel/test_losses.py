@@ -124,7 +124,7 @@ def test_without_tokens_nothing_is_dropped():
 def test_the_loss_over_all_layers_is_that_of_transformers(layers, real_tokens):
     """With its mask of padding, which is here by token; each layer's gradient has the choices of all."""
     module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    num_experts, k, sizes = 5, 2, (2, 6)
+    num_experts, k = 5, 2
     mask = (torch.arange(6) < torch.tensor(real_tokens)[:, None]).long()
     logits = [torch.randn(12, num_experts, requires_grad=True) for _ in range(layers)]
     theirs = module.load_balancing_loss_func(tuple(logits), num_experts, k, mask)

@@ -144,6 +144,18 @@ def test_a_sequence_beyond_the_models_is_refused(positions):
         layers[0](torch.zeros(1, 5, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(("scaling", "tables"), [(None, 1), (RopeScaling("dynamic", 2.0, trained=8), 2)])
+def test_angles_are_computed_once_and_dynamic_ones_for_each_length(scaling, tables, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(
+        "raypar.actors.layers.positions.speeds", lambda *args: lengths.append(args[-1]) or speeds(*args)
+    )
+    rope = Rope(32, 8, 100.0, scaling)
+    for length in (32, 32, 12, 12):
+        rope.turn(torch.ones(1, 1, length, 8), Pieces())
+    assert lengths == [32, 12][:tables]
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
 def test_the_blocks_of_an_actor_share_one_table(positions):
     _, *blocks, _ = made(GPT(layers=3, hidden=8, heads=2, seq=4, positions=positions))
