@@ -191,6 +191,19 @@ def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
     assert bytes(learned).decode() == "für日!"
 
 
+@pytest.mark.parametrize("damaged", [".ids", ".learned", ".ends", None])
+def test_what_was_converted_is_converted_again_only_if_a_file_of_it_is_not_whole(folder, tmp_path, damaged):
+    path = made_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "another"}])
+    spec = rp.Examples("", str(folder), cache=str(tmp_path / "cache"))
+    before = open_examples("path", str(path), spec).ids.tolist()
+    kept = {file.suffix: file for file in (tmp_path / "cache").rglob("*.*")}
+    made = kept[".json"].stat().st_ino
+    if damaged is not None:
+        kept[damaged].write_bytes(kept[damaged].read_bytes()[:-1])
+    assert open_examples("path", str(path), spec).ids.tolist() == before
+    assert (kept[".json"].stat().st_ino == made) == (damaged is None)
+
+
 def test_other_files_have_the_same_examples(folder, tmp_path):
     records = [{"text": "one"}, {"text": "two"}]
     (tmp_path / "a.json").write_text(json.dumps(records))

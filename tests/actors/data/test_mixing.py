@@ -19,6 +19,8 @@ from raypar.actors.data.mixing import LARGEST, mixed, shares_of
         ((2, 1, 5), [2, 1, 5]),
         ((0.123, 0.877), [8, 57]),
         ((1, LARGEST - 1), [1, 9990]),
+        ((1, 10_007.5), [1, 9998]),  # 9,998 samples would be 0.1001 % off
+        ((1, 10_010), [1, 9999]),  # 10,001 would do
     ],
 )
 def test_the_smallest_block_has_the_shares_that_are_asked_for(weights, shares):
