@@ -247,7 +247,8 @@ def test_of_several_templates_that_with_tools_is_taken_for_tools(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = Tokenizer(str(made_tokenizer(tmp_path / "a", named))).template
     assert (template.prompt(talk("hi")), template.prompt(talk("hi"), tools=TOOLS)) == ("plain", "with tools")
-    alone = Tokenizer(str(made_tokenizer(tmp_path / "b", [{"name": "rag", "template": "x"}]))).template
+    odd = [{"name": "rag", "template": "x"}, {"name": "null", "template": None}, {"name": 1, "template": "y"}, "z"]
+    alone = Tokenizer(str(made_tokenizer(tmp_path / "b", odd))).template
     with pytest.raises(ExampleError, match=r"no default one \(rag\)"):
         alone.prompt(talk("hi"))
 

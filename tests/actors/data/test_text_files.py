@@ -91,6 +91,8 @@ def test_a_named_file_may_be_hidden(folder, tmp_path):
         ("für alle".encode("latin-1") * 99, "is text in another encoding, perhaps latin-1: byte 1 (0xfc) is not UTF-8"),
         (b"prix\xa0: 3" * 99, "is text in another encoding, perhaps latin-1: byte 4 (0xa0) is not UTF-8"),
         (b"prix\x9f\x80: 3" * 99, "is no text: byte 4 (0x9f) is not UTF-8"),
+        (b"a\x01\x02\xe9b" * 99, "is no text: byte 3 (0xe9) is not UTF-8"),
+        (b"a\n\t\xe9b" * 99, "is text in another encoding, perhaps latin-1: byte 3 (0xe9) is not UTF-8"),
         ("für alle".encode("utf-16"), "is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 it.txt"),
         ("für alle".encode("utf-16-le"), "is UTF-16, and text is read as UTF-8: iconv"),
     ],
