@@ -93,6 +93,7 @@ def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT
     if make is None:
         return None, [f"{CONFIG} has no model_type: give a model's folder"]
     reader = _Reader({**_DEFAULTS.get(str(kind), {}), **config}, changes)
+    reader.same("is_causal", True)
     if "quantization_config" in config:
         reader.faults.append("its weights are quantized: save it in float32 or bfloat16 first, with transformers")
     fields = make(reader) | {"layers": reader.count("num_hidden_layers", "n_layer")}
@@ -176,8 +177,10 @@ class _Reader:
 
     def rope(self) -> dict[str, Any]:
         """Return the base of the angles, and how they are scaled."""
-        table = self.get("rope_scaling", "rope_parameters", default={})
-        table = table if isinstance(table, dict) else {}
+        given = self._config.get("rope_scaling") or self._config.get("rope_parameters")
+        table = dict(given) if isinstance(given, dict) else {}
+        if "original_max_position_embeddings" in self._config:  # as Phi has it, goes before what is in the table
+            table["original_max_position_embeddings"] = self._config["original_max_position_embeddings"]
         self.demand("partial_rotary_factor", table.get("partial_rotary_factor", 1.0), (1.0,))
         inside = table.get("rope_theta")
         base = float(inside) if isinstance(inside, int | float) else self.number("rope_theta", default=10_000.0)
@@ -288,10 +291,18 @@ def _llama(read: _Reader, *, silu: bool = True) -> dict[str, Any]:
     }
 
 
-def _gemma(read: _Reader) -> dict[str, Any]:
-    """Return the fields of a Gemma. Its "gelu" means the approximation, as transformers reads it."""
-    for name in ("hidden_activation", "hidden_act"):
-        read.demand(name, read.get(name, default="gelu"), ("gelu", *_TANH))
+def _gemma(read: _Reader, *, gelu_is_tanh: bool = True) -> dict[str, Any]:
+    """Return the fields of a Gemma or Gemma 2.
+
+    Args:
+        read: The config.
+        gelu_is_tanh: Whether "gelu" means the approximation, as transformers reads it for the first Gemma.
+    """
+    if gelu_is_tanh:
+        for name in ("hidden_activation", "hidden_act"):
+            read.demand(name, read.get(name, default="gelu"), ("gelu", *_TANH))
+    else:
+        read.demand("hidden_activation", read.get("hidden_activation", default="gelu_pytorch_tanh"), _TANH)
     read.same("use_bidirectional_attention", False)
     width = read.count("head_dim", default=256)
     tied, padding = read.flag("tie_word_embeddings", default=True), read.padding(default=0)
@@ -301,7 +312,7 @@ def _gemma(read: _Reader) -> dict[str, Any]:
 
 
 def _gemma2(read: _Reader) -> dict[str, Any]:
-    fields, scale = _gemma(read), read.number("query_pre_attn_scalar", default=256.0)
+    fields, scale = _gemma(read, gelu_is_tanh=False), read.number("query_pre_attn_scalar", default=256.0)
     width = fields["head_width"] or fields["hidden"] // fields["heads"]
     cap = read.cap("attn_logit_softcapping", default=50.0)
     return (
@@ -335,7 +346,8 @@ def _mixtral(read: _Reader) -> dict[str, Any]:
         normalise=True,
         alpha=float(read.get("router_aux_loss_coef", default=0.001)),
     )
-    return _mistral(read) | {"moe": moe}
+    window = read.count("sliding_window", default=None)  # of every block, whatever layer_types says
+    return _llama(read) | {"moe": moe} | ({} if window is None else {"window": window})
 
 
 def _qwen3_moe(read: _Reader) -> dict[str, Any]:

@@ -213,6 +213,45 @@ def test_the_defaults_of_files_are_those_of_transformers():
     assert wrong == []
 
 
+LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+INSIDE = {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "config", [{"rope_scaling": LLAMA_3}, {"rope_scaling": LLAMA_3 | INSIDE}, {"rope_parameters": LLAMA_3 | INSIDE}]
+)
+def test_positions_of_an_earlier_training_beside_the_table_of_angles_go_before_those_inside(config):
+    model, faults = of_config(**config, original_max_position_embeddings=8)
+    assert (faults, model.rope_scaling.trained) == ([], 8)
+
+
+def test_an_empty_table_of_angles_is_none():
+    model, _ = of_config(rope_scaling={}, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 7.0})
+    assert (model.rope_scaling.factor, model.rope_base) == (3.0, 7.0)
+
+
+def test_a_mixtral_has_its_window_in_every_block():
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
+    windows = {}
+    for kind in ("mistral", "mixtral"):
+        model, _ = of_config(model_type=kind, num_local_experts=4, num_key_value_heads=2, **kinds)
+        windows[kind] = [model.window_of(block) for block in range(2)]
+    assert windows == {"mistral": [None, 5], "mixtral": [5, 5]}
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"is_causal": False}, "is_causal is False"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+    ],
+)
+def test_what_transformers_computes_otherwise_is_refused(config, fault):
+    model, faults = of_config(**config)
+    assert model is None
+    assert faults[0].startswith(fault)
+
+
 def test_a_gpt_2_drops_a_tenth_where_its_file_does_not_say():
     assert model_of(GPT_2, {})[0].dropout == 0.1
 
