@@ -5,6 +5,7 @@ It gets back what it had where a forward is run again, or belongs to a step that
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from raypar.actors.autograd.torch_private import (
 )
 from raypar.actors.tensors import Values
 
+log = logging.getLogger(__name__)
+
+_IN_TIME = "let every forward write into them, at first with no effect, such as teacher.lerp_(student, 0.0)"
 _Place = tuple[nn.Module, str]  # where a tensor is registered: the module, and the tensor's name in it
 Then = dict[_Place, Tensor]  # the values of tensors at an earlier time
 
@@ -90,7 +94,8 @@ class ForwardState:
     """Save what is about to change: by a forward that is run again, or in a step that may not be taken.
 
     The first time all buffers are saved, to find out which of them change. Later only those are. A frozen parameter is
-    saved once it has been written into.
+    saved once it has been written into. One that is not written into by the first forward, but by a later one, is
+    noticed behind that one: what it had before is lost then, and nothing may be computed from it.
 
     Args:
         *modules: The modules that are watched, with all submodules.
@@ -99,7 +104,7 @@ class ForwardState:
 
     def __init__(self, *modules: nn.Module, writes: FrozenWrites) -> None:
         self._modules, self._writes, self._changing = modules, writes, set[_Place]()
-        self._known = False
+        self._known, self._lost = False, list[_Place]()  # what was found to change too late, of the last ``changed``
 
     def before(self) -> Before:
         """Save what may change, before something changes it."""
@@ -133,6 +138,7 @@ class ForwardState:
         self._known = True
         written = dict(self._written(before))
         self._changing |= written.keys()
+        self._lost = [place for place, clone in written.items() if clone is None]
         values = {place: clone for place, clone in before.clones.items() if place in self._changing}
         return values | {place: clone for place, clone in written.items() if clone is not None}
 
@@ -147,6 +153,8 @@ class ForwardState:
                 tensor = before.now[module, name] if (module, name) in before.now else before.frozen[module, name][0]
                 tensor.copy_(clone)
                 _table(module, name)[name] = tensor
+        if self._lost:
+            log.warning("%s, and keep what the forwards of a step that was not taken have made of them", self._late())
 
     def keep(self, forward: Callable[[], Values]) -> tuple[Values, Then]:
         """Run a forward.
@@ -156,10 +164,16 @@ class ForwardState:
 
         Returns:
             The outputs, and, of all that the forward changes, the values before it.
+
+        Raises:
+            ValueError: It was the first to write into a frozen parameter, whose value before is lost.
         """
         before = self.before()
         outputs = forward()
-        return outputs, self.changed(before)
+        then = self.changed(before)
+        if self._lost:
+            raise ValueError(f"{self._late()}, so this forward can't be run again (recompute): {_IN_TIME}")
+        return outputs, then
 
     @contextmanager
     def as_then(self, then: Then) -> Iterator[None]:
@@ -191,6 +205,10 @@ class ForwardState:
     def note_moved(self, parameter: Tensor) -> None:
         """Take a frozen parameter for one that forwards change, as a checkpoint says."""
         self._changing |= {place for place, p in self._frozen() if p is parameter}
+
+    def _late(self) -> str:
+        names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in self._lost}))
+        return f"frozen parameters ({names}) were first written into by a later forward than the first one"
 
     def _now(self) -> Then:
         """Return the present buffers of all modules, and the frozen parameters that are known to change."""

@@ -35,6 +35,7 @@ class StepBuffers:
 
     def doubt(self) -> None:
         """End a training step whose update may turn out to be wrong, while forwards of the next one follow."""
+        self._state.changed(self._before)  # what this step was the first to change is saved, too
         self._noted = self._state.before()
 
     def conclude(self, *, taken: bool, is_right: bool) -> None:

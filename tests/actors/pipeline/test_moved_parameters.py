@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import raypar as rp
 from raypar.actors.autograd.forward_state import FrozenWrites
 from raypar.actors.autograd.torch_private import is_intercepted
-from raypar.actors.errors import NonFiniteError
+from raypar.actors.errors import ActionError, NonFiniteError
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team, batch, mse
 
@@ -173,6 +173,44 @@ def test_one_that_moves_later_than_the_first_step_is_kept_from_then_on(tmp_path)
     kept = state(team)
     found = state(loaded(Team(made, **settings), tmp_path, saved(team, tmp_path)))
     assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_one_that_moves_later_is_not_computed_again_from_what_it_is_now(recompute):
+    word = RECOMPUTED[recompute]
+    word = word if isinstance(word, str) else ("none", *word)
+    team = Team(lambda: [nn.Linear(4, 4), Taught(lerp, since=2), nn.Linear(4, 4)], pp=1, m=2, recompute=word)
+    if recompute == "none":
+        team.step(0), team.step(1)
+        return
+    with pytest.raises(
+        ActionError, match=r"\(Linear.bias, Linear.weight\) were first written .* can't be run again.*0\.0"
+    ):
+        team.step(0), team.step(1)
+
+
+def test_of_one_that_moves_first_in_a_step_that_is_not_taken_a_warning_says_so(caplog):
+    def late(step, microbatch, dp):
+        return poisoned(1 - step, microbatch, dp)
+
+    team = Team(lambda: [Taught(lerp, since=2)], pp=1, m=2, data=late)
+    team.step(0)
+    assert not caplog.messages
+    (result,) = team.each(lambda actor: actor.run("train", 1))
+    assert isinstance(result, NonFiniteError)
+    assert "first written into by a later forward" in caplog.text
+
+
+def test_with_flushes_an_update_that_is_made_again_leaves_it_as_the_forwards_made_it():
+    """The update is clipped, which is known only when forwards of the next step have come."""
+    rows = {}
+    for flush in (None, 2):
+        team = team_of(pp=1, clip=0.05, flush_every=flush)
+        team.each(
+            lambda actor, every=flush: [actor.run("train", at, None, 0, every or 0) for at in range(0, 4, every or 1)]
+        )
+        rows[flush] = state(team)
+    assert all(torch.equal(tensor, rows[None][name]) for name, tensor in rows[2].items())
 
 
 def test_a_step_by_hand_that_is_rewound_puts_it_back():
