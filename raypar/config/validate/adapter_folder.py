@@ -12,6 +12,7 @@ from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, con
 from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, Kept, adapters_in, model_type_of, read_config
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Transformer
+from raypar.config.fields import brief
 from raypar.config.skeleton import Skeleton
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
@@ -24,6 +25,33 @@ _SAME: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
     "lora_bias": (False, None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),  # others change the model, too
+}
+# Settings whose values change nothing, or are compared with the tensors. Any other one must be empty.
+_FREE = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "target_modules",
+    "exclude_modules",
+    "lora_alpha",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "use_rslora",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
 }
 
 
@@ -66,6 +94,10 @@ def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
     for name, same in _SAME.items():
         if (value := config.get(name)) not in same and (name in config or name == "peft_type"):
             yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
+    for name, value in config.items():
+        if name not in _SAME and name not in _FREE and value not in (None, False, "", {}, []):
+            what = f"{name} is {brief(value)}"
+            yield f"{what}, and raypar's adapters have nothing like it: merge it into its model with peft"
     rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
     if rank is None or alpha is None:
         told = f"r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}"

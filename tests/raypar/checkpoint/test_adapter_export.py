@@ -120,6 +120,13 @@ def test_an_adapter_that_does_not_fit_is_refused_with_all_that_differs(tmp_path)
 
     assert not faults(adapter(tmp_path / "right", {}))
     assert not faults(adapter(tmp_path / "stabilised", {"use_rslora": True, "lora_alpha": 8**0.5}))
+    for number, (setting, value) in enumerate(
+        {"init_lora_weights": "pissa", "alora_invocation_tokens": [5], "of_a_later_peft": {"a": 1}}.items()
+    ):
+        (told,) = faults(adapter(tmp_path / f"unlike{number}", {setting: value}))
+        assert f"{setting} is " in told and told.endswith("merge it into its model with peft")
+    unused = {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "layers_to_transform": None, "kasa_config": None}
+    assert not faults(adapter(tmp_path / "unused", unused))
     right = tmp_path / "right"
     assert faults(right, rp.Lora(rank=3, alpha=3.0, targets="all")) == [
         f"model.lora.hf {str(right)!r}: {fault}"
