@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from raypar.actors.data.example_batches import IGNORED, Row, example_faults, open_sequences
+from raypar.actors.data.example_batches import IGNORED, Mixture, Row, example_faults, open_sequences
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Learned
 from raypar.cli.arguments import parsed
@@ -21,6 +21,7 @@ from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.config.toml import read_table, run_of
 from raypar.errors import ConfigError
+from raypar.job.batch_checks import warn_of_template
 from raypar.paths import RUN, holds_run
 
 _WHAT = "Show sequences as a run learns them: decoded, with what is learned in green, or between « and » in a file."
@@ -50,6 +51,8 @@ class ShowArgs:
     """how many sequences to show"""
     seed: int = 0
     """seed of the order"""
+    val_path: str | None = None
+    """examples for validation; none: a tenth of the examples is kept for it"""
     validation: bool = False
     """whether to show those for validation"""
 
@@ -80,11 +83,21 @@ def show(words: Sequence[str], terminal: bool) -> str:
     spec, args = _spec(parsed(ShowArgs(), words[1:], "data show", _WHAT))
     if faults := example_faults(spec, args.seq, sys.maxsize):
         raise ConfigError([f"data.{fault}" for fault in faults])
+    warn_of_template(spec)
     train, val = open_sequences(spec, args.seq)
     samples = np.arange(args.first, args.first + args.number, dtype=np.int64)
     rows = (val if args.validation else train).rows(samples, args.seed, ordered=args.validation)
     tokenizer = Tokenizer(spec.tokenizer, spec.template)
-    return "\n\n".join(_told(number, row, tokenizer, terminal) for number, row in enumerate(rows, args.first))
+    texts = [_told(number, row, tokenizer, terminal) for number, row in enumerate(rows, args.first)]
+    return "\n\n".join([_counts(train, val, args), *texts])
+
+
+def _counts(train: Mixture, val: Mixture, args: ShowArgs) -> str:
+    """Say how many sequences there are, and whether those that are asked for come from a second pass."""
+    shown, others = ("validation", "training") if args.validation else ("training", "validation (--validation)")
+    one, other = (len(val), len(train)) if args.validation else (len(train), len(val))
+    more = f"; from sequence {one:,} on they come again" if args.first + args.number > one else ""
+    return f"{one:,} sequence{'s' * (one != 1)} for {shown}, {other:,} for {others}{more}"
 
 
 def _spec(args: ShowArgs) -> tuple[Examples, ShowArgs]:
@@ -97,7 +110,7 @@ def _spec(args: ShowArgs) -> tuple[Examples, ShowArgs]:
     path, faults = named_examples(args.words, _USAGE)
     if faults:
         raise ConfigError(faults)
-    return Examples(path, args.tokenizer, args.template, args.learn, args.packing), args
+    return Examples(path, args.tokenizer, args.template, args.learn, args.packing, val_path=args.val_path), args
 
 
 def _told(number: int, row: Row, tokenizer: Tokenizer, terminal: bool) -> str:

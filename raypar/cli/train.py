@@ -15,6 +15,7 @@ import tyro
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import AXES
+from raypar.actors.specs.data import Examples
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.cli.auto_microbatch import chosen
@@ -175,6 +176,10 @@ def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int
     """Make the plan of a run that was checked and goes on after a step; log what has no effect."""
     for idle in idle_fields(run):
         logging.getLogger("raypar").warning("%s", idle)
+    if isinstance(run.data, Examples):
+        from raypar.job.batch_checks import warn_of_template  # imports torch
+
+        warn_of_template(run.data)
     rows = plan_rows(run, schedule, origins=origins, step=step)
     pictures = planned_grid(schedule, dict(rows)["bubble"], color=color), expert_table(run)
     return Plan("\n\n".join(filter(None, pictures)), rows)

@@ -33,8 +33,12 @@ _MICROBATCHES = 4  # that are looked at
 _MOST_DRAWN = 1 << 24  # elements of the outputs of two microbatches
 _DRAWS = 3
 _APART = 0.01  # relative difference of two losses from which on the weights of their mean are looked at
+_SUM = 1e-4  # relative difference up to which a loss is the sum of two others, in fp32
 _NEAR = 5e-3  # weights that differ by less are the same, in fp32
-_FIX = "give rp.Layers(count=fn), where fn(target) returns of how many elements the loss is the mean"
+_MEANT = "fn(target) returns of how many elements the loss is the mean, as an int"
+_FIX = f"give rp.Layers(count=fn), where {_MEANT}"
+_MEAN = "return a mean, or give rp.Layers(count=lambda target: 1), with which every microbatch weighs the same"
+_OTHER_COUNT = "correct rp.Layers(count=fn): " + _MEANT
 
 
 class _Batch(NamedTuple):
@@ -70,12 +74,36 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
         torch.manual_seed(0)
         try:
             batches = list(islice(_batches(run, skeleton.model), _MICROBATCHES))
-            found = _disagreeing(skeleton.model, run.model, batches) or _misweighted(skeleton.model, batches)
+            disagreeing = _disagreeing(skeleton.model, run.model, batches)
+            found = disagreeing or _misweighted(skeleton.model, batches, own=run.model.count is not None)
         except Exception as error:  # layers, loss and data are the user's; their faults are found elsewhere
             log.info("of how many elements model.loss is the mean was not tried: %s", first_line(error))
         else:
             if found is not None:
                 log.warning("%s", found)
+
+
+def count_faults(run: Run, skeleton: Skeleton) -> list[str]:
+    """Return why the user's function does not count the targets of the first batch.
+
+    Args:
+        run: The run, checked, with a model and data that no actor gets.
+        skeleton: The model without weights, which no actor gets.
+    """
+    if not isinstance(run.model, Layers) or run.model.count is None or not may_call(run, skeleton):
+        return []
+    source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
+    with unnoticed():
+        try:
+            target = source.targets("train", 0, 0, 0)
+        except Exception:  # its files may be where only the actors are
+            return []
+        try:
+            skeleton.model.count(target)
+        except Exception as error:  # the user's function may raise anything
+            what = "the target" if len(target) == 1 else f"a tuple of {len(target)} targets"
+            return [f"model.count fails with {what} of the first batch: {first_line(error)}: {_MEANT}"]
+    return []
 
 
 def _batches(run: Run, model: Model) -> Iterator[_Batch]:
@@ -120,31 +148,47 @@ def _disagreeing(model: Model, layers: Layers, batches: Sequence[_Batch]) -> str
     return None
 
 
-def _misweighted(model: Model, batches: Sequence[_Batch]) -> str | None:
-    """Say that a microbatch weighs something else in the loss than by the elements that are counted."""
+def _misweighted(model: Model, batches: Sequence[_Batch], *, own: bool) -> str | None:
+    """Say that a microbatch weighs something else in the loss than by the elements that are counted.
+
+    Args:
+        model: The model.
+        batches: The first microbatches.
+        own: Whether a function of the user's own counts them.
+    """
+    by, fix = ("its count", _OTHER_COUNT) if own else ("the elements of its targets", _FIX)
     for batch in batches:
         if batch.counted:
             continue
         loss = _loss(model, _drawn(batch, 1.0, _range_of(model, batch)), batch.target)
         if loss and math.isfinite(loss):
-            return f"no target of a microbatch counts, so its loss, as {loss:.4g}, counts for nothing: {_FIX}"
+            return f"no target of a microbatch counts, so its loss, as {loss:.4g}, counts for nothing: {fix}"
     counting = [batch for batch in batches if batch.counted]
     for other in counting[1:]:
         first = counting[0]
-        found, counted = _share(model, first, other), first.counted / (first.counted + other.counted)
+        (found, is_sum), counted = _share(model, first, other), first.counted / (first.counted + other.counted)
+        if is_sum and first.counted != other.counted:
+            return (
+                "model.loss of two microbatches in one is the sum of theirs, and a step is the mean of what they "
+                f"return, weighted by {by}, {first.counted:,} and {other.counted:,}: {_MEAN}"
+            )
         if found is not None and abs(found - counted) > _NEAR:
             return (
-                f"in model.loss for two microbatches joined, the first weighs {found:.3f}; by the elements of its "
-                f"targets, {first.counted:,} and {other.counted:,}, it weighs {counted:.3f} in a step: {_FIX}"
+                f"model.loss of two microbatches in one weighs the first {found:.3f}, and a step weighs it "
+                f"{counted:.3f}, by {by}, {first.counted:,} and {other.counted:,}: {fix}"
             )
     return None
 
 
-def _share(model: Model, one: _Batch, other: _Batch) -> float | None:
-    """Return the weight of the first of two microbatches in the loss of both; None if it is no mean of theirs."""
+def _share(model: Model, one: _Batch, other: _Batch) -> tuple[float | None, bool]:
+    """Return the weight of the first of two microbatches in the loss of both, and whether that is the sum of theirs.
+
+    The weight is None if it is no mean of theirs.
+    """
     if sum(value.numel() for value in (*one.outputs, *other.outputs)) > _MOST_DRAWN:
         raise _UnfitError("the outputs of a microbatch are too large")
-    target, shares, within = _joined(one.target, other.target), list[float](), _range_of(model, one)
+    target, shares, sums = _joined(one.target, other.target), list[float](), list[bool]()
+    within = _range_of(model, one)
     for _ in range(_DRAWS):
         ours, theirs = _drawn(one, 1.0, within), _drawn(other, 4.0, within)
         first, second = _loss(model, ours, one.target), _loss(model, theirs, other.target)
@@ -152,8 +196,9 @@ def _share(model: Model, one: _Batch, other: _Batch) -> float | None:
         if not abs(first - second) > _APART * max(abs(first), abs(second)):
             raise _UnfitError("two microbatches have nearly the same loss, or one that is not finite")
         shares.append((both - second) / (first - second))
+        sums.append(math.isclose(both, first + second, rel_tol=_SUM))
     is_mean = max(shares) - min(shares) < _NEAR and min(shares) > -_NEAR and max(shares) < 1 + _NEAR
-    return sum(shares) / len(shares) if is_mean else None
+    return sum(shares) / len(shares) if is_mean else None, all(sums)
 
 
 def _loss(model: Model, outputs: Values, target: Values) -> float:

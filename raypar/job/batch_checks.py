@@ -27,7 +27,12 @@ def _first_batch(data: Batches, dp: int) -> bytes:
     return digest({str(number): value for number, value in enumerate(values)})
 
 
-def _warn_of_template(data: Examples) -> None:
+def warn_of_template(data: Examples) -> None:
+    """Log a warning if the chat template of examples does not end answers.
+
+    Args:
+        data: The examples.
+    """
     try:
         template = Tokenizer(data.tokenizer, data.template).template
         ends = template is None or template.ends_answers()
@@ -65,7 +70,7 @@ def warn_of_batches(run: Run) -> None:
     """
     data = run.data
     if isinstance(data, Examples):
-        _warn_of_template(data)
+        warn_of_template(data)
     if not isinstance(data, Batches):
         return
     try:

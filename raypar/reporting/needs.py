@@ -278,9 +278,10 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
 
 
 def _whole(run: Run, skeleton: Skeleton | None) -> int:
-    """Count the parameters of the whole model."""
+    """Count the parameters of the whole model that a checkpoint has: with adapters these alone."""
     if not isinstance(run.model, Layers):
-        return num_parameters(run.model)
+        has_adapters = run.model.lora is not None
+        return run.model.layers * adapter_parameters(run.model, 1)[0] if has_adapters else num_parameters(run.model)
     skeleton = skeleton or Skeleton(run.model, run.seed)
     return sum(weight.numel() for weight in skeleton.weights.values())
 

@@ -84,9 +84,9 @@ UNLIKE = {
     "another number is ignored": (
         labelled(0),
         partial(F.cross_entropy, ignore_index=0),
-        "weighs 0.727.* 8 and 8.*0.500",
+        "the first 0.727.* it 0.500.* 8 and 8",
     ),
-    "values of -100": (whole_numbers, regression, "weighs 0.500.* 8 and 7.*0.533"),
+    "values of -100": (whole_numbers, regression, "the first 0.500.* it 0.533.* 8 and 7"),
     "labels of some samples": (
         part_labelled((8, 5, 8, 8)),
         both,
@@ -94,6 +94,16 @@ UNLIKE = {
     ),
     "labels in one of two": (part_labelled((8, 0, 8, 0)), both, "8 and 40 elements .* 0 and 40 .* first target alone"),
     "no labels at all": (part_labelled((0, 0, 0, 0)), both, "no target of a microbatch counts, so its loss, as .*"),
+    "a sum": (
+        labelled(-100),
+        partial(F.cross_entropy, reduction="sum"),
+        "is the sum of theirs.* 8 and 3: return a mean",
+    ),
+    "a sum over samples": (
+        labelled(-100),
+        lambda output, target: F.cross_entropy(output, target, reduction="sum") / 8,
+        "is the sum of theirs.* 8 and 3: return a mean",
+    ),
     "probabilities": (labelled(0), lambda p, y: F.binary_cross_entropy(p[:, 0][y > 0], y[y > 0] / CLASSES), "0.727"),
 }
 
@@ -116,12 +126,33 @@ def test_losses_over_many_elements_differ_enough_to_compare(caplog):
         return torch.zeros(4000, 4), labels
 
     ((level, message),) = said(fn, partial(F.cross_entropy, ignore_index=0), caplog)
-    assert level == "WARNING" and "weighs 0.727" in message, message
+    assert level == "WARNING" and "the first 0.727" in message, message
+
+
+@pytest.mark.parametrize(
+    ("count", "fault"),
+    [
+        (lambda target: 0.5, r"model.count fails with the target of the first batch: .*returns 0.5"),
+        (lambda target: None, r"returns None"),
+        (lambda target: -1, r"returns -1"),
+        (lambda target: target["labels"], r"model.count fails with the target .*: .*indices|too many|Index"),
+    ],
+)
+def test_a_count_that_fails_is_found_before_a_launch(count, fault):
+    model = rp.Layers(lambda: [nn.Linear(4, CLASSES)], loss=F.cross_entropy, count=count)
+    (found,) = rp.faults(rp.Run(model=model, data=rp.Batches(labelled(-100)), micro_batch_size=8, device="cpu"))
+    assert re.search(fault, found), found
+    assert found.endswith("fn(target) returns of how many elements the loss is the mean, as an int")
 
 
 ALIKE = {
     "classes": (labelled(-100), F.cross_entropy, None),
     "a count of its own": (labelled(0), partial(F.cross_entropy, ignore_index=0), zeros_left_out),
+    "a sum, of which each weighs the same": (
+        labelled(-100),
+        partial(F.cross_entropy, reduction="sum"),
+        lambda target: 1,
+    ),
     "two targets, counted": (part_labelled((8, 5, 8, 8)), both, lambda target: 8),
     "one number": (lambda *at: (drawn(at[1])[0], drawn(at[1])[2]), F.mse_loss, None),
     "smoothed": (labelled(-100), partial(F.cross_entropy, label_smoothing=0.1), None),

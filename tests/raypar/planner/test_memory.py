@@ -10,6 +10,7 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.cast import cast
+from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, Muon
@@ -163,6 +164,14 @@ def test_checkpoints_are_held_against_the_disk(monkeypatch, tmp_path):
     assert told.endswith("TOO MUCH: free about 24 MiB more, or give a folder of another disk")
     plain = replace(run, optim=SGD(momentum=0.0), save_every=50)
     assert dict(plan_rows(plain, schedule))["checkpoints"].startswith("about 50 MiB: 2 of about 25 MiB each")
+
+
+def test_checkpoints_of_adapters_hold_these_alone(tmp_path):
+    """In each of two blocks q and v of 64 to 64, rank 4, with Adam's two moments beside each weight."""
+    model = GPT(layers=2, hidden=64, heads=4, lora=Lora(rank=4, targets=("q", "v")))
+    run = Run(model=model, folder=str(tmp_path / "run"))
+    found = dict(plan_rows(run, check_run(run)["train"]))["checkpoints"]
+    assert found.startswith(f"about {2 * 2 * 4 * 128 * 12 / 1024:.0f} KiB: 1"), found
 
 
 def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
