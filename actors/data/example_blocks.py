@@ -51,10 +51,20 @@ def blocks_of_examples(files: Iterable[Path], read: Callable[[int], None]) -> It
             yield from _lines(file, read)
             continue
         if file.suffix == ".txt":
-            yield from _values(file.name, [{"text": file.read_text(errors="replace")}])
+            yield from _values(file.name, [{"text": _text(file)}])
         else:
             yield from _json(file)
         read(file.stat().st_size)
+
+
+def _text(file: Path) -> str:
+    """Return a file's text, without a byte order mark. Raises ExampleError if it is no UTF-8."""
+    try:
+        return file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} ({error.object[error.start]:#04x})"
+        fix = f"convert it, if it is latin-1 with iconv -f LATIN1 -t UTF-8 {file.name} > utf8.txt"
+        raise ExampleError(f"{file.name} is no UTF-8 text: {where} is not UTF-8: {fix}") from error
 
 
 def examples_in(block: bytes) -> Iterator[Found]:

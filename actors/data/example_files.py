@@ -159,6 +159,8 @@ def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, c
                 break
         if faults or not ends:
             raise TextError(told_of(faults, read) or ["it has no examples"])
+        if not total:
+            raise TextError([f"none of its {len(ends):,} examples has a token: give texts that are not empty"])
         ids.commit()
         learned.commit()
     write_whole(home.with_suffix(".ends"), [memoryview(np.array(ends, "<i8").tobytes())])

@@ -74,6 +74,11 @@ def written(record: Any, template: Template | None, end: str, *, learns_all: boo
     else:
         named = ", ".join(map(str, list(record)[:5])) or "nothing"
         raise ExampleError(f"has {named}: an example has {SHAPES}")
+    try:
+        found.text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(found.text[error.start]):04x}"
+        raise ExampleError(f"has half of a character, {half}, which no text can have: write all of it") from error
     return found._replace(learned=[(0, len(found.text))]) if learns_all else found
 
 

@@ -191,6 +191,37 @@ def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
     assert bytes(learned).decode() == "für日!"
 
 
+FINE = b'{"text": "fine"}\n' * 3
+HALF = "example 4 of it.jsonl has half of a character, \\ud800, which no text can have: write all of it"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("it.jsonl", FINE + b'{"text": "a\\ud800b"}\n', HALF),
+        ("it.jsonl", FINE + b'{"prompt": "a", "completion": "b\\ud800"}\n', HALF),
+        ("it.jsonl", b'{"text": ""}\n' * 20, "none of its 20 examples has a token: give texts that are not empty"),
+        ("it.txt", b"", "none of its 1 examples has a token"),
+        ("it.txt", "für alle".encode("latin-1"), "it.txt is no UTF-8 text: byte 1 (0xfc) is not UTF-8: convert it, if"),
+    ],
+)
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_texts_that_are_none_are_told_with_their_place(folder, tmp_path, name, content, says, has_tokenizer):
+    (tmp_path / name).write_bytes(content)
+    spec = rp.Examples(str(tmp_path / name), str(folder) if has_tokenizer else None, cache=str(tmp_path / "cache"))
+    (fault,) = rp.faults(rp.Run(model=rp.Llama(vocab=300, seq=64), data=spec))
+    if has_tokenizer and content in (b"", b'{"text": ""}\n' * 20):  # an end token is one
+        assert "has 1 example, and needs two" in fault or "no token of its examples is a target" in fault
+    else:
+        assert says in fault
+
+
+def test_a_byte_order_mark_is_no_character(folder, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    found = open_examples("path", str(tmp_path / "a.txt"), rp.Examples("", cache=str(tmp_path / "cache")))
+    assert bytes(found.ids.astype("uint8")) == b"one"
+
+
 @pytest.mark.parametrize("damaged", [".ids", ".learned", ".ends", None])
 def test_what_was_converted_is_converted_again_only_if_a_file_of_it_is_not_whole(folder, tmp_path, damaged):
     path = made_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "another"}])
