@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from raypar.actors.specs.data import Batches
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.run import Run
 
 
@@ -45,6 +47,7 @@ def model_card(
         "type": f"{kind}: {sizes}",
         "weights": dtype,
         "began with": f"the weights in {home}" if home else "random weights",
+        **_learned(run),
         "data": data,
         "steps": f"{step} of {run.steps}, of {each} sequences{length}",
         "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
@@ -57,3 +60,11 @@ def model_card(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# A model trained with raypar\n\n"
         f"| | |\n|---|---|\n{table}\n"
     )
+
+
+def _learned(run: Run) -> Mapping[str, str]:
+    """Return the row that says what has learned, if that was not all weights."""
+    if isinstance(run.model, Layers) or (lora := run.model.lora) is None:
+        return {}
+    told = f"low-rank adapters of {', '.join(lora.layers)}, rank {lora.rank}, alpha {lora.alpha:g}"
+    return {"learned": f"{told}, which are added to the weights here"}

@@ -226,6 +226,8 @@ def test_adapters_are_merged_into_the_weights_that_they_adapt(like, mesh, tmp_pa
     weights = [name for name in found.manifest.tensors if not name.startswith(("optim.", "buffers."))]
     assert weights and all("_lora." in name for name in weights), "checkpoints have only what learns"
     merged = export(found, tmp_path / "merged", shard=3000)
+    names = "q, k, v, out, gate, up, down"
+    assert f"| learned | low-rank adapters of {names}, rank 2, alpha 16" in (merged / "README.md").read_text()
     again = trained(rp.HF(merged, seq=12), optim=rp.SGD(lr=1e-30))
     torch.testing.assert_close(logits_of(team, some_ids()), logits_of(again, some_ids()), atol=1e-5, rtol=1e-5)
     plain = trained(rp.HF(base, seq=12), optim=rp.SGD(lr=1e-30))
