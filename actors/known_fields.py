@@ -16,11 +16,16 @@ _FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a class, its fields
 _INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it has in place of fields of other classes
 
 
+def is_none(value: object) -> bool:
+    """Return whether a value stands for None, as a text on a command line or in a file does."""
+    return isinstance(value, str) and value in ("none", "None")
+
+
 def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass, so that an unknown field raises a TypeError that says the nearest.
 
-    Numbers of other libraries, as numpy's, become Python's own, and paths texts. Its signature, pickling
-    and ``dataclasses.replace`` stay those of the dataclass.
+    Numbers of other libraries, as numpy's, become Python's own, and paths texts; "none" and "None" become None where a
+    field may be None. Its signature, pickling and ``dataclasses.replace`` stay those of the dataclass.
 
     Args:
         **instead: For a field that the class does not have, what it has in its place.
@@ -31,13 +36,15 @@ def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
         make: Callable[..., None] = cls.__init__
         _FIELDS[cls.__name__] = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         _INSTEAD[cls.__name__] = instead
+        optional = {field.name for field in fields(cls) if "None" in str(field.type).split(" | ")}  # type: ignore[arg-type]
 
         @wraps(make)
         def checked(self: T, *args: Any, **given: Any) -> None:
             if faults := [*unknown_faults(cls.__name__, given)]:
                 raise TypeError("\n".join(faults))
-            plain = {name: plain_value(value) for name, value in given.items()}
-            make(self, *map(plain_value, args), **plain)
+            for name, value in given.items():
+                given[name] = None if name in optional and is_none(value) else plain_value(value)
+            make(self, *map(plain_value, args), **given)
 
         cls.__init__ = checked  # type: ignore[method-assign, assignment]
         return cls

@@ -272,7 +272,7 @@ def batch_source(
     if isinstance(data, Examples):
         batches = ExampleBatches(data, model.seq, micro_batch_size, microbatches, num_dp, seed)
         return ExampleSource(batches, packing=data.packing)
-    corpus = open_corpus(data)
+    corpus = open_corpus(data, model.seq)
     return TextSource(TokenBatches(corpus, model.seq, micro_batch_size, microbatches, num_dp, seed))
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raypar.actors.data.conversion import Convert, by_size
+from raypar.actors.data.stretches import Int64s, Stretches, Windows, drawn_blocks
 from raypar.actors.data.text_conversion import Tokens
 from raypar.actors.data.text_files import Facts, TextError, open_tokens
 from raypar.actors.data.tokenizer import fix_of_vocab
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UInt64s: TypeAlias = npt.NDArray[np.uint64]
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 # Rounds of the Feistel network. Measured chi-square per degree of freedom of the windows at four positions, for 12
 # windows: 28 with four rounds, 2.9 with six, 1.2 with eight, 1.0 with ten. A round costs 10 microseconds.
@@ -39,7 +39,8 @@ class Corpus:
     """Training and validation tokens. Open it in the process that reads it: pickling copies all tokens.
 
     Attributes:
-        train: 1-d read-only memory map of uint8 (bytes), uint16 (``.bin`` and small tokenizers) or uint32.
+        train: Stretches of a 1-d read-only memory map of uint8 (bytes), uint16 (``.bin`` and small tokenizers) or
+            uint32.
         val: Likewise.
         vocab: Number of possible ids: 256 for bytes, the tokenizer's size, or max_id + 1 for ``.bin``.
         max_id: Largest id that occurs.
@@ -47,18 +48,19 @@ class Corpus:
             on machines that have the same data.
     """
 
-    train: Tokens
-    val: Tokens
+    train: Stretches
+    val: Stretches
     vocab: int
     max_id: int
     fingerprint: str
 
 
-def open_corpus(text: Text, convert: Convert = by_size) -> Corpus:
+def open_corpus(text: Text, seq: int, convert: Convert = by_size) -> Corpus:
     """Open the tokens of a text. The first call on a machine converts them; later calls take milliseconds.
 
     Args:
         text: The text.
+        seq: Tokens of a sequence.
         convert: Converts chunks of files that the cache has not.
 
     Raises:
@@ -67,8 +69,9 @@ def open_corpus(text: Text, convert: Convert = by_size) -> Corpus:
     parts, faults = _open_parts(text, convert)
     if faults:
         raise TextError(faults)
-    train, val = _split(text, parts)
-    identity = repr(([facts.fingerprint for _, facts in parts.values()], len(train), len(val)))
+    train, val = _divided(text, parts, seq)
+    drawn = [val.firsts.tolist()] if len(train.firsts) > 1 else []
+    identity = repr(([facts.fingerprint for _, facts in parts.values()], len(train), len(val), *drawn))
     return Corpus(
         train=train,
         val=val,
@@ -98,19 +101,14 @@ def data_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> 
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check
-    return [*faults, *_length_faults(text, parts, seq + 1)]
+    return [*faults, *_length_faults(text, parts, seq)]
 
 
-def token_counts(text: Text) -> tuple[int, int]:
-    """Return the numbers of training and of validation tokens. Raises ValueError as ``open_corpus`` does."""
-    corpus = open_corpus(text)
-    return len(corpus.train), len(corpus.val)
-
-
-def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], window: int) -> Iterator[str]:
+def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], seq: int) -> Iterator[str]:
     """Yield a fault for each part of the text that does not fill a window of tokens, with sizes that would fit."""
+    window = seq + 1
     few = f"fewer than one window of model.seq + 1 = {window}"
-    lengths = [len(tokens) for tokens in _split(text, parts)]
+    lengths = [len(stretches) for stretches in _divided(text, parts, seq)]
     if text.val_path is not None:
         for setting, length in zip(parts, lengths, strict=True):
             if length < window:
@@ -161,25 +159,33 @@ def _open_parts(text: Text, convert: Convert = by_size) -> tuple[dict[str, tuple
     return parts, list(dict.fromkeys(faults))  # both paths may report the same tokenizer or cache fault
 
 
-def _split(text: Text, parts: dict[str, tuple[Tokens, Facts]]) -> tuple[Tokens, Tokens]:
+def _divided(text: Text, parts: dict[str, tuple[Tokens, Facts]], seq: int) -> tuple[Stretches, Stretches]:
+    """Return the tokens for training and those for validation."""
     tokens = parts["path"][0]
     if "val_path" in parts:
-        return tokens, parts["val_path"][0]
+        return Stretches.whole(tokens), Stretches.whole(parts["val_path"][0])
+    if text.val_from == "blocks":
+        return drawn_blocks(tokens, text.val_fraction, seq, _drawn)
     cut = len(tokens) - int(len(tokens) * text.val_fraction)
-    return tokens[:cut], tokens[cut:]
+    return Stretches.whole(tokens[:cut]), Stretches.whole(tokens[cut:])
+
+
+def _drawn(numbers: Int64s) -> Int64s:
+    """Return a random number below 2**63 for each number."""
+    return (_mix(_mix(numbers.astype(np.uint64))) >> np.uint64(1)).astype(np.int64)
 
 
 class TokenBatches:
     """Tokens and labels of any microbatch of any step, without state.
 
-    The training tokens are cut into W = (len - 1) // seq windows of seq + 1 tokens; the last token of a window is the
+    Each stretch of training tokens is cut into windows of seq + 1 tokens, together W; the last token of a window is the
     first of the next one. Samples are numbered
 
         n = ((step * microbatches + microbatch) * num_dp + dp) * micro_batch_size + i
 
     so a step takes the same samples however microbatches * num_dp is divided. Sample n is window ``n % W`` in the
     shuffled order of epoch ``n // W``: each window comes once per epoch, in a new order every time (see ``shuffled``).
-    Validation windows come in order and start again after the last.
+    Validation windows come one of each stretch in turn, and start again after the last.
 
     Every method returns int64 tensors of shape (micro_batch_size, seq). Labels are the tokens shifted by one.
     """
@@ -205,11 +211,10 @@ class TokenBatches:
                 raise ValueError(f"{name} data: {len(tokens)} tokens are fewer than one window of seq + 1 = {seq + 1}")
         self.micro_batch_size, self.microbatches, self.num_dp = micro_batch_size, microbatches, num_dp
         self.seq, self.seed = seq, seed
-        self.train_windows = (len(corpus.train) - 1) // seq
-        self.val_windows = (len(corpus.val) - 1) // seq
+        self._train_windows, self._val_windows = Windows(corpus.train, seq), Windows(corpus.val, seq, across=True)
         # row k of a view holds tokens k to k + seq - 1; nothing is read until rows are taken
-        self._train = sliding_window_view(np.asarray(corpus.train), seq)
-        self._val = sliding_window_view(np.asarray(corpus.val), seq)
+        self._train = sliding_window_view(np.asarray(corpus.train.tokens), seq)
+        self._val = sliding_window_view(np.asarray(corpus.val.tokens), seq)
 
     def train(self, step: int, microbatch: int, dp: int = 0) -> tuple[Tensor, Tensor]:
         """Return (tokens, labels) of a training microbatch."""
@@ -246,11 +251,11 @@ class TokenBatches:
         return np.arange(first, first + self.micro_batch_size)
 
     def _train_starts(self, step: int, microbatch: int, dp: int) -> Int64s:
-        epoch, position = np.divmod(self._samples(step, microbatch, dp), self.train_windows)
-        return shuffled(position, epoch, self.train_windows, self.seed) * self.seq
+        epoch, position = np.divmod(self._samples(step, microbatch, dp), len(self._train_windows))
+        return self._train_windows.starts(shuffled(position, epoch, len(self._train_windows), self.seed))
 
     def _val_starts(self, step: int, microbatch: int, dp: int) -> Int64s:
-        return self._samples(step, microbatch, dp) % self.val_windows * self.seq
+        return self._val_windows.starts(self._samples(step, microbatch, dp) % len(self._val_windows))
 
 
 def _take(rows: npt.NDArray[Any], starts: Int64s) -> Tensor:

@@ -17,6 +17,7 @@ def lr_at(spec: OptimizerSettings, step: int, steps: int) -> float:
         steps: Number of steps of the whole run.
 
     Source:
+        The end of the decay is that of transformers' schedules (transformers/optimization.py), one step behind the run.
         Hu et al. 2024, "MiniCPM", section 4 (warm-up, stable, decay); Hägele et al. 2024, "Scaling laws and
         compute-optimal training beyond fixed training durations", section 3 (1 - sqrt).
     """
@@ -24,10 +25,10 @@ def lr_at(spec: OptimizerSettings, step: int, steps: int) -> float:
         return spec.lr * (step + 1) / spec.warmup
     if spec.decay == "constant":
         return spec.lr
-    start = spec.warmup  # the last step at the peak
+    start, end = spec.warmup, steps - (spec.decay_end == "last")  # the last step at the peak, the first at the end
     if spec.decay == "wsd":
         start = max(start, steps - 1 - (max(1, steps // 10) if spec.decay_steps is None else spec.decay_steps))
-    done = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
+    done = min(1.0, max(0, step - start) / max(1, end - start))
     if spec.decay == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:

@@ -22,9 +22,12 @@ class Text:
     tokenizer: str | None = None
     """a Hugging Face ``tokenizers`` JSON file, or a folder with a tokenizer.json; None reads bytes (256 ids)"""
     val_path: str | None = None
-    """validation text, spelled like path; None takes the last ``val_fraction`` of path for validation"""
+    """validation text, spelled like path; None keeps ``val_fraction`` of path for validation"""
     val_fraction: float = 0.1
     """share of the tokens to keep for validation, between 0 and 1"""
+    val_from: Literal["blocks", "end"] = field(default="blocks", kw_only=True)
+    """which tokens these are: blocks: up to 100 blocks, drawn over all of the text; end: the last ones. A run that is
+    resumed keeps what it began with"""
     cache: str | None = None
     """folder for the converted tokens; None is ~/.cache/raypar"""
 

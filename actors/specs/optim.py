@@ -12,6 +12,7 @@ from raypar.actors.bounds import Count, NotNegative, Positive, Share, Steps
 from raypar.actors.known_fields import known_fields
 
 Decay = Literal["constant", "cosine", "linear", "wsd"]
+DecayEnd = Literal["after", "last"]
 DecayForm = Literal["linear", "sqrt"]
 MuonScale = Literal["original", "match_rms_adamw"]
 HalfOrSingle = Literal["fp32", "bf16"]
@@ -30,10 +31,13 @@ class OptimizerSettings:
     warmup: Steps = field(default=0, kw_only=True)
     """steps of linear warm-up from lr / warmup"""
     decay: Decay = field(default="constant", kw_only=True)
-    """constant; cosine or linear down to ``lr * final`` at the last step of the run; wsd: constant, and then down to
+    """constant; cosine or linear down to ``lr * final`` at the end of the run; wsd: constant, and then down to
     ``lr * final`` in the last decay_steps steps"""
+    decay_end: DecayEnd = field(default="after", kw_only=True)
+    """where the decay ends: after: behind the last step, so that with final 0 the last step learns, too; last: at the
+    last step. A run that is resumed keeps what it began with"""
     final: Annotated[float, Ge(0), Le(1)] = field(default=0.1, kw_only=True)
-    """share of lr that is left at the last step"""
+    """share of lr that is left at the end of the decay"""
     decay_steps: Count | None = field(default=None, kw_only=True)
     """with decay wsd, steps of the decay at the end of the run; None: a tenth of the run's steps"""
     decay_form: DecayForm = field(default="linear", kw_only=True)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
@@ -21,7 +22,7 @@ from raypar.config.fields import Fault, brief, field_faults
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
-from raypar.config.toml import flat, plain_of
+from raypar.config.toml import as_begun, flat, plain_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults
 from raypar.config.validate.replacing import is_under_way
@@ -87,9 +88,23 @@ def _unsaved(home: Path) -> str:
     )
 
 
-def prepared(
-    run: Run, resume: str | PathLike[str] | Found | None, *, overwrite: bool = False
-) -> tuple[Programs, Skeleton, Found | None]:
+class Prepared(NamedTuple):
+    """A checked run.
+
+    Attributes:
+        run: The run, with what it keeps of the checkpoint's.
+        programs: Its lowered schedules.
+        skeleton: Its model without weights.
+        found: The checkpoint that it goes on from; None for a new run.
+    """
+
+    run: Run
+    programs: Programs
+    skeleton: Skeleton
+    found: Found | None
+
+
+def prepared(run: Run, resume: str | PathLike[str] | Found | None, *, overwrite: bool = False) -> Prepared:
     """Check a run, its checkpoint and its folder, before any actor starts.
 
     Args:
@@ -98,7 +113,7 @@ def prepared(
         overwrite: Whether the run replaces one that is in its folder.
 
     Returns:
-        The run's lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
+        The run, its lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
 
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
@@ -109,6 +124,8 @@ def prepared(
             found = find(Path(resume))
         except ConfigError as error:
             wrong = [Fault("folder", text, of_type=True) for text in error.faults]
+    if found is not None:
+        run = as_begun(run, found.manifest.run)
     skeleton, programs = Skeleton(run.model, run.seed), None
     try:
         resumed = None if found is None else found.path
@@ -128,7 +145,7 @@ def prepared(
             log.warning("%s has taken all %d steps of this run: %s", found.path.name, run.steps, left)
     if run.folder != AUTO and not (overwrite and run.folder is not None and holds_run(absolute(run.folder))):
         demand_room(run, 0 if found is None else found.manifest.step)
-    return programs, skeleton, found
+    return Prepared(run, programs, skeleton, found)
 
 
 def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:

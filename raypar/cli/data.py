@@ -19,7 +19,7 @@ from raypar.actors.specs.data import Examples, Learned
 from raypar.cli.arguments import parsed
 from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
-from raypar.config.toml import read_table, run_of
+from raypar.config.toml import read_table, recorded_run
 from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_template
 from raypar.paths import RUN, holds_run
@@ -103,7 +103,7 @@ def _counts(train: Mixture, val: Mixture, args: ShowArgs) -> str:
 def _spec(args: ShowArgs) -> tuple[Examples, ShowArgs]:
     """Return the data to show, and the arguments with what a run folder says. Raises ConfigError."""
     if len(args.words) == 1 and holds_run(Path(args.words[0])):
-        run = run_of(read_table(Path(args.words[0]) / RUN))
+        run = recorded_run(read_table(Path(args.words[0]) / RUN))
         if not isinstance(run.data, Examples) or run.model.seq is None:
             raise ConfigError([f"the run in {args.words[0]!r} has no examples: {_USAGE}"])
         return run.data, replace(args, seq=run.model.seq, seed=run.seed)

@@ -53,8 +53,9 @@ class _Flag:
     def words(self) -> list[str]:
         """Return the words as tyro reads them."""
         name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
-        optional = NoneType in (kinds := _members(self.hint)) and str not in kinds
-        return [f"--{name}", *("None" if optional and value == "none" else value for value in self.values)]
+        if NoneType in _members(self.hint) and len(self.values) == 1 and self.values[0].lower() == "none":
+            return [f"--{name}", "None"]
+        return [f"--{name}", *self.values]
 
 
 def read_flags(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
 from raypar.cli.parsing import values_of
-from raypar.config.toml import run_of
+from raypar.config.toml import recorded_run
 from raypar.errors import ConfigError
 from raypar.paths import CHECKPOINTS, absolute, holds_run, home_of
 from raypar.schedules.user_code import names_code
@@ -67,7 +67,7 @@ def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
 
 def its_run(found: Found) -> Run:
     """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
-    run, home = run_of(found.manifest.run), home_of(found.path)
+    run, home = recorded_run(found.manifest.run), home_of(found.path)
     return run if home is None else replace(run, folder=str(home))
 
 

@@ -30,10 +30,11 @@ from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, world_of
 from raypar.config.validate.device import device_faults
+from raypar.config.validate.outputs import folder_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import TO_GO_ON, CallError, ConfigError, JobError
-from raypar.paths import absolute, checkpoints_in
+from raypar.paths import AUTO, absolute, checkpoints_in
 from raypar.planner.calibration_file import calibration_faults, calibration_named
 from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
@@ -138,7 +139,8 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
     known = {} if begun is None else {str(begun.path): its_run(begun)}
     known |= {} if start is None else {"sft": start}
     what = "Train a model on actors."
-    parsed = parse(TrainArgs, words, "train", what, next(iter(known), "gpt-small"), known=known)
+    base = next(iter(known), "gpt-small")
+    parsed = parse(TrainArgs, words, "train", what, base, table={"folder": _default_folder()}, known=known)
     args, run = parsed.args, parsed.args.run()
     whole = unfound and args.base == "gpt-small" and "gpt-small" not in words  # then it is not known what is to go on
     wrong = [*(Fault("" if whole else "folder", text, of_type=True) for text in unfound), *parsed.wrong]
@@ -152,6 +154,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
     convert_data(run)
+    chosen_folder = run.folder == AUTO
     try:
         schedule = _checked(run, args, begun, wrong, words)
         run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True, room=args.room)
@@ -161,7 +164,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
 
         run = settled(run)
         with calibration_named(args.calibration):
-            return _trained(run, args, schedule, begun, launches)
+            return _trained(run, args, schedule, begun, launches, may_lack_folder=chosen_folder)
     except ConfigError:
         raise
     except BaseException as error:  # a signal during the launch may be another error, of Ray's
@@ -232,21 +235,44 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     return schedule
 
 
-def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None, launches: list[float]) -> Finished:
-    """Train a run that was checked, with the files that flags ask for. ``launches`` gets the seconds of the launch."""
-    from raypar.job.launch import launch  # imports torch and Ray
+def _default_folder() -> str:
+    """Return the folder of a run whose words and file name none: a new one below runs/, or none if that can't be."""
+    return "none" if [*folder_faults(AUTO, None)] else AUTO
+
+
+def _trained(
+    run: Run,
+    args: TrainArgs,
+    schedule: Schedule,
+    begun: Found | None,
+    launches: list[float],
+    *,
+    may_lack_folder: bool,
+) -> Finished:
+    """Train a run that was checked, with the files that flags ask for.
+
+    Args:
+        run: The run.
+        args: The flags.
+        schedule: The schedule of a step.
+        begun: The checkpoint to continue from; None for a new run.
+        launches: Gets the seconds of the launch.
+        may_lack_folder: Whether nodes may lack the run's folder, which nobody has named.
+    """
+    from raypar.job.launch import launch_in  # imports torch and Ray
     from raypar.reporting.run_folder.metrics_line import written
 
     began = time.perf_counter()
     with (
         growing_file("--log", args.log) as log,
         whole_file("--trace", args.trace) as trace,
-        launch(
+        launch_in(
             run,
-            wait_for_nodes=args.wait_for_nodes,
-            resume=begun,
+            args.wait_for_nodes,
+            begun,
             overwrite=args.overwrite,
             chaos=injected(args.chaos, run, schedule, begun)[0],
+            may_lack_folder=may_lack_folder,
         ) as job,
     ):
         sample = sampling(job, args.sample_every)
@@ -272,7 +298,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
             if one is not None:
                 logging.getLogger("raypar").info("%s", validation_told(one))
         wall = time.perf_counter() - began
-        files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
+        files = {"log": args.log, "trace": args.trace}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
         if averaged is not None:
             rows = [*rows, ("validation loss of the averages", loss_text(averaged.loss))]
@@ -280,7 +306,20 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
             rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
+        rows = [*rows, ("kept in", _kept_in(run, job.run))]
         return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
+
+
+def _kept_in(run: Run, of_job: Run) -> str:
+    """Say where everything of a run is that was kept.
+
+    Args:
+        run: The run.
+        of_job: The run as its job has it, without a folder if not all nodes see that.
+    """
+    if run.folder is None:
+        return "nothing was kept (folder none): --folder FOLDER keeps it"
+    return f"{run.folder}{'' if of_job.folder else ', without checkpoints: not all nodes see it'}"
 
 
 def injected(

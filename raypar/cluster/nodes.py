@@ -107,15 +107,27 @@ def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
     answers = asked(others, versions_teller())
     faults = [fault for node in others for fault in version_faults(node, own, answers[node.id])]
     if folder is not None and not faults:
-        with NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
-            seen = asked(others, _sight_teller(mark.name))
         faults = [
             f"node {node} does not see the folder {str(folder)!r}: give one that all nodes share, such as one on NFS"
-            for node in others
-            if seen[node.id] != {"is_seen": True}
+            for node in without_folder(others, folder)
         ]
     if faults:
         raise ConfigError(faults)
+
+
+def without_folder(nodes: Sequence[Node], folder: Path) -> list[Node]:
+    """Return the nodes that do not see a folder.
+
+    Args:
+        nodes: The nodes. This process's own sees it.
+        folder: The folder, in which a file is made for a moment.
+    """
+    others = [node for node in nodes if node.id != own_node()]
+    if not others:
+        return []
+    with NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
+        seen = asked(others, _sight_teller(mark.name))
+    return [node for node in others if seen[node.id] != {"is_seen": True}]
 
 
 def _sight_teller(path: str) -> Callable[[], dict[str, Any]]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
+from raypar.actors.known_fields import is_none
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.optim import SGD, AdamW, Muon
@@ -64,7 +65,13 @@ _KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have
 _COMMON = {  # the fields that another kind takes over; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
     "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
-    "optim": ("warmup", "decay", "final", "decay_steps", "decay_form", "no_decay", "rates"),
+    "optim": ("warmup", "decay", "decay_end", "final", "decay_steps", "decay_form", "no_decay", "rates"),
+}
+
+
+_BEFORE = {  # fields that a run keeps as it began, and what runs had before there were these fields
+    ("optim", "decay_end"): "last",
+    ("data", "val_from"): "end",
 }
 
 
@@ -82,6 +89,38 @@ def load_run(path: Path, base: Run | None = None) -> Run:
             of them, and the values out of range.
     """
     return run_of(read_table(path), base)
+
+
+def recorded_run(table: Mapping[str, Any]) -> Run:
+    """Return the run that a checkpoint or a run folder has recorded: what it does not say is as it was at that time.
+
+    Args:
+        table: The record.
+
+    Raises:
+        ConfigError: As ``run_of``.
+    """
+    table = dict(table)
+    for (part, name), before in _BEFORE.items():
+        there = _part(table, part)
+        if there and "fn" not in there and there.get("kind", "text") != "examples":
+            table[part] = {name: before, **there}
+    return run_of(table)
+
+
+def as_begun(run: Run, record: Mapping[str, Any]) -> Run:
+    """Return a run that goes on from a checkpoint with what a run keeps of its beginning.
+
+    Args:
+        run: The run.
+        record: The run that the checkpoint has recorded.
+    """
+    for (part, name), before in _BEFORE.items():
+        of_run = getattr(run, part)
+        if hasattr(of_run, name):
+            was = _part(record, part).get(name, before)
+            run = replace(run, **{part: replace(of_run, **{name: was})})
+    return run
 
 
 def plain_of(run: Run) -> dict[str, Any]:
@@ -223,7 +262,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
             faults.append(Fault(path, f"{path} is not a field{_hint(key, names, below[:-1])}", of_type=True))
         elif old is None and isinstance(value, dict) and (kind := _table_of(hints[key])) is not None:
             changes[key] = _changed(kind(), value, f"{path}.", faults)
-        elif not is_dataclass(old) or isinstance(old, Schedule) or (value == "none" and _may_be_none(hints[key])):
+        elif not is_dataclass(old) or isinstance(old, Schedule) or (is_none(value) and _may_be_none(hints[key])):
             changes[key] = _plain(value, hints[key])
         elif path == "precision" and isinstance(value, str):
             changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
@@ -266,7 +305,7 @@ def _plain(value: Any, hint: Any) -> Any:
         if may_map and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             return {str(key): one for key, one in value}
         return tuple(value)
-    return None if value == "none" and _may_be_none(hint) else value
+    return None if is_none(value) and _may_be_none(hint) else value
 
 
 def _may_be_none(hint: Any) -> bool:

@@ -10,7 +10,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found
-from raypar.checkpoint.resume import prepared
+from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.ray_cluster import shipped
 from raypar.config.arguments import checked_arguments
 from raypar.config.layer_warnings import warn_of_layers
@@ -21,8 +21,6 @@ from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_batches
 from raypar.reporting.needs import memory_faults
-
-Prepared = tuple[Programs, Skeleton, Found | None]  # of a checked run; the checkpoint that it goes on from
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
@@ -95,14 +93,14 @@ def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: in
     Raises:
         ConfigError: The run has faults.
     """
-    programs, skeleton, found = prepared(run, resume)
+    begun = prepared(run, resume)
     if faults := [
-        *reset_faults(run, actors, device),
-        *memory_faults(run, programs["train"], skeleton, replaces=True),
+        *reset_faults(begun.run, actors, device),
+        *memory_faults(begun.run, begun.programs["train"], begun.skeleton, replaces=True),
     ]:
         raise ConfigError(faults)
-    look_ahead(run, programs, skeleton)
-    return programs, skeleton, found
+    look_ahead(begun.run, begun.programs, begun.skeleton)
+    return begun
 
 
 @checked_arguments

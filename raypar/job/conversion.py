@@ -38,7 +38,7 @@ def convert_on_cluster(run: Run) -> None:
         return
     try:
         if isinstance(run.data, Text):
-            open_corpus(run.data, _on_cluster)
+            open_corpus(run.data, run.model.seq or 1, _on_cluster)
         elif isinstance(run.data, Examples):
             example_sets(run.data, _on_cluster)
     except TextError:

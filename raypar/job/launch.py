@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 
 from raypar.actors.bounds import NotNegative
@@ -12,6 +13,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
+from raypar.cluster.nodes import living_nodes, without_folder
 from raypar.cluster.ray_cluster import start_actors
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults, world_of
@@ -22,7 +24,7 @@ from raypar.job.before_launch import look_ahead
 from raypar.job.conversion import convert_on_cluster
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
-from raypar.paths import absolute
+from raypar.paths import AUTO, absolute
 from raypar.recovery.chaos import injectable, never_happen
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
@@ -58,8 +60,32 @@ def launch(
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
+    chosen = run.folder == AUTO
+    return launch_in(run, wait_for_nodes, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen)
+
+
+def launch_in(
+    run: Run,
+    wait_for_nodes: float,
+    resume: str | PathLike[str] | Found | None,
+    *,
+    overwrite: bool,
+    chaos: Sequence[InjectedFault],
+    may_lack_folder: bool,
+) -> Job:
+    """Launch a run, as ``launch``.
+
+    Args:
+        run: As for ``launch``, like the following ones.
+        wait_for_nodes: Seconds.
+        resume: Checkpoint to continue from.
+        overwrite: Whether the run replaces one that is in its folder.
+        chaos: Faults that are injected.
+        may_lack_folder: Whether nodes may lack the run's folder: nobody has named it. Then this process alone writes
+            there, and no checkpoint is saved.
+    """
     convert_on_cluster(run)
-    programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
+    run, programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
     chaos, wrong = injectable(chaos, world_of(run), programs["train"])
     if faults := [*memory_faults(run, programs["train"], skeleton), *wrong]:
@@ -68,7 +94,7 @@ def launch(
         log.warning("%s", told)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
-        return _launched(run, programs, skeleton, found, wait_for_nodes, chaos)
+        return _launched(run, programs, skeleton, found, wait_for_nodes, chaos, may_lack_folder=may_lack_folder)
 
 
 def _launched(
@@ -78,6 +104,8 @@ def _launched(
     found: Found | None,
     wait_for_nodes: float,
     chaos: Sequence[InjectedFault],
+    *,
+    may_lack_folder: bool,
 ) -> Job:
     """Launch a run that was checked."""
     from raypar.actors.worker.actor import Hosted
@@ -88,8 +116,17 @@ def _launched(
         with on_screen():
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         folder = None if run.folder is None else absolute(run.folder)
-        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares, folder)
+        seen = None if may_lack_folder else folder
+        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares, seen)
         try:
+            if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
+                log.warning(
+                    "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
+                    "--folder that all nodes share",
+                    blind[0],
+                    folder,
+                )
+                run = replace(run, folder=None)
             if faults := [*reset_faults(run, actors.present, actors.device)]:
                 raise ConfigError(faults)
             return Job(run, programs, skeleton, actors, name, record, found, chaos)

@@ -73,7 +73,7 @@ class Loading:
     def replace(self, run: Run, resume: str | PathLike[str] | Found | None) -> None:
         """Replace the run by another one on the same actors, as ``Job.reset`` does."""
         self.loop.demand_ready()
-        programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self._device)
+        run, programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self._device)
         run = settled(run)
         self.loop.leave(run.folder)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))

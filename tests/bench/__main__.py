@@ -83,7 +83,7 @@ def measure(chosen: argparse.Namespace, found: Findings) -> None:
     """Launches first, each alone; then, in one Ray, the rounds of every size, the overhead and the groups."""
     sizes, quick = sizes_of(chosen), chosen.quick
     rounds, launches = (2, 0) if quick else (chosen.rounds, chosen.launches)
-    open_corpus(rp.Text())  # converted once, before anybody's launch is measured
+    open_corpus(rp.Text(), 1)  # converted once, before anybody's launch is measured
     seconds = dict[str, list[float]]()
     for size in sizes:
         launched = [one for one in entered(size, chosen.only) if one.launched and one.name not in seconds]

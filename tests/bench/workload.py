@@ -114,7 +114,7 @@ def batches_of(run: rp.Run) -> TokenBatches:
     """The run's batches, for the peers: ``train(step, microbatch, dp)`` gives tokens and labels."""
     assert isinstance(run.model, rp.GPT | rp.Llama)
     assert isinstance(run.data, rp.Text)
-    corpus = open_corpus(run.data)
+    corpus = open_corpus(run.data, run.model.seq)
     return TokenBatches(corpus, run.model.seq, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
 
 

@@ -16,7 +16,8 @@ Named = dict[str, Tensor]
 def rate_at(optim: Mapping[str, Any], step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0: warm-up, then cosine, linear or wsd.
 
-    Cosine: Loshchilov & Hutter 2017, equation 5. wsd: Hu et al. 2024, section 4; its sqrt form: Haegele et al. 2024.
+    The decay ends one step after the last one, as in transformers. Cosine: Loshchilov & Hutter 2017, equation 5; wsd:
+    Hu et al. 2024, section 4; its sqrt form: Haegele et al. 2024.
     """
     peak, warmup, final = optim["lr"], optim["warmup"], optim["final"]
     if step < warmup:
@@ -29,7 +30,7 @@ def rate_at(optim: Mapping[str, Any], step: int, steps: int) -> float:
         begin = max(warmup, steps - 1 - length)
         if step <= begin:
             return peak
-    progress = min(1.0, (step - begin) / max(1, steps - 1 - begin))
+    progress = min(1.0, (step - begin) / max(1, steps - begin))
     if optim["decay"] == "cosine":
         return peak * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
     if optim["decay_form"] == "sqrt" and optim["decay"] == "wsd":

@@ -12,12 +12,14 @@ def forecasts_of_any_build(torch_for_cpus):
 
 
 @pytest.fixture
-def said(capsys):
-    """Run a command line; returns exit code, standard output, standard error."""
+def said(capsys, tmp_path, monkeypatch):
+    """Run a command line; returns exit code, standard output, standard error. Run folders are not in the checkout."""
 
     def run(*words):
         from raypar.cli.main import main
 
+        for place in ("raypar.job.run_folders.RUNS", "raypar.config.validate.outputs.RUNS"):
+            monkeypatch.setattr(place, str(tmp_path / "runs"))
         capsys.readouterr()
         code = main([str(word) for word in words])
         return code, *capsys.readouterr()

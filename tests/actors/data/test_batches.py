@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypar.actors.data.stretches import Stretches, Windows, drawn_blocks
 from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, data_faults, open_corpus, shuffled
 from raypar.actors.specs.data import Text
 
@@ -21,7 +22,9 @@ from raypar.actors.specs.data import Text
 def numbers(train=1001, val=101):
     """A corpus whose tokens say where they are; validation goes on where training ends."""
     ids = np.arange(train + val, dtype=np.uint16)
-    return Corpus(ids[:train], ids[train:], vocab=len(ids), max_id=len(ids) - 1, fingerprint="")
+    return Corpus(
+        Stretches.whole(ids[:train]), Stretches.whole(ids[train:]), vocab=len(ids), max_id=len(ids) - 1, fingerprint=""
+    )
 
 
 def order(size, epoch=0, seed=0):
@@ -98,7 +101,6 @@ def test_same_arguments_same_batch_other_seed_other_batch():
 
 def test_an_epoch_of_batches_holds_every_window_once():
     batches = TokenBatches(numbers(train=1009), seq=10, micro_batch_size=5, microbatches=2, num_dp=2)
-    assert batches.train_windows == 100
     epochs = []
     for epoch in range(2):
         steps = range(epoch * 5, epoch * 5 + 5)
@@ -154,7 +156,13 @@ def test_no_window_no_batches(train, val, name):
 
 def test_reading_a_batch_costs_little():
     ids = np.random.default_rng(0).integers(0, 256, 10_000_000, np.uint8)
-    batches = TokenBatches(Corpus(ids, ids, 256, 255, ""), seq=256, micro_batch_size=2, microbatches=8, num_dp=2)
+    batches = TokenBatches(
+        Corpus(Stretches.whole(ids), Stretches.whole(ids), 256, 255, ""),
+        seq=256,
+        micro_batch_size=2,
+        microbatches=8,
+        num_dp=2,
+    )
     batches.train(0, 0)
     best = float("inf")
     for step in range(200):
@@ -164,26 +172,62 @@ def test_reading_a_batch_costs_little():
     assert best < 0.5e-3  # 0.1 ms here; an index of all windows or a loop over tokens takes longer
 
 
-def test_split_keeps_the_last_tokens_for_validation(text):
-    corpus = open_corpus(text)
+def test_validation_from_the_end_has_the_last_tokens(text):
+    corpus = open_corpus(replace(text, val_from="end"), 4)
     assert len(corpus.train) == 900 and len(corpus.val) == 100
-    assert bytes(corpus.train) + bytes(corpus.val) == Path(text.path).read_bytes()
-    assert corpus.vocab == 256 and corpus.max_id == ord("j") and not corpus.val.flags.writeable
+    assert bytes(corpus.train.tokens) + bytes(corpus.val.tokens) == Path(text.path).read_bytes()
+    assert corpus.vocab == 256 and corpus.max_id == ord("j") and not corpus.val.tokens.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
-        corpus.train[0] = 0
+        corpus.train.tokens[0] = 0
+
+
+def test_blocks_for_validation_are_drawn_over_all_of_a_text(text):
+    corpus = open_corpus(text, 4)
+    assert (len(corpus.train), len(corpus.val), len(corpus.val.firsts)) == (900, 100, 5)
+    assert [*corpus.val.firsts // 200] == [*range(5)], "one in each fifth"
+    other = open_corpus(replace(text, val_from="end"), 4)
+    assert corpus.fingerprint != other.fingerprint
+
+
+@given(tokens=st.integers(20, 5000), share=st.floats(0.01, 0.99), seq=st.integers(1, 60))
+def test_training_and_validation_share_no_token_and_each_has_a_window(tokens, share, seq):
+    held = int(tokens * share)
+    if held < seq + 1 or tokens - held < seq + 1:
+        return  # such a text is refused
+    train, val = drawn_blocks(np.arange(tokens), share, seq, lambda numbers: (numbers + 3) ** 7 * 12345677)
+    places = [
+        place
+        for part in (train, val)
+        for first, length in zip(part.firsts, part.lengths, strict=True)
+        for place in range(first, first + length)
+    ]
+    assert sorted(places) == [*range(tokens)]
+    assert held - len(val.firsts) < len(val) <= held
+    assert len(set(val.lengths.tolist())) == 1
+    for part, across in ((train, False), (val, True)):
+        windows = Windows(part, seq, across=across)
+        assert len(windows) == sum((length - 1) // seq for length in part.lengths.tolist()) > 0
+        starts = windows.starts(np.arange(len(windows)))
+        assert len(set(starts.tolist())) == len(windows)
+        for start in starts.tolist():
+            ends = part.firsts + part.lengths
+            assert any(first <= start and start + seq < end for first, end in zip(part.firsts, ends, strict=True))
+        one_each = starts[: len(part.firsts)]
+        if across:
+            assert one_each.tolist() == part.firsts.tolist(), "the first windows are one of each block"
 
 
 def test_val_path_is_the_validation_text(text, tmp_path):
     (tmp_path / "val").write_text("xyz")
     both = Text(path=text.path, val_path=str(tmp_path / "val"), val_fraction=0.0, cache=text.cache)
-    corpus = open_corpus(both)
-    assert len(corpus.train) == 1000 and bytes(corpus.val) == b"xyz" and corpus.max_id == ord("z")
+    corpus = open_corpus(both, 4)
+    assert len(corpus.train) == 1000 and bytes(corpus.val.tokens) == b"xyz" and corpus.max_id == ord("z")
     halves = Text(path=text.path, val_fraction=0.5, cache=text.cache)
-    assert len({corpus.fingerprint, open_corpus(text).fingerprint, open_corpus(halves).fingerprint}) == 3
+    assert len({corpus.fingerprint, open_corpus(text, 4).fingerprint, open_corpus(halves, 4).fingerprint}) == 3
 
 
 def test_stdlib_batches_are_python(tmp_path):
-    corpus = open_corpus(Text(cache=str(tmp_path)))
+    corpus = open_corpus(Text(cache=str(tmp_path)), 256)
     assert len(corpus.train) > 9 * len(corpus.val) - 9 > 1_000_000
     sample = TokenBatches(corpus, 256, 8, 1).train_tokens(0, 0)
     assert " " in bytes(sample.flatten().tolist()).decode(errors="replace")
@@ -293,9 +337,9 @@ def test_fault_too_few_tokens(text, tmp_path):
 
 def test_fault_cache(text, tmp_path, monkeypatch):
     assert only_fault(Text(path=text.path, cache=f"{text.path}/below")).startswith("cache")
-    filled = open_corpus(text)
+    filled = open_corpus(text, 4)
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
-    assert open_corpus(text).fingerprint == filled.fingerprint  # a filled cache may be read-only
+    assert open_corpus(text, 4).fingerprint == filled.fingerprint  # a filled cache may be read-only
     assert only_fault(Text(path=text.path, cache=str(tmp_path / "other"))).startswith("cache")
 
 
@@ -311,7 +355,7 @@ def test_all_faults_at_once(text, tmp_path):
     starts = [fault.split(":")[0] for fault in data_faults(everything, 10, 256)]
     assert sorted(starts) == ["cache", "path", "tokenizer", "val_path"]
     with pytest.raises(ValueError, match=r"/no/train(.|\n)*/no/val") as error:
-        open_corpus(everything)
+        open_corpus(everything, 4)
     assert "\n- cache:" in str(error.value) and "\n- tokenizer:" in str(error.value)
 
     (tmp_path / "short").write_text("zz")
