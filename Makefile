@@ -27,7 +27,7 @@ help: ## this list
 install: $(venv)/.installed ## fill .venv, so that .venv/bin/raypar and .venv/bin/python are there
 
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
-	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
+	@$(venv)/bin/raypar train gpt-small $(ARGS)
 
 test: versions lint ## lint, then the tests, in two processes
 	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew

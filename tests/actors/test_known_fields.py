@@ -68,6 +68,13 @@ def test_the_dataclass_stays_as_it_was():
     assert not [*field_faults(rp.Run())]
 
 
+@pytest.mark.parametrize("text", ["none", "None"])
+def test_a_text_stands_for_none_where_none_is_legal(text):
+    run = rp.Run(clip=text, folder=text, chunks=text, offload="none", recompute="none")
+    assert (run.clip, run.folder, run.chunks, run.offload, run.recompute) == (None, None, None, "none", "none")
+    assert replace(rp.Run(), zero=text).zero is None
+
+
 def test_a_subclass_has_fields_of_its_own():
     @known_fields()
     @dataclass(frozen=True)

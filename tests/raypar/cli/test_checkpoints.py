@@ -93,7 +93,10 @@ def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_pat
         ),
         (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\n--resume: '"),
         (("train", "--resume"), "--resume"),
-        (("train", "gpt-tiny", "--save-every", "2"), "--save-every is 2, but there is no folder for checkpoints"),
+        (
+            ("train", "gpt-tiny", "--save-every", "2", "--folder", "none"),
+            "--save-every is 2, but there is no folder for checkpoints",
+        ),
     ],
 )
 def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
@@ -104,12 +107,29 @@ def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("is_blind", [False, True])
+def test_train_keeps_what_it_makes_where_nobody_named_a_folder(
+    said, kept_actors, tmp_path, monkeypatch, caplog, is_blind
+):
+    if is_blind:
+        monkeypatch.setattr("raypar.job.launch.without_folder", lambda nodes, folder: ["far (10.0.0.2)"])
+    code, out, err = said("train", "gpt-tiny", "--data.path", argparse.__file__, "--steps", 2)
+    assert code == 0, err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert out.splitlines()[-1].split(": ", 1)[1].strip() == str(folder) + (
+        ", without checkpoints: not all nodes see it" if is_blind else ""
+    )
+    assert [line["step"] for line in read(folder).metrics][:2] == [0, 1]
+    assert len(read(folder).checkpoints) == (0 if is_blind else 1)
+    assert ("node far (10.0.0.2) does not see" in err) == is_blind
+
+
 def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("gpt-tiny", "--data.path", argparse.__file__, "--steps", 4)
     code, out, err = said("train", *words, "--folder", "a/run", "--save-every", 2, "--keep-last", 2)
     assert code == 0, err
-    assert dict(line.split(": ", 1) for line in out.splitlines())["folder"].strip() == "a/run"
+    assert out.splitlines()[-1].split(": ")[1].strip() == "a/run"
     whole = read(tmp_path / "a" / "run")
     assert [line["step"] for line in whole.metrics] == [0, 1, 2, 3, 4]
     assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])
@@ -135,7 +155,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert "has 'step-00000004', and this run begins at step 3" in err
     err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
     assert "holds a run already (run.toml): resume it with --resume" in err
-    assert "save_every is 2, but" in said("train", "a/run/run.toml", "--dry-run")[2], "another run wants its own folder"
+    assert said("train", "a/run/run.toml", "--dry-run")[0] == 0, "another run makes a folder of its own"
     assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
     assert not (tmp_path / "other").exists()
     (tmp_path / "a" / "run").rename(tmp_path / "moved")
