@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -68,6 +68,7 @@ class Updater:
         scaler: The scale of the loss.
         nonfinite: What becomes of a step that is not finite although the scale of the loss can't fall any more.
         ema: Decay of the moving average of the weights; None for no average.
+        reached: Parameters that should have a gradient in the first update.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Updater:
         scaler: LossScaler,
         nonfinite: Nonfinite,
         ema: float | None = None,
+        reached: Collection[str] = (),
     ) -> None:
         self._masters, self._parameters = masters, masters.parameters
         self._names, self._ties, self._group = names, ties, group
@@ -95,6 +97,7 @@ class Updater:
             self._optimizer = OffloadedOptimizer(self._optimizer, masters.home)
             reserve_states(masters.home, optim, self._parameters)
         self._average = None if ema is None else WeightAverage(ema, masters)
+        self._reached = reached
 
     def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
@@ -166,7 +169,7 @@ class Updater:
             scale = self._scaler.scale if self._scaler.is_on else None
             lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
             self._scaler.grow()
-            return Updated(float(torch.linalg.vector_norm(tally.norms)), lr, scale), True
+            return Updated(float(torch.linalg.vector_norm(tally.norms)), lr, scale, unreached=self._unreached()), True
         if vote.is_plain:
             undo()
         return self._decide(step, vote.ballot, tally), False
@@ -206,12 +209,18 @@ class Updater:
             self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
         if change is not None:
             change()
+        unreached = self._unreached()
         lr = self.apply(step)
         if overflow:
             self._scaler.fall()
         else:
             self._scaler.grow()
-        return Updated(float(total), lr, scale)
+        return Updated(float(total), lr, scale, unreached=unreached)
+
+    def _unreached(self) -> tuple[str, ...]:
+        """Return, once, the parameters without a gradient that should have one."""
+        asked, self._reached = self._reached, ()
+        return tuple(name for name, parameter in self._parameters.items() if name in asked and parameter.grad is None)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield this actor's parameters and their optimizer state: (logical name, key, tensor).

@@ -43,12 +43,14 @@ class Updated(NamedTuple):
         lr: Learning rate; None if another actor made the update, or if nobody did.
         scale: Scale of the loss in this step; None if it was not scaled.
         is_skipped: Whether nobody has changed a weight, because a number was not finite or the step had no targets.
+        unreached: In the first update, parameters that got no gradient though all should.
     """
 
     grad_norm: float | None = None
     lr: float | None = None
     scale: float | None = None
     is_skipped: bool = False
+    unreached: tuple[str, ...] = ()
 
 
 class RangeCount(NamedTuple):
@@ -152,6 +154,7 @@ class StepResult:
             come and go. Empty if the actor has not taken a training step.
         scale: Scale of the loss; None if it was not scaled.
         is_skipped: Whether the step changed no weight, because a number was not finite or it had no targets.
+        unreached: In the first update, parameters that got no gradient though all should.
         ranges: Counts of overflow; empty in a step without them.
         auxiliary: Auxiliary losses of the actor's microbatches, by layer and kind; empty in an evaluation, and except
             from the first rank of a tensor group.
@@ -176,6 +179,7 @@ class StepResult:
     memory: Mapping[Kind, int] = field(default_factory=dict)
     scale: float | None = None
     is_skipped: bool = False
+    unreached: tuple[str, ...] = ()
     ranges: tuple[RangeCount, ...] = ()
     auxiliary: tuple[AddedLoss, ...] = ()
     loads: tuple[ExpertLoad, ...] = ()

@@ -101,6 +101,7 @@ def updater_of(
         scaler=scaler,
         nonfinite=run.nonfinite,
         ema=run.ema,
+        reached=part.parameters.keys() - part.model.experts.keys() if isinstance(run.model, Layers) else (),
     )
 
 

@@ -44,6 +44,7 @@ from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.progress import validation_told
 from raypar.reporting.report import Report
+from raypar.reporting.scale_warnings import unchanged
 from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.schedule import Schedule
@@ -307,6 +308,8 @@ def _trained(
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
         rows = [*rows, ("kept in", _kept_in(run, job.run))]
+        if unchanged(run, reports) is not None:
+            return Finished(rows, "the run has changed no weight (see above)")
         return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
 
 

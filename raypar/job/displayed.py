@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
+from raypar.reporting.scale_warnings import unchanged
+
+log = logging.getLogger(__name__)
+
+Callback: TypeAlias = Callable[[Report | Evaluation], object]
 
 
 def displayed(
     run: Run,
     last: int,
     outcomes: Iterable[Report | Evaluation],
-    on: Callable[[Report | Evaluation], None] | None,
+    on: Callback | Sequence[Callback] | None,
 ) -> list[Report]:
     """Show the outcomes of training, and return the reports.
 
@@ -22,16 +29,19 @@ def displayed(
         run: The run.
         last: Number of steps taken at the end.
         outcomes: The outcomes.
-        on: Called with each.
+        on: Called with each; or several, which are called in their order.
     """
     reports: list[Report] = []
+    calls = [] if on is None else [on] if callable(on) else [*on]
     with display(run, last) as shown:
         for outcome in outcomes:
             shown.show(outcome)
-            if on is not None:
-                on(outcome)
+            for call in calls:
+                call(outcome)
             if isinstance(outcome, Report):
                 while reports and reports[-1].step >= outcome.step:  # taken again, after a failure
                     reports.pop()
                 reports.append(outcome)
+    if (told := unchanged(run, reports)) is not None:
+        log.warning("%s", told)
     return reports

@@ -18,6 +18,7 @@ from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
+from raypar.job.displayed import Callback
 from raypar.job.export import export_hf
 from raypar.job.generation import TextGenerator
 from raypar.job.growing_text import Continuation
@@ -136,17 +137,16 @@ class Job:
         self,
         steps: Steps | None = None,
         *,
-        on: Callable[[Report | Evaluation], None] | None = None,
+        on: Callback | Sequence[Callback] | None = None,
         ahead: Steps | None = None,
     ) -> list[Report]:
         """Train with a progress display, with the evaluations and checkpoints that the run asks for.
 
         Args:
             steps: Number of steps; None for all that are left of the run.
-            on: Called with every report, and with every evaluation that ``run.eval_every`` asks for.
-            ahead: How many further steps to hand to the actors before the report of the current one has arrived, so
-                that they never wait for the driver. What ``on`` fetches from the job may then be up to that many steps
-                ahead of its report. None for 0 with ``on``, and 1 without.
+            on: Called with every report, and with every evaluation that ``run.eval_every`` asks for; or a list of such.
+            ahead: How many further steps the actors get before the report of the current one has arrived, so that they
+                never wait. What ``on`` fetches may then be that much ahead. None for 0 with ``on``, and 1 without.
 
         Returns:
             The reports of the steps.

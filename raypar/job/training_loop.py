@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.errors import CallError, JobError, MovedError
 from raypar.job.averages import evaluation_step, with_averages
-from raypar.job.displayed import displayed
+from raypar.job.displayed import Callback, displayed
 from raypar.job.evaluation import Evaluations
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -121,9 +121,7 @@ class TrainingLoop:
             assert isinstance(report, Report)
             return report
 
-    def train(
-        self, steps: int | None, on: Callable[[Report | Evaluation], None] | None, ahead: int | None
-    ) -> list[Report]:
+    def train(self, steps: int | None, on: Callback | Sequence[Callback] | None, ahead: int | None) -> list[Report]:
         """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
         run = self.loaded.run

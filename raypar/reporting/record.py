@@ -30,6 +30,7 @@ from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
+_MOST_NAMES = 3  # of parameters without a gradient, that are named
 _LOADS = 500  # steps of a run of which the folder has the tokens of each expert
 
 _SECRETS = re.compile(r"(?i)((?:key|token|secret|password)[\w.-]*[\"']?\s*[:=]\s*[\"']?|://)([^\s,\"'@/]+)(@?)")
@@ -119,6 +120,8 @@ class Record:
                 log.warning("%s", told)
         if (stuck := self._scale.of(report)) is not None:
             log.warning("%s", stuck)
+        if report.unreached:
+            log.warning("step %d: %s", report.steps_taken, _unreached(report.unreached))
         if report.loss is None and not self._has_missed_targets:
             self._has_missed_targets = True
             missing = (
@@ -177,3 +180,12 @@ def _without_secrets(text: str) -> str:
         return found[0] if url and not found[3] else f"{found[1]}***{found[3]}"
 
     return _SECRETS.sub(hide, text)
+
+
+def _unreached(names: Sequence[str]) -> str:
+    """Say that parameters got no gradient, and what may be the cause."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    which = f"{', '.join(names[:_MOST_NAMES])}{more} got no gradient, so nothing is learned there"
+    return (
+        f"{which}: look for a detach, a no_grad or an output that nobody uses, or freeze them (requires_grad_(False))"
+    )

@@ -110,6 +110,8 @@ class Report:
             which say nothing of a run: they are shown and written nowhere.
         loss_scale: Scale of the loss; None if it was not scaled.
         skipped: Whether the step changed no weight, because a loss or a gradient was not finite, or it has no targets.
+        unreached: In the first step after a launch, parameters of your own layers that got no gradient, without those
+            that are frozen or of an expert.
         aux_by_layer: Auxiliary losses by kind and layer, as they are in the objective: with their coefficients, means
             over the microbatches and replicas. ``loss`` is without them.
         loads: Tokens of each expert; None if the model has none.
@@ -132,6 +134,7 @@ class Report:
     by_hand: bool = False
     loss_scale: float | None = None
     skipped: bool = False
+    unreached: tuple[str, ...] = ()
     overflow: Overflow | None = None
     aux_by_layer: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loads: Loads | None = None
@@ -193,7 +196,7 @@ class Report:
 
 def _is_empty(value: object) -> bool:
     """Return whether a field says nothing; a figure of 0 says something."""
-    return value is None or value is False or value == {}
+    return value is None or value is False or value == {} or value == ()
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -248,6 +251,7 @@ def report_of(
         by_hand=by_hand,
         loss_scale=next((result.scale for result in results if result.scale is not None), None),
         skipped=any(result.is_skipped for result in results),
+        unreached=tuple(dict.fromkeys(name for result in results for name in result.unreached)),
         overflow=overflow_of(results, world, watched),
         aux_by_layer=losses_of_layers(results, world),
         loads=loads_of(results),

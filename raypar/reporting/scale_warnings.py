@@ -1,11 +1,13 @@
-"""Warn of a loss scale that has no room left."""
+"""Warn of a loss scale that has no room left, and of runs in which no step changes a weight."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from raypar.actors.optim.stuck_scale import WINDOWS, stuck_scale
 from raypar.actors.specs.precision import LossScale
+from raypar.actors.specs.run import Run
 from raypar.reporting.report import Report
 
 
@@ -28,3 +30,21 @@ class ScaleWarnings:
         told = stuck_scale(tuple(self._history), self._spec.floor, self._spec.window)
         is_new, self._is_stuck = told is not None and not self._is_stuck, told is not None
         return f"step {report.steps_taken:,}: {told}" if is_new else None
+
+
+def unchanged(run: Run, reports: Sequence[Report]) -> str | None:
+    """Say that no step has changed a weight, and what to lower; None if one has, or if there was none.
+
+    Args:
+        run: The run.
+        reports: The reports of its steps.
+    """
+    if not reports or not all(report.skipped for report in reports):
+        return None
+    count, scale = f"none of the {len(reports):,} steps has changed a weight", reports[-1].loss_scale
+    if all(report.loss is None for report in reports):
+        return f"{count}, for no target of theirs counts: correct the targets, or those that are ignored"
+    if scale is not None:
+        fix = f"lower loss_scale.init {run.loss_scale.init:g} ({scale:g} by now) or optim.lr, or compute in bf16"
+        return f"{count}: each overflowed in {run.precision.compute}: {fix}"
+    return f"{count}: no loss or gradient was finite: lower optim.lr, make the warm-up longer, and look at the data"

@@ -660,6 +660,17 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     assert summary["log"].strip() == str(path)
 
 
+def test_a_run_that_changes_no_weight_has_failed(said, kept_actors, data):
+    scale = ("--precision", "fp16", "--loss-scale.init", 9e37)
+    code, out, err = said("train", "gpt-tiny", *data, "--steps", 2, *scale)
+    assert code == 4, err
+    assert (
+        "none of the 2 steps has changed a weight: each overflowed in fp16: lower loss_scale.init 9e+37 (4.5e+37" in err
+    )
+    assert err.splitlines()[-1] == "raypar: the run has changed no weight (see above)"
+    assert "of which 2 skipped" in out
+
+
 def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_path):
     path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
     path.write_text("of another run")
