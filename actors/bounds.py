@@ -14,5 +14,5 @@ BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
 Share = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
 Steps = Annotated[int, Ge(0), Le(10**18)]
-Seed = Annotated[int, Ge(-(2**63)), Le(2**64 - 1)]  # what torch's generators take
+Seed = Annotated[int, Ge(0), Le(2**64 - 1)]  # what torch's generators take, and numpy's
 Word = Annotated[str, MinLen(1), MaxLen(24), Predicate(str.isprintable)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from raypar.reporting.needs import Rows
 
 OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
+_LONG = 80  # letters of a path that are shown
 _MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
 
 _PAPER = ("draw", "check", "simulate")
@@ -25,6 +27,7 @@ _SIDES = ("gallery", "compare")
 _TEXTS = ("generate", "chat", "eval")
 _DISK = ("ckpt", "data", "report", "trace")
 _COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor", "calibrate")
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
@@ -51,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _hush()
     except KeyboardInterrupt as pressed:
         return _stopped("interrupted", INTERRUPTED, pressed)
+    except OSError as error:
+        if error.errno not in _OF_PATHS or not isinstance(error.filename, str):
+            raise
+        path = error.filename if len(error.filename) < _LONG else f"{error.filename[: _LONG - 3]}..."
+        return _fail(f"{path!r} can't be a path here ({error.strerror}): give another one", MISTAKE)
 
 
 def _command(words: list[str]) -> int:

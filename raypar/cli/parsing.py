@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import tyro
@@ -47,6 +48,7 @@ def parse(
     fallback: str,
     table: dict[str, Any] | None = None,
     known: Mapping[str, Run] | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Parsed[A]:
     """Parse the words of a command. For help, tyro ends the process.
 
@@ -61,15 +63,17 @@ def parse(
         fallback: Name of the base if the words have none.
         table: Fields that change a recipe or a file's defaults.
         known: Further bases by name, beside recipes and files.
+        defaults: What fields of a recipe or a file are where it does not say.
     """
+
+    others = known or {}
 
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
-        default, wrong = ((known or {})[base], []) if base in (known or {}) else _base(base, table or {})
-        default, unfit = _of_kinds(default, words)
-        wrong += unfit
-        default, unfit = _of_depth(default, words)
-        wrong += unfit
+        default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
+        for changed in (_of_kinds, _of_depth):
+            default, unfit = changed(default, words)
+            wrong += unfit
         for one in values_of("--layout", words):
             try:
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
@@ -148,18 +152,20 @@ def values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-def _base(name: str, table: dict[str, Any]) -> tuple[Run, list[Fault]]:
+def _base(
+    name: str, table: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Run, list[Fault]]:
     """Return the run of a recipe, a file or a run folder, without what is wrong in it, and the faults of that."""
     try:
         if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
             return read_run(read_table(Path(name) / RUN) | table)
         if Path(name).suffix == ".toml":
-            return read_run(table | read_table(Path(name)))
+            return read_run({**defaults, **table, **read_table(Path(name))})
     except ConfigError as error:  # it can't be read at all
         return Run(), [Fault("", text, of_type=True) for text in error.faults]
     if not table and holds_run(Path(name)):
         text = f"{name!r} is a run folder: go on with --resume {name}, or take it once more with {Path(name) / RUN}"
         return Run(), [Fault("", text, of_type=True)]
-    run, wrong = read_run({"recipe": name} | table)
+    run, wrong = read_run({"recipe": name, **defaults, **table})
     other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
     return run, [Fault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]

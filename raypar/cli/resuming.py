@@ -99,6 +99,8 @@ def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -
             demand_latest(run, 0 if begun is None else begun.manifest.step)
     except ConfigError as error:
         faults += error.faults
+    except OSError:  # of its path, which is a fault of the run itself
+        pass
     return faults
 
 

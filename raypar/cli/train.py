@@ -141,7 +141,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
     known |= {} if start is None else {"sft": start}
     what = "Train a model on actors."
     base = next(iter(known), "gpt-small")
-    parsed = parse(TrainArgs, words, "train", what, base, table={"folder": _default_folder()}, known=known)
+    parsed = parse(TrainArgs, words, "train", what, base, known=known, defaults={"folder": _default_folder()})
     args, run = parsed.args, parsed.args.run()
     whole = unfound and args.base == "gpt-small" and "gpt-small" not in words  # then it is not known what is to go on
     wrong = [*(Fault("" if whole else "folder", text, of_type=True) for text in unfound), *parsed.wrong]
@@ -225,7 +225,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
-    if right("mesh", "data_parallel", "servers", "zero", "spares"):
+    if right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
         faults += room_faults(world_of(run).size + run.spares)
     if schedule is not None:
         faults += memory_faults(run, schedule)
@@ -282,8 +282,7 @@ def _trained(
             log(written(outcome.to_dict()))
             sample(outcome)
 
-        launched = time.perf_counter() - began
-        launches.append(launched)
+        launches.append(launched := time.perf_counter() - began)
         try:
             reports = job.train(on=write, ahead=int(not args.sample_every))
         except (KeyboardInterrupt, SystemExit, CallError):  # Ctrl-C, SIGTERM, an evaluation that failed
@@ -301,16 +300,23 @@ def _trained(
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
-        if averaged is not None:
-            rows = [*rows, ("validation loss of the averages", loss_text(averaged.loss))]
-        if job.failures:
-            rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
-        if job.saved is not None:
-            rows = [*rows, ("newest checkpoint", str(job.saved))]
-        rows = [*rows, ("kept in", _kept_in(run, job.run))]
-        if unchanged(run, reports) is not None:
-            return Finished(rows, "the run has changed no weight (see above)")
-        return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
+        return _ended(run, job, [*rows, *_averages(averaged)], reports, begun)
+
+
+def _averages(evaluation: Evaluation | None) -> Rows:
+    return [] if evaluation is None else [("validation loss of the averages", loss_text(evaluation.loss))]
+
+
+def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: Found | None) -> Finished:
+    """Return the outcome of a run that took all its steps, with what it survived and where all of it is kept."""
+    if job.failures:
+        rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
+    if job.saved is not None:
+        rows = [*rows, ("newest checkpoint", str(job.saved))]
+    rows = [*rows, ("kept in", _kept_in(run, job.run))]
+    if unchanged(run, reports) is not None:
+        return Finished(rows, "the run has changed no weight (see above)")
+    return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
 
 
 def _kept_in(run: Run, of_job: Run) -> str:

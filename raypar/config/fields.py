@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from raypar.actors.not_yet import reason_of
 from raypar.schedules.schedule import Schedule
@@ -134,11 +134,28 @@ def _errors(kind: type, values: Mapping[str, Any]) -> dict[Any, list[ErrorDetail
     """Return pydantic's errors for the values of a dataclass's fields, by field."""
     from pydantic import ValidationError
 
+    unlike = {name: value for name, value in values.items() if name in _whole(kind) and type(value) in (bool, float)}
+    found: dict[Any, list[ErrorDetails]] = {
+        name: [{"type": "int_type", "loc": (name,), "msg": "", "input": value}] for name, value in unlike.items()
+    }
     try:
         _strict(kind)(**values)
     except ValidationError as error:
-        return {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
-    return {}
+        return found | {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
+    return found
+
+
+@cache
+def _whole(kind: type) -> frozenset[str]:
+    """Return the fields that are one of some whole numbers, for which pydantic also takes what is equal to one."""
+
+    def numbers(hint: Any) -> bool:
+        values = get_args(hint)
+        if get_origin(hint) is Literal:
+            return all(type(value) is int for value in values)
+        return any(map(numbers, values))
+
+    return frozenset(name for name, hint in get_type_hints(kind).items() if numbers(hint))
 
 
 def brief(value: Any) -> str:

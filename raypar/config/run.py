@@ -46,7 +46,7 @@ from raypar.config.validate.servers import server_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
 from raypar.config.validate.token_slices import slice_faults
-from raypar.config.validate.uneven import uneven_faults
+from raypar.config.validate.uneven import turn_faults, uneven_faults
 from raypar.config.validate.zero import zero_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run, costs_with_halving
@@ -149,7 +149,8 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         once = reduces and zero_actions_of(run).reduce == "step"
         steps = run.flush_every if right("flush_every") else None
         sizes = run.mesh.pp, run.microbatches, run.chunks
-        counts = run.mesh.rank_dp if right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp else ()
+        fits = right("mesh.rank_dp") and len(run.mesh.rank_dp) == run.mesh.pp and not [*turn_faults(run)]
+        counts = run.mesh.rank_dp if fits else ()
         skips = skips_of(run, skeleton) if right("model", "split") else no_skips
         # A schedule by name is not built in slices that are refused anyway: of many slices that takes minutes.
         refused = isinstance(run.schedule, str) and any(slice_faults(run, right))

@@ -63,5 +63,5 @@ def not_skipped(run, rank, microbatch):
     if scales != [{run.loss_scale.init}, {run.loss_scale.init}, {run.loss_scale.init / 2}]:
         yield f"the scales are {scales}"
     (one,), (other,) = ({result.lr for result in results} - {None} for results in (first, third))
-    if one != run.optim.lr or not math.isclose(other, run.optim.lr * (1 - 0.9 / (run.steps - 1))):
+    if one != run.optim.lr or not math.isclose(other, run.optim.lr * (1 - 0.9 / run.steps)):
         yield f"the rates are {one} and {other}, not as if the step had not been"

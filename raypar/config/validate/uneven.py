@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from raypar.actors.specs.model import Layers, Transformer
@@ -22,6 +23,8 @@ def uneven_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     for field, fits, why, fix in _FITTING:
         if right(field) and not fits(getattr(run, field)):
             yield f"{field} is {getattr(run, field)!r}, but with {named} {why}: {fix}"
+    if right("microbatches"):
+        yield from turn_faults(run)
     if not right("model"):
         return
     if isinstance(run.model, Transformer) and run.model.moe is not None:
@@ -29,6 +32,19 @@ def uneven_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"{told}: set model.moe to None, or give mesh.dp or mesh.tp for all ranks"
     if run.mesh.rank_tp:
         yield from _tensor_faults(run, right)
+
+
+def turn_faults(run: Run) -> Iterator[str]:
+    """Yield why the replicas of a pipeline rank can't take the microbatches of a step in turn.
+
+    Args:
+        run: The run, whose mesh and microbatches have their declared types and ranges.
+    """
+    least = math.lcm(1, *run.mesh.rank_dp)
+    if run.microbatches % least:
+        each = -(-run.microbatches // least) * least
+        told = f"mesh.rank_dp is {run.mesh.rank_dp}, and as many replicas take a step's microbatches in turn"
+        yield f"microbatches is {run.microbatches}, but {told}: set it to {each}, or to another multiple of {least}"
 
 
 def _tensor_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:

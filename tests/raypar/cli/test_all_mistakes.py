@@ -123,7 +123,7 @@ def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('recipe = "gpt-tiny"\nstep = 3\nclip = "x"\nsplit = ["a"]\n[model]\nhiden = 3\nheads = 5\n')
     demand(
-        faults_of(said, "train", str(file), "--mesh.pq", "3", "--save-every", "2"),
+        faults_of(said, "train", str(file), "--mesh.pq", "3", "--save-every", "2", "--folder", "none"),
         "step is not a field: did you mean 'steps'?",
         "model.hiden is not a field: did you mean 'hidden'?",
         "clip is 'x': it must be a number",

@@ -282,7 +282,7 @@ def test_mistakes_on_paper(said, tmp_path, monkeypatch, words, says):
 
 
 def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
-    def fails(run, args, schedule, begun, launches):
+    def fails(run, args, schedule, begun, launches, **_):
         launches.append(1.0)
         error = JobError("actor pp=1 died")
         error.add_note("A note of another kind.")
@@ -290,7 +290,7 @@ def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
         raise error
 
     monkeypatch.setattr(commands, "_trained", fails)
-    code, _, err = said("train", "gpt-tiny")
+    code, _, err = said("train", "gpt-tiny", "--folder", "none")
     assert code == 4
     assert err.splitlines()[-3:] == [
         "raypar: actor pp=1 died",
@@ -404,7 +404,7 @@ def test_a_dry_run_leaves_the_cache_as_it_is(said, tmp_path):
     text.write_text("the quick brown fox " * 500)
     words = ("train", "gpt-tiny", "--data.path", text, "--data.cache", cache, "--dry-run")
     code, out, _ = said(*words)
-    assert code == 0 and "9,000 tokens to train with" in out and not cache.exists()
+    assert code == 0 and "9,006 tokens to train with" in out and not cache.exists()
     cache.touch()
     code, _, err = said(*words)
     assert code == 2 and f"cache: {str(cache / 'tokens')!r} cannot be written to" in err
@@ -442,6 +442,54 @@ def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, 
     assert f"mesh: 20 actors are more than the 16 that this machine of 2 cores takes: {fix}" in err
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert said("train", "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5, "--dry-run")[0] == 0
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "gpt-tiny", "--folder", LONG, "--dry-run"),
+        ("train", "gpt-tiny", "--trace", LONG, "--dry-run"),
+        ("train", "--resume", LONG),
+        ("train", "gpt-tiny", "--model.hf", LONG),
+        ("report", LONG),
+        ("eval", LONG),
+        ("generate", LONG, "the"),
+        ("chat", LONG),
+        ("ckpt", "export", LONG, "to"),
+        ("ckpt", "verify", LONG),
+        ("check", f"{LONG}.csv"),
+        ("data", "show", LONG),
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)
+def test_a_name_that_no_file_can_have_is_a_mistake(said, words):
+    code, _, err = said(*words)
+    assert code == 2 and "Traceback" not in err
+    assert "too long" in err or "100 letters" in err or "no such" in err or "There is no" in err or "is no" in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (
+            ("--mesh.rank-dp", 2, 1),
+            "--mesh.rank-dp is (2, 1), for 3 pipeline ranks (mesh.pp): give one number for each",
+        ),
+        (
+            ("--mesh.rank-dp", 1, 2, 1, "--microbatches", 1),
+            "--microbatches is 1, but mesh.rank_dp is (1, 2, 1), and as many replicas take a step's microbatches in "
+            "turn: set it to 2, or to another multiple of 2",
+        ),
+    ],
+)
+def test_replicas_by_rank_that_do_not_fit_are_one_fault(said, words, first):
+    code, _, err = said("train", "gpt-tiny", "--mesh.pp", 3, *words, "--dry-run")
+    assert code == 2
+    assert "a mistake, no step was taken" in err
+    assert err.splitlines()[-1].startswith(first)
 
 
 def test_recipes_are_listed_with_their_sizes(said):
@@ -676,7 +724,7 @@ def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_pa
     path.write_text("of another run")
     code, out, err = said(
         "train", "gpt-tiny", *data, "--steps", 2, "--mesh.pp", 1, "--mesh.dp", 2, "--data-parallel", "parameter_server",
-        "--trace", path, "--log", log,
+        "--trace", path, "--log", log, "--folder", "none",
     )  # fmt: skip
     assert code == 0, err
     summary = dict(line.split(": ", 1) for line in out.splitlines())
@@ -691,10 +739,10 @@ def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_pa
 
 def test_a_failed_run_leaves_the_old_trace(said, monkeypatch, data, tmp_path):
     start = importlib.import_module("raypar.job.launch")
-    monkeypatch.setattr(start, "launch", raising(JobError("enough")))
+    monkeypatch.setattr(start, "launch_in", raising(JobError("enough")))
     path = tmp_path / "step.json"
     path.write_text("of another run")
-    assert said("train", "gpt-tiny", *data, "--trace", path)[0] == 4
+    assert said("train", "gpt-tiny", *data, "--trace", path, "--folder", "none")[0] == 4
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("step.json", "of another run")]
 
 

@@ -116,6 +116,6 @@ def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
     run = recipe("gpt-tiny", data=Text(str(tmp_path / "text.txt"), val_fraction=0.25, cache=str(tmp_path)))
     rows = dict(plan_rows(run, check_run(run)["train"]))
     # 20 steps of 8 samples, of windows of 32 tokens: 23 fit among 768 tokens with the one that follows each
-    assert rows["data"] == "768 tokens to train with, 256 to validate; the run makes 7 passes over them"
+    assert rows["data"] == "768 tokens to train with, 256 to validate (a part of it); the run makes 7 passes over them"
     often = dict(plan_rows(replace(run, steps=2000), check_run(run)["train"]))["data"]
     assert often.endswith("the run makes 696 passes over them")

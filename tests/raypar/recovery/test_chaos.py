@@ -80,7 +80,7 @@ def test_what_never_happens_in_the_steps_of_a_run_is_told(fault, taken, why):
 
 
 def test_a_launch_warns_of_what_never_happens(monkeypatch, caplog):
-    def stop(*words):
+    def stop(*words, **more):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module("raypar.job.launch"), "_launched", stop)
