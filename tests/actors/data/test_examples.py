@@ -216,6 +216,15 @@ def test_texts_that_are_none_are_told_with_their_place(folder, tmp_path, name, c
         assert says in fault
 
 
+def test_a_folder_has_the_examples_of_all_its_files(folder, tmp_path):
+    (tmp_path / "many" / "inner").mkdir(parents=True)
+    made_jsonl(tmp_path / "many" / "b.jsonl", [{"text": "two"}])
+    made_jsonl(tmp_path / "many" / "inner" / "a.jsonl", [{"text": "three"}])
+    (tmp_path / "many" / "notes.md").write_text("no examples")
+    found = open_examples("path", str(tmp_path / "many"), rp.Examples("", cache=str(tmp_path / "cache")))
+    assert bytes(found.ids.astype("uint8")) == b"twothree"
+
+
 def test_a_byte_order_mark_is_no_character(folder, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
     found = open_examples("path", str(tmp_path / "a.txt"), rp.Examples("", cache=str(tmp_path / "cache")))

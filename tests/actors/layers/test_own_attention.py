@@ -57,6 +57,22 @@ def test_a_query_sees_tokens_of_its_own_document_alone():
         assert found.tolist() == wanted
 
 
+SEEN = {  # (query, key) by the words of the papers
+    "causal": lambda query, key: key <= query,
+    "window": lambda query, key: query - 3 < key <= query,
+    "prefix": lambda query, key: key < 4 or key <= query,
+    "every": lambda query, key: True,
+    "butterfly": lambda query, key: key <= query and bin((query // 2) ^ (key // 2)).count("1") < 2,
+}
+
+
+@pytest.mark.parametrize("mask", SEEN)
+def test_a_query_sees_what_the_words_of_its_mask_say(mask):
+    at = torch.arange(17)
+    found = MASKS[mask](at[:, None], at[None]).expand(17, 17)
+    assert found.tolist() == [[SEEN[mask](query, key) for key in range(17)] for query in range(17)]
+
+
 @given(
     mask=st.sampled_from(list(MASKS)),
     length=st.integers(1, 17),

@@ -9,6 +9,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiled import tile_sizes
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
 from raypar.reporting.needs import counts_of
@@ -212,6 +213,12 @@ def test_tiles_that_are_not_possible_are_refused(changes, says):
     run = rp.Run(model=SPEC, data=rp.Batches(tokens), **{"mesh": rp.Mesh(dp=2)} | changes)
     with pytest.raises(ConfigError, match=says.replace("*", r"\*").replace(".", r"\.")):
         Team.of(run)
+
+
+def test_a_tile_has_its_share_of_a_layer():
+    layer = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4, bias=False))
+    assert tile_sizes("layers.0", layer, {"layers.0.0": 3}) == [(8 * 12 + 12) // 3] * 3
+    assert tile_sizes("layers.0", layer, {"*": 2}) == [(8 * 12 + 12) // 2] * 2 + [12 * 4 // 2] * 2
 
 
 def test_the_one_matrix_of_muon_among_those_of_adamw_is_not_cut():

@@ -187,6 +187,19 @@ def test_of_a_model_from_nothing_the_tokenizer_of_its_data_goes_along(named, tmp
         assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": 7}
 
 
+@pytest.mark.parametrize(("files", "share"), [(1, 2.0), (2, 0.6)])
+def test_two_files_have_an_index_and_one_has_none(files, share, tmp_path):
+    found = checkpoint_of(trained(OWN[2]), tmp_path / "checkpoints")
+    whole = export(found, tmp_path / "whole")
+    size = (whole / "model.safetensors").stat().st_size
+    folder = export(found, tmp_path / "to", shard=int(size * share))
+    assert len([*folder.glob("*.safetensors")]) == files
+    assert (folder / "model.safetensors.index.json").exists() == (files > 1)
+    if files > 1:
+        names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        assert set(names.values()) == {path.name for path in folder.glob("*.safetensors")}
+
+
 def test_all_that_can_not_be_exported_is_told_at_once_and_nothing_is_left(tmp_path):
     moe = rp.MoE(experts=4, gate="sigmoid", shared=1, normalise=True)
     found = checkpoint_of(trained(rp.Llama(**SIZES, positions="alibi", moe=moe)), tmp_path / "checkpoints")
