@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
@@ -244,6 +244,20 @@ def plain_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no plain file")
     return found.st_size
+
+
+@contextmanager
+def open_named(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that the user named, to read it; it may be a link. Nothing here waits for what writes into a pipe.
+
+    Raises:
+        OSError: It can't be opened, or it is a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        yield file
 
 
 def read_plain(path: Path, limit: int) -> bytes:

@@ -70,6 +70,8 @@ def installed() -> Mapping[str, Callable[[], Any]]:
 
 def _run(path: Path, word: str) -> ModuleType:
     """Execute a file as a module with a private name, so that it shadows no other module and writes no cache file."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ScheduleError(f"schedule {word!r}: {path} is no plain file: correct the path")
     try:
         source = decode_source(path.read_bytes())
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.files import open_named
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _EXAMPLES = 1000  # of a block, at most
@@ -60,7 +61,8 @@ def blocks_of_examples(files: Iterable[Path], read: Callable[[int], None]) -> It
 def _text(file: Path) -> str:
     """Return a file's text, without a byte order mark. Raises ExampleError if it is no UTF-8."""
     try:
-        return file.read_text("utf-8-sig")
+        with open_named(file) as source:
+            return source.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} ({error.object[error.start]:#04x})"
         fix = f"convert it, if it is latin-1 with iconv -f LATIN1 -t UTF-8 {file.name} > utf8.txt"
@@ -92,7 +94,7 @@ def _block(kind: str, file: str, body: bytes, *, example: int = 1, line: int = 1
 def _lines(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
     """Yield the lines of a file in blocks, which know the numbers of their first line and example."""
     example = line = 1
-    with file.open("rb") as source:
+    with open_named(file) as source:
         while lines := [*_some(source.readline)]:
             body = b"".join(lines)
             yield _block("lines", file.name, body, example=example, line=line)
@@ -123,7 +125,8 @@ def _parsed(raw: bytes, where: str, named: str) -> Found:
 def _json(file: Path) -> Iterator[bytes]:
     """Yield the values of a JSON file, whose list is several, in blocks."""
     try:
-        found = json.loads(file.read_bytes())
+        with open_named(file) as source:
+            found = json.loads(source.read())
     except (ValueError, RecursionError) as error:
         yield _block("wrong", file.name, f"{file.name} is not JSON ({error})".encode())
         return
@@ -145,6 +148,8 @@ def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
         raise ExampleError(f"{file.name} {_PYARROW}") from error
     size, told, example = file.stat().st_size, 0, 1
     try:
+        with open_named(file):  # which pyarrow would wait for, if it is a pipe
+            pass
         if file.suffix == ".parquet":
             opened = parquet.ParquetFile(file)
             batches, rows = opened.iter_batches(_EXAMPLES), opened.metadata.num_rows

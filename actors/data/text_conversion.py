@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.files import expanded
+from raypar.actors.files import expanded, open_named
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -67,7 +67,8 @@ class TextConversion:
             return None
         from tokenizers import Tokenizer  # optional dependency, needed only for the first conversion
 
-        model = Tokenizer.from_file(str(tokenizer_file(self.tokenizer)))
+        with open_named(tokenizer_file(self.tokenizer)) as file:
+            model = Tokenizer.from_buffer(file.read())
         model.no_truncation()  # a tokenizer file made for inference may truncate texts to 512 tokens
         model.no_padding()  # or pad them
         return model

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.files import expanded
+from raypar.actors.files import expanded, open_named
 
 SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _HEAD = 64 << 10  # bytes of a named file that are looked at, to tell whether it is text
@@ -83,7 +83,7 @@ def _listed(root: Path, names: Iterable[str], target: Path | None = None) -> Ite
 
 def is_text(file: SourceFile) -> bool:
     """Return whether a file that is not empty is read: those that the user has named, and those without a NUL."""
-    with file.path.open("rb") as source:
+    with open_named(file.path) as source:
         return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
 
 
@@ -119,7 +119,7 @@ def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[
 
 def blocks_of(file: SourceFile) -> Iterator[bytes]:
     """Yield a file's bytes. Raises OSError if the file changed since it was listed."""
-    with file.path.open("rb") as source:
+    with open_named(file.path) as source:
         while block := source.read(_CHUNK):
             yield block
         stat = os.fstat(source.fileno())
@@ -129,7 +129,7 @@ def blocks_of(file: SourceFile) -> Iterator[bytes]:
 
 def _no_text(file: SourceFile) -> Iterator[str]:
     """Yield why a file is no UTF-8 text, by its first 64 KiB, and what to do."""
-    with file.path.open("rb") as source:
+    with open_named(file.path) as source:
         head = source.read(_HEAD)
     zeros = head.count(0)
     half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raypar.actors.data.example_shapes import ExampleError, Template, Written
 from raypar.actors.data.token_bytes import Sizes, bytes_of_ids
-from raypar.actors.files import expanded, read_named
+from raypar.actors.files import expanded, open_named, read_named
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
@@ -253,7 +253,8 @@ def _model(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Model
 
-        model = Model.from_file(str(path))
+        with open_named(path) as file:
+            model = Model.from_buffer(file.read())
     except ImportError as error:
         raise ExampleError("tokenizer: it needs the tokenizers package: pip install tokenizers") from error
     except Exception as error:  # tokenizers raises Exception itself

@@ -6,13 +6,12 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told
+from raypar.actors.files import open_named, told
 from raypar.actors.hugging_face.conversions import TABLES
 from raypar.schedules.schedule import first_of
 
@@ -71,7 +70,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object. Raises CheckpointError if it is none, or is too long."""
-    with told(f"{str(path)!r} can't be read"), path.open("rb") as file:
+    with told(f"{str(path)!r} can't be read"), open_named(path) as file:
         raw = file.read(_MOST_JSON + 1)
     try:
         found = json.loads(raw) if len(raw) <= _MOST_JSON else None
@@ -136,8 +135,8 @@ def same_bytes(folder: Path, one: Kept, other: Kept) -> bool:
     left = math.prod(one.shape) * ITEM.get(one.dtype, 0)
     with (
         told(f"{str(folder)!r} can't be read"),
-        (folder / one.file).open("rb") as ours,
-        (folder / other.file).open("rb") as theirs,
+        open_named(folder / one.file) as ours,
+        open_named(folder / other.file) as theirs,
     ):
         ours.seek(one.start)
         theirs.seek(other.start)
@@ -204,10 +203,8 @@ def _no_weights(folder: Path) -> str:
 
 def _plain_header(folder: Path, file: str) -> tuple[dict[str, Any], int, int]:
     """Return the header of a safetensors file, its bytes and the file's. Raises CheckpointError if it is broken."""
-    with told(f"{str(folder / file)!r} can't be read"), (folder / file).open("rb") as opened:
+    with told(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
         status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError([f"{file!r} is no plain file: copy it into the folder"])
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_MOST_HEADER, status.st_size - 8):
             raise CheckpointError([f"{file!r} is no safetensors file, or ends in its header: copy it again"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import write_whole
+from raypar.actors.files import open_named, write_whole
 from raypar.actors.hugging_face.folder import read_json
 from raypar.actors.specs.run import Run
 
@@ -76,7 +76,8 @@ def _copy_templates(home: Path, folder: Path) -> None:
 
 
 def _copy(path: Path, to: Path) -> None:
-    write_whole(to, [memoryview(path.read_bytes())])
+    with open_named(path) as file:
+        write_whole(to, [memoryview(file.read())])
 
 
 def _end_of(folder: Path) -> int | None:
