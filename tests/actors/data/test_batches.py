@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -50,6 +51,37 @@ def test_the_hash_of_an_order_is_that_of_splitmix64():
         other = _mix(np.uint64(1234567) + np.arange(3, dtype=np.uint64) * golden)
     assert from_0.tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert other.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize(("size", "epoch", "seed"), [(1, 0, 0), (10, 0, 0), (97, 3, 5), (1000, 2, 2**63 + 1)])
+def test_an_order_is_that_of_a_network_in_plain_numbers(size, epoch, seed):
+    """Which a run that is resumed with a later version needs, too."""
+
+    def mix(number):
+        number = (number + 0x9E3779B97F4A7C15) % 2**64
+        number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        number = ((number ^ number >> 27) * 0x94D049BB133111EB) % 2**64
+        return number ^ number >> 31
+
+    high = math.isqrt(size - 1) + 1
+    wide = -(-size // high)
+    key = mix(mix(seed) ^ epoch)
+    keys = [mix((key + number) % 2**64) for number in range(8)]
+
+    def once(place):
+        left, right = divmod(place, wide)
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            left = (left + mix(right ^ even)) % 2**64 % high
+            right = (right + mix(left ^ odd)) % 2**64 % wide
+        return left * wide + right
+
+    wanted = []
+    for place in range(size):
+        place = once(place)
+        while place >= size:
+            place = once(place)
+        wanted.append(place)
+    assert order(size, epoch, seed).tolist() == wanted
 
 
 def test_huge_epochs_need_no_table():

@@ -11,6 +11,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
+from raypar.actors.data.example_blocks import blocks_of_examples
 from raypar.actors.data.example_files import open_examples
 from raypar.actors.data.example_shapes import Written
 from raypar.actors.data.mixing import mixed
@@ -214,6 +215,18 @@ def test_texts_that_are_none_are_told_with_their_place(folder, tmp_path, name, c
         assert "has 1 example, and needs two" in fault or "no token of its examples is a target" in fault
     else:
         assert says in fault
+
+
+def test_ids_that_are_no_byte_stand_for_nothing():
+    assert Tokenizer(None).decoded([97, 255, 256, 98, 300]) == "a\ufffdb"
+
+
+def test_what_is_read_of_rows_adds_up_to_their_file(tmp_path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    path, read = tmp_path / "a.parquet", []
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": str(number)} for number in range(3000)]), path)
+    assert len([*blocks_of_examples([path], read.append)]) > 1
+    assert sum(read) == path.stat().st_size and min(read) > 0
 
 
 def test_a_folder_has_the_examples_of_all_its_files(folder, tmp_path):

@@ -86,7 +86,7 @@ def trained(team):
         kept |= {(name, key): one.clone() for name, key, one in actor.member.state.update.state()}
         kept |= {(name, "buffer"): one.clone() for name, one in actor.member.state.buffers()}
     sends = sum(table["send"][0] for table in team.ledger("pp") if "send" in table)
-    return [tuple(one) for one in updates], kept, sends
+    return [tuple(one[:4]) for one in updates], kept, sends
 
 
 def equal(ours, theirs):

@@ -156,7 +156,7 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
             {"mesh": rp.Mesh(pp=2, tp=2, rank_dp=(2, 1))},
             "they do not combine, leave one out, or give it for each rank as",
         ),
-        ({"microbatches": 3}, "2 replicas of rank 0 do not divide the 3 microbatches of a step"),
+        ({"microbatches": 3}, "microbatches is 3, but mesh.rank_dp is (2, 1), and as many replicas take a step's"),
         (
             {"zero": 2},
             "zero is 2, but with mesh.rank_dp every replica of a rank updates all its weights: leave zero out",

@@ -69,7 +69,8 @@ def test_what_is_written_is_read(begun, tmp_path):
     resolved = plain_of(Run(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5), folder=str(tmp_path / "run")))
     del resolved["folder"]  # another run of it wants another one
     assert past.config == resolved
-    assert past.metrics == [{**report(0), "in_flight": [2, 1], "peak_memory": [5, 6]}, evaluation(1)]
+    lists = {"in_flight": [2, 1], "peak_memory": [5, 6], "unreached": []}
+    assert past.metrics == [{**report(0), **lists}, evaluation(1)]
     assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [measured] * 2)
     assert past.ledger == {"pp=0": {"pp send": (2, 64, 0.5)}}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
