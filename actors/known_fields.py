@@ -17,7 +17,7 @@ _INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it h
 
 
 def is_none(value: object) -> bool:
-    """Return whether a value stands for None, as a text on a command line or in a file does."""
+    """Return whether a value means None, as a text on a command line or in a file does."""
     return isinstance(value, str) and value in ("none", "None")
 
 

@@ -66,5 +66,5 @@ def _learned(run: Run) -> Mapping[str, str]:
     """Return the row that says what has learned, if that was not all weights."""
     if isinstance(run.model, Layers) or (lora := run.model.lora) is None:
         return {}
-    told = f"low-rank adapters of {', '.join(lora.layers)}, rank {lora.rank}, alpha {lora.alpha:g}"
-    return {"learned": f"{told}, which are added to the weights here"}
+    adapters = f"low-rank adapters of {', '.join(lora.layers)}, rank {lora.rank}, alpha {lora.alpha:g}"
+    return {"learned": f"{adapters}, which are added to the weights here"}

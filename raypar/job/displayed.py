@@ -42,6 +42,6 @@ def displayed(
                 while reports and reports[-1].step >= outcome.step:  # taken again, after a failure
                     reports.pop()
                 reports.append(outcome)
-    if (told := unchanged(run, reports)) is not None:
-        log.warning("%s", told)
+    if (reason := unchanged(run, reports)) is not None:
+        log.warning("%s", reason)
     return reports

@@ -12,18 +12,16 @@ or if anything else than a ConfigError is raised.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import logging
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 
 import raypar as rp
 from raypar.actors.models.build import build_model
+from tests.support.quiet_transformers import is_there
 
 SEQ = 12
 _SIZES = {
@@ -114,16 +112,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all if none is given")
     asked = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        print("not run: transformers is missing, with which this compares; pip install 'raypar[transformers]'")
+    if not is_there():
         return 0
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    logging.getLogger("raypar").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     wrong = [differing(kind) for kind in CONFIGS if not asked.types or kind in asked.types]
     return int(any(wrong))
 

@@ -13,17 +13,13 @@ differs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import logging
 import re
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 
-import torch
-
+from tests.support.quiet_transformers import is_there
 from tests.support.tiny_models import NATIVE, drawn
 
 
@@ -34,18 +30,10 @@ def main() -> int:
     parser.add_argument("--only", help="a model_type")
     parser.add_argument("--after", type=int, default=-1, help="number of a model: only later ones, after a cut")
     asked = parser.parse_args()
-    if importlib.util.find_spec("transformers") is None:
-        print("not run: transformers is missing, with which this compares; pip install 'raypar[transformers]'")
+    if not is_there():
         return 0
-    import transformers
-
     from tests.support.beside_transformers import LAYOUTS, compared
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    logging.getLogger("raypar").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     start, reasons, outcomes = time.perf_counter(), Counter[str](), []
     for number, tiny in enumerate(drawn(asked.seed, asked.count)):
         if number <= asked.after or (asked.only and tiny.kind != asked.only):

@@ -43,8 +43,8 @@ def turn_faults(run: Run) -> Iterator[str]:
     least = math.lcm(1, *run.mesh.rank_dp)
     if run.microbatches % least:
         each = -(-run.microbatches // least) * least
-        told = f"mesh.rank_dp is {run.mesh.rank_dp}, and as many replicas take a step's microbatches in turn"
-        yield f"microbatches is {run.microbatches}, but {told}: set it to {each}, or to another multiple of {least}"
+        why = f"mesh.rank_dp is {run.mesh.rank_dp}, and as many replicas take a step's microbatches in turn"
+        yield f"microbatches is {run.microbatches}, but {why}: set it to {each}, or to another multiple of {least}"
 
 
 def _tensor_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
