@@ -204,8 +204,9 @@ def _compiled(source: str) -> JinjaTemplate:
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:
         return environment.from_string(source)
-    except TemplateError as error:
-        raise ExampleError(f"template: the chat template is broken ({error}): give another one") from error
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # Python's, of what jinja2 has written
+        why = "nested too deeply" if isinstance(error, RecursionError | MemoryError) else error
+        raise ExampleError(f"template: the chat template is broken ({why}): give another one") from error
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

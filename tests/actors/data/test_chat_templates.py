@@ -253,6 +253,16 @@ def test_of_several_templates_that_with_tools_is_taken_for_tools(tmp_path):
         alone.prompt(talk("hi"))
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "{% if true %}" * 50_000, "{{ " + "[" * 50_000 + " }}"]
+)
+def test_a_template_that_is_nested_too_deeply_is_broken(template, tmp_path):
+    folder = made_tokenizer(tmp_path / "a", "fine")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ExampleError, match="the chat template is broken"):
+        Tokenizer(str(folder)).template.prompt(talk("hi"))
+
+
 def test_named_templates_may_be_files_and_go_before_the_settings(tmp_path):
     folder = made_tokenizer(tmp_path / "a", "of the settings")
     (folder / "chat_template.jinja").write_text("plain")
