@@ -19,6 +19,7 @@ from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.config.skeleton import Skeleton
+from raypar.config.toml import as_begun, plain_of, recorded_run
 from raypar.paths import CHECKPOINTS, checkpoints
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip
@@ -255,6 +256,30 @@ def test_a_run_that_is_finished_is_told_before_its_actors_start(trained, caplog)
     prepared(tiny(), trained[0] / "step-00000006")
     says = "train() has nothing to do; for more, give steps=9"
     assert caplog.messages == [f"step-00000006 has taken all 6 steps of this run: {says}"]
+
+
+def test_a_run_goes_on_with_the_rates_and_the_validation_that_it_began_with(trained, caplog):
+    other = tiny(optim=rp.AdamW(lr=1e-3, warmup=2, decay="cosine", decay_end="last"))
+    other = replace(other, data=replace(other.data, val_from="end"), steps=9)
+    begun = prepared(other, trained[0] / "step-00000004").run
+    assert (begun.optim.decay_end, begun.data.val_from) == ("after", "blocks")
+    assert "decay_end" not in caplog.text and "val_from" not in caplog.text
+
+
+@pytest.mark.parametrize("data", [rp.Text(), rp.Examples("/a.jsonl")])
+def test_a_record_of_before_these_were_fields_means_what_runs_did_then(data):
+    record = plain_of(tiny(data=data))
+    del record["optim"]["decay_end"]
+    record["data"].pop("val_from", None)
+    old, begun = recorded_run(record), as_begun(tiny(data=data), record)
+    assert old == begun
+    assert old.optim.decay_end == "last"
+    assert getattr(old.data, "val_from", "end") == "end"
+    assert (
+        as_begun(tiny(data=data), plain_of(tiny(data=data)))
+        == tiny(data=data)
+        == recorded_run(plain_of(tiny(data=data)))
+    )
 
 
 def test_there_has_to_be_one(tmp_path):
