@@ -37,6 +37,10 @@ _OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral typ
 _NO_GRADIENT = (
     "model.loss returns a loss without a gradient: compute it from the last layer's output, without detach or no_grad"
 )
+_EACH = (
+    "; of a layer that returns a tuple the next one gets each tensor as an argument of its own, forward(self, a, b), "
+    "and the loss gets the tuple"
+)
 _OWN_INPUTS = (
     "; inputs and targets are asked for apart, so what a target repeats of the inputs is another tensor: take the "
     "derivative in a layer, by its own input, and return it"
@@ -140,6 +144,9 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
                 return [_NO_GRADIENT]
     except MaskError as error:
         return [f"{what}: {_told(error)}"]
+    except TypeError as error:
+        of_forward = "positional argument" in str(error) and "forward() " in str(error)
+        return [f"{what} can't take {taken}: {first_line(error)}{_EACH}"] if of_forward else []
     except (RuntimeError, ValueError, IndexError) as error:
         if re.search(OUTSIDE_THE_GRAPH, str(error)):
             return [

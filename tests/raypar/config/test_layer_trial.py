@@ -1,6 +1,7 @@
 """Layers that do not fit each other or the data are told before any actor starts, with the user's line."""
 
 import inspect
+import re
 import time
 from dataclasses import replace
 
@@ -215,6 +216,53 @@ def test_dtypes_outputs_gradients_and_empty_batches_are_told(data, loss, first, 
     model = rp.Layers(lambda: [first(4, 8), nn.Linear(8, 3)], loss)
     (fault,) = rp.faults(rp.Run(model=model, data=rp.Batches(lambda *_: data), mesh=rp.Mesh(pp=2)))
     assert says in fault
+
+
+class Two(nn.Module):
+    def forward(self, x):
+        return x, x * 2
+
+
+class Pair(nn.Module):
+    """Takes what an nn.Sequential would give it."""
+
+    def forward(self, pair):
+        return sum(pair)
+
+
+class Both(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+def of_two(output, target):
+    one, other = output
+    return nn.functional.mse_loss(one + other, target)
+
+
+@pytest.mark.parametrize(
+    ("fn", "loss", "fault"),
+    [
+        (
+            lambda: [Two(), Pair(), nn.Linear(4, 2)],
+            nn.functional.mse_loss,
+            r"layers\.1 can't take .*Pair\.forward\(\) takes 2",
+        ),
+        (
+            lambda: [nn.Linear(4, 2), Both()],
+            nn.functional.mse_loss,
+            r"layers\.1 can't take .*Both\.forward\(\) missing 1",
+        ),
+        (lambda: [Two(), Both(), nn.Linear(4, 2)], nn.functional.mse_loss, None),
+        (lambda: [nn.Linear(4, 2), Two()], of_two, None),
+    ],
+)
+def test_a_tuple_is_an_argument_each_for_the_next_layer_and_one_for_the_loss(fn, loss, fault):
+    found = rp.faults(rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(batch), micro_batch_size=3, device="cpu"))
+    if fault is None:
+        assert found == []
+    else:
+        assert re.search(fault, found[0]) and "gets each tensor as an argument of its own" in found[0], found
 
 
 def test_ids_are_whole_numbers():
