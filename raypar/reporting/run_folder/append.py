@@ -10,9 +10,13 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
 
 class Lines:
     """A regular file that lines are appended to, created if it does not exist. Writes are not buffered.
+
+    If it is removed meanwhile, it is made again with all its lines.
 
     Args:
         path: The file.
@@ -22,8 +26,8 @@ class Lines:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._file: int | None = os.open(path, flags, 0o666)
+        self._path, self._is_locked = path, False
+        self._file: int | None = os.open(path, _FLAGS, 0o666)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is no plain file")
@@ -36,18 +40,20 @@ class Lines:
         """
         assert self._file is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._is_locked = True
 
-    def add(self, line: str) -> None:
-        """Append a line.
+    def add(self, line: str) -> bool:
+        """Append a line. Return whether the file was gone, and was made again.
 
         Args:
             line: The line, which ends with a newline.
 
         Raises:
-            OSError: If it can't be written; what was written of it is removed.
+            OSError: If it can't be written; what was written of it is removed. Or something else is in its place: the
+                line comes with the next one for which there is room again.
         """
         if self._file is None:
-            return
+            return False
         rest, size = memoryview(line.encode(errors="replace")), os.fstat(self._file).st_size
         try:
             while rest:
@@ -56,6 +62,28 @@ class Lines:
             with suppress(OSError):
                 os.ftruncate(self._file, size)
             raise
+        return self._is_made_again(self._file)
+
+    def _is_made_again(self, old: int) -> bool:
+        """Make the file again if there is none at its path any more; return whether that was so."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.lstat(), os.fstat(old)):
+                return False
+            raise OSError(errno.EEXIST, f"something else is in the place of {self._path.name}")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new, at = os.open(self._path, _FLAGS | os.O_EXCL, 0o666), 0
+        try:
+            while piece := os.pread(old, 1 << 20, at):
+                at += os.write(new, piece)
+            if self._is_locked:
+                fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(new)
+            self._path.unlink()
+            raise
+        self._file = new
+        os.close(old)
+        return True
 
     def close(self) -> None:
         """Close the file. Lines added later are dropped."""

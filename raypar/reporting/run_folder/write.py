@@ -60,6 +60,7 @@ class Folder:
         self._path, self._warned = absolute(folder), False
         self._started = datetime.now().astimezone()
         self._metrics: Lines | None = None
+        self._texts: dict[str, str] = {}  # of the files that are written once
         try:
             with told(f"folder {folder!r} can't be written"):
                 self._path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ class Folder:
             if not step:
                 (path / FAILURES).unlink(missing_ok=True)
             known = not (path / RUN).exists()
-            _write(path / PROVENANCE, renewed(path / PROVENANCE, self._started, resumed=step > 0, known=known))
+            self._put(PROVENANCE, renewed(path / PROVENANCE, self._started, resumed=step > 0, known=known))
             self._configure(run)
             sync_folder(path)
 
@@ -117,20 +118,36 @@ class Folder:
         del config["folder"]  # another run with this configuration needs another folder
         if not isinstance(run.schedule, str):
             config["schedule"] = str(self._path / SCHEDULE)
-        _write(self._path / RUN, _HEAD.format(self._path) + toml_of(config))
+        self._put(RUN, _HEAD.format(self._path) + toml_of(config))
 
     def _plan(self, schedule: Schedule, forecast: Forecast | None) -> None:
         """Write the schedule and what is predicted, and remove the times of steps that may have had another one."""
         for name in (TIMELINE, LEDGER, FORECAST):
             (self._path / name).unlink(missing_ok=True)
-        _write(self._path / SCHEDULE, to_csv(schedule))
+        self._put(SCHEDULE, to_csv(schedule))
         if forecast is not None:
-            _write(self._path / FORECAST, text_of(forecast))
+            self._put(FORECAST, text_of(forecast))
+
+    def _put(self, name: str, text: str) -> None:
+        """Write a file of the folder, and note what it is in case that it is removed."""
+        self._texts[name] = text
+        _write(self._path / name, text)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to the metrics."""
-        if (metrics := self._metrics) is not None:
-            self._try(lambda: metrics.add(written(line)))
+        if (metrics := self._metrics) is None:
+            return
+
+        def add() -> None:
+            """Append the line; what was removed comes again."""
+            if not metrics.add(written(line)):
+                return
+            log.warning("%s was removed, and is made again, without what only it had", self._path)
+            for name, text in self._texts.items():
+                if not (self._path / name).exists():
+                    _write(self._path / name, text)
+
+        self._try(add)
 
     def failed(self, failure: Mapping[str, Any]) -> None:
         """Append a line to the failures, with the time of now. The file is made with the first one."""
@@ -179,6 +196,9 @@ class Folder:
         """Write, and log a warning the first time that it fails."""
         try:
             write()
+            if self._warned:
+                self._warned = False
+                log.warning("%s can be written again", self._path)
         except OSError as error:
             if not self._warned:
                 self._warned = True

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -206,6 +207,37 @@ def test_a_disk_that_fills_is_one_warning_and_no_half_line(begun, tmp_path, monk
     folder.write(report(3))
     assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 3]
     assert not (tmp_path / "run" / "timeline.json").exists()
+
+
+def test_a_folder_that_is_removed_in_mid_run_comes_again_with_its_lines(begun, tmp_path, caplog):
+    folder, path = begun(), tmp_path / "run"
+    folder.write(report(0))
+    before = {file.name for file in path.iterdir()}
+    shutil.rmtree(path)
+    folder.write(report(1))
+    folder.write(report(2))
+    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    logging.getLogger("raypar").warning("something")
+    assert "something" in (path / "log.txt").read_text()
+    assert before <= {file.name for file in path.iterdir()}
+    assert load_run(path / "run.toml") is not None
+    assert len([message for message in caplog.messages if "was removed, and is made again" in message]) == 1
+    folder.close()
+
+
+def test_a_folder_in_the_place_of_the_metrics_is_reported_once_until_it_is_gone(begun, tmp_path, caplog):
+    folder, path = begun(), tmp_path / "run" / "metrics.jsonl"
+    folder.write(report(0))
+    path.unlink()
+    path.mkdir()
+    for step in (1, 2):
+        folder.write(report(step))
+    assert len([message for message in caplog.messages if "something else is in the place of metrics" in message]) == 1
+    path.rmdir()
+    folder.write(report(3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert "can be written again" in caplog.text
+    folder.close()
 
 
 def test_a_disk_that_is_full_from_the_beginning_is_a_warning_too(tmp_path, monkeypatch, caplog):
