@@ -19,6 +19,7 @@ def pipeline_advice(pp: int, microbatches: int, bubble: float, larger: str) -> I
     Source: Huang et al. 2019, "GPipe", section 3.2 (m at least 4 p).
     """
     if pp > microbatches:
-        yield f"{microbatches} microbatches are fewer than the {pp} pipeline ranks: give {larger}"
+        count = "1 microbatch is" if microbatches == 1 else f"{microbatches} microbatches are"
+        yield f"{count} fewer than the {pp} pipeline ranks: give {larger}"
     elif pp > 1 and bubble > _MOST_BUBBLE:
         yield f"the bubble takes {bubble:.0%} of a step: {larger} would make it smaller"

@@ -47,7 +47,7 @@ def test_a_dry_run_advises_against_a_long_bubble_and_fewer_microbatches_than_ran
         return [told for name, told in plan_rows(run, check_run(run)["train"]) if name == "advice"]
 
     assert not advised()
-    assert advised(microbatches=1) == ["1 microbatches are fewer than the 2 pipeline ranks: give more microbatches"]
+    assert advised(microbatches=1) == ["1 microbatch is fewer than the 2 pipeline ranks: give more microbatches"]
     (told,) = advised(microbatches=4)
     assert told.startswith("the bubble takes 1") and told.endswith("more microbatches would make it smaller")
     assert not advised(mesh=Mesh(dp=2), microbatches=1)
