@@ -106,8 +106,7 @@ def start_actors(
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
             crowds = owns and starts_own_ray() and world.size > num_cores()
-            many = "s" * (world.size + spares != 1)
-            log.info("starting %d actor%s%s", world.size + spares, many, _SHARING if crowds else "")
+            log.info("starting %d actors%s", world.size + spares, _SHARING if crowds else "")
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
