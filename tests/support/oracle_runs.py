@@ -25,6 +25,7 @@ LOSS, NORM, GRADIENT = 3e-6, 3e-5, 2e-4
 MOVED = {"sgd": 3e-4, "adamw": 1e-3, "muon": 1e-2}  # of how far the weights of a tensor have moved at the most
 TIE = 3e-7  # of scores between 0 and 1
 ROUNDED = 6  # runs of plain float32 whose first weights differ in their last bits; how far that leads is luck
+NOISE = 1e-9  # of the norm of all gradients; an addend of a sixtieth of it is rounded by as much
 TIMES = 3.0  # beyond these bounds: so many times as far from float64 as the farthest of some runs of plain float32
 
 
@@ -178,7 +179,8 @@ def compared(run, first, ours, steps, **settings):
 
     if right.margin < TIE:
         raise TieError(f"experts were chosen by {right.margin:.1e}, which rounding decides")
-    noise = {name for name, one in right.gradients.items() if 0 < one.norm() <= 1e-9 * max(right.norms)}  # right is 0
+    floor = NOISE * max(right.norms)
+    noise = {name for name, one in right.gradients.items() if 0 < one.norm() <= floor}  # right is 0
     found = []
     for what, bound in (("losses", LOSS), ("norms", NORM)):
         for step, (own, other) in enumerate(zip(getattr(ours, what), getattr(right, what), strict=True)):
@@ -195,7 +197,7 @@ def compared(run, first, ours, steps, **settings):
                 found.append(f"gradient of {name}: there is none")
         else:
             rounded = lambda name=name: [one.gradients[name] for one in plain()]  # noqa: E731
-            found += _far(f"gradient of {name}", gradient, right.gradients[name], rounded, GRADIENT)
+            found += _far(f"gradient of {name}", gradient, right.gradients[name], rounded, GRADIENT, floor=floor)
     for what in ("weights", "averages"):
         own, other = getattr(ours, what), getattr(right, what)
         for name in own.keys() - noise:
@@ -205,11 +207,14 @@ def compared(run, first, ours, steps, **settings):
     return found
 
 
-def _far(what, own, right, plain, bound, size=None):
-    """A line if a tensor is too far from the right one; ``plain`` returns it of some runs in plain float32."""
+def _far(what, own, right, plain, bound, size=None, floor=0.0):
+    """A line if a tensor is too far from the right one; ``plain`` returns it of some runs in plain float32.
+
+    What differs by less than the floor is what is left where larger addends cancel each other.
+    """
     size = right.abs().max().item() if size is None else size
     off = (own.double() - right).abs().max().item()
-    if off <= bound * size:
+    if off <= max(bound * size, floor):
         return []
     rounding = max((one.double() - right).abs().max().item() for one in plain())
     if off <= TIMES * rounding:
