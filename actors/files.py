@@ -262,15 +262,21 @@ def open_named(path: Path) -> Iterator[BinaryIO]:
 
 def read_plain(path: Path, limit: int) -> bytes:
     """Read a regular file of at most ``limit`` bytes. Raises OSError."""
-    if (size := plain_size(path)) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
+    size = plain_size(path)
     with path.open("rb") as file:
-        return file.read(size)  # allocates this much memory beforehand
+        return _read(file, size, limit)
+
+
+def _read(file: BinaryIO, size: int, limit: int) -> bytes:
+    if size > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
+    return file.read(size)  # allocates this much memory beforehand
 
 
 def read_named(path: Path, limit: int) -> bytes:
     """Read a file that the user named, which may be a link, like ``read_plain``. Raises OSError or ValueError."""
-    return read_plain(Path(os.path.realpath(path, strict=True)), limit)
+    with open_named(path) as file:
+        return _read(file, os.fstat(file.fileno()).st_size, limit)
 
 
 def sha256_of(path: Path) -> str:

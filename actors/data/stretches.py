@@ -108,9 +108,8 @@ def drawn_blocks(
     numbers = np.arange(blocks, dtype=np.int64)
     length, ends = held // blocks, np.append(numbers, blocks) * len(tokens) // blocks
     firsts = ends[:-1] + draw(numbers) % (np.diff(ends) - length + 1)
-    if (
-        blocks == 1 and max(firsts[0], len(tokens) - length - firsts[0]) < window
-    ):  # no window would be left for training
+    rest = len(tokens) - length - firsts[0]
+    if blocks == 1 and max(firsts[0], rest) < window:  # no window would be left for training
         firsts = np.array([len(tokens) - length], np.int64)
     lengths = np.full_like(firsts, length)
     begins, stops = np.append(0, firsts + lengths), np.append(firsts, len(tokens))

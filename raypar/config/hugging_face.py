@@ -347,7 +347,7 @@ def _mixtral(read: _Reader) -> dict[str, Any]:
         alpha=float(read.get("router_aux_loss_coef", default=0.001)),
     )
     window = read.count("sliding_window", default=None)  # of every block, whatever layer_types says
-    return _llama(read) | {"moe": moe} | ({} if window is None else {"window": window})
+    return _llama(read) | {"moe": moe, "window": window}
 
 
 def _qwen3_moe(read: _Reader) -> dict[str, Any]:

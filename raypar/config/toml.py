@@ -100,12 +100,7 @@ def recorded_run(table: Mapping[str, Any]) -> Run:
     Raises:
         ConfigError: As ``run_of``.
     """
-    table = dict(table)
-    for (part, name), before in _BEFORE.items():
-        there = _part(table, part)
-        if there and "fn" not in there and there.get("kind", "text") != "examples":
-            table[part] = {name: before, **there}
-    return run_of(table)
+    return as_begun(run_of(table), table)
 
 
 def as_begun(run: Run, record: Mapping[str, Any]) -> Run:
