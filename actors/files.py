@@ -21,6 +21,8 @@ from uuid import uuid4
 from raypar.actors.errors import CheckpointError
 from raypar.actors.system_features import has_feature
 
+AT_ONCE = 8 << 20  # bytes of a tensor that are read or compared at a time, unless one row alone is larger
+
 
 def exhaust(work: Iterator[object], spare: float) -> None:
     """Run ``work`` to its end, at first on idle cores only.

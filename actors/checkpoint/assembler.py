@@ -17,11 +17,10 @@ from torch import Tensor
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored, tiling_faults
 from raypar.actors.checkpoint.shards import read_header
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told
+from raypar.actors.files import AT_ONCE, told
 from raypar.actors.sharding import Sharding
 
 _DTYPES: Mapping[str, torch.dtype] = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
-_AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is larger
 _WHOLE = Sharding()
 
 
@@ -166,7 +165,7 @@ class Assembler:
         if not common:
             part.copy_(self._rows(stored, kept, part.dtype, 0, 1)[0])
             return
-        at_once = max(1, _AT_ONCE // max(1, math.prod(kept.shape[1:]) * part.element_size()))
+        at_once = max(1, AT_ONCE // max(1, math.prod(kept.shape[1:]) * part.element_size()))
         for place, start, length in common[0]:
             for row in range(0, length, at_once):
                 count = min(at_once, length - row)

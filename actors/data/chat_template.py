@@ -224,16 +224,14 @@ def _alike(one: str, other: str) -> int:
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
     """Return the text without marks, and where they were."""
-    parts, spans, at, begun = list[str](), list[Span](), 0, 0
+    parts, marks, at = list[str](), list[int](), 0
     for part in re.split(f"([{_BEGIN}{_END}])", text):
-        if part == _BEGIN:
-            begun = at
-        elif part == _END:
-            spans.append((begun, at))
+        if part in (_BEGIN, _END):
+            marks.append(at)
         else:
             parts.append(part)
             at += len(part)
-    return "".join(parts), spans
+    return "".join(parts), [*zip(marks[::2], marks[1::2], strict=False)]
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import open_named, told
+from raypar.actors.files import AT_ONCE, open_named, told
 from raypar.actors.hugging_face.conversions import TABLES
 from raypar.schedules.schedule import first_of
 
@@ -28,7 +28,6 @@ _WHAT_HAS = {
 _ONLY_ADAPTER = "{folder!r} holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _MOST_JSON = 64 << 20
-_AT_ONCE = 8 << 20  # bytes that are compared at a time
 _MOST_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
 _SAFE = (
     "transformers can: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
@@ -141,7 +140,7 @@ def same_bytes(folder: Path, one: Kept, other: Kept) -> bool:
         ours.seek(one.start)
         theirs.seek(other.start)
         while left:
-            count = min(left, _AT_ONCE)
+            count = min(left, AT_ONCE)
             if ours.read(count) != theirs.read(count):
                 return False
             left -= count

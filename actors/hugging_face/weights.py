@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told
+from raypar.actors.files import AT_ONCE, told
 from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, adapters_converted, converted
 from raypar.actors.hugging_face.folder import ITEM, Kept, adapters_in, model_type_of, tensors_in
 from raypar.actors.sharding import Shard
 
 Span = tuple[int, int]  # first index along a dim, and the one behind the last
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is larger
 
 
 class FolderWeights:
@@ -95,7 +94,7 @@ class FolderWeights:
         low, high = box[1] if len(box) > 1 else (0, 1)
         each = row // (kept.shape[1] if len(box) > 1 else 1)
         wanted, is_whole = (high - low) * each, (high - low) * each == row
-        at_once = max(1, _AT_ONCE // max(1, wanted))
+        at_once = max(1, AT_ONCE // max(1, wanted))
         for start in range(first, behind, at_once):
             count = min(at_once, behind - start)
             raw = torch.empty(count * wanted, dtype=torch.uint8)

@@ -188,8 +188,7 @@ def alibi_slopes(heads: int) -> list[float]:
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]
-    between = [2 ** (-8 * k / (2 * power)) for k in range(1, 2 * power, 2)]
-    return slopes + between[: heads - power]
+    return slopes + [2 ** (-4 * k / power) for k in range(1, 2 * (heads - power), 2)]
 
 
 def added(spec: Transformer) -> Learned | Sinusoidal | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told, whole_folder, write_whole
+from raypar.actors.files import AT_ONCE, told, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.specs.lora import LORA
@@ -50,7 +50,6 @@ _TOLD = (  # fields of a run that its model and the card need
     "optim",
 )
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_AT_ONCE = 8 << 20  # bytes of a tensor that are in memory at a time
 _TRANSPOSED = 8  # times as many, because all rows of the weight are read for some columns
 
 
@@ -310,7 +309,7 @@ def _rows_of(source: Assembler, theirs: _Theirs) -> Iterator[Tensor]:
     """Yield a tensor some rows at a time, from parts one below the other."""
     for part in theirs.parts:
         rest = [[(0, size)] for size in part.shape[1:]]
-        at_once = max(1, _AT_ONCE // max(1, 4 * math.prod(part.shape[1:])))
+        at_once = max(1, AT_ONCE // max(1, 4 * math.prod(part.shape[1:])))
         for start in range(0, part.shape[0], at_once):
             yield _read(source, part, [[(start, min(start + at_once, part.shape[0]))], *rest])
 
@@ -320,7 +319,7 @@ def _columns_of(source: Assembler, theirs: _Theirs) -> Iterator[Tensor]:
     import torch
 
     inputs = theirs.shape[0]
-    at_once = max(1, _TRANSPOSED * _AT_ONCE // max(1, 4 * theirs.shape[1]))
+    at_once = max(1, _TRANSPOSED * AT_ONCE // max(1, 4 * theirs.shape[1]))
     for start in range(0, inputs, at_once):
         columns = [(start, min(start + at_once, inputs))]
         yield torch.cat([_read(source, part, [[(0, part.shape[0])], columns]).t() for part in theirs.parts], 1)
