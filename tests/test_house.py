@@ -398,7 +398,7 @@ MAY_IMPORT = {
         "schedules schedules/drawing schedules/passes"
     ),
     "raypar/parity": (
-        "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": (

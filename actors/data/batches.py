@@ -230,16 +230,18 @@ class CastSource:
     Args:
         source: The source.
         dtype: That dtype.
+        targets: Whether floating-point targets have it, too.
     """
 
-    def __init__(self, source: BatchSource, dtype: torch.dtype) -> None:
-        self._source, self._dtype = source, dtype
+    def __init__(self, source: BatchSource, dtype: torch.dtype, *, targets: bool = False) -> None:
+        self._source, self._dtype, self._targets = source, dtype, targets
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return cast_floating(self._source.inputs(program, step, microbatch, dp), self._dtype)
 
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._source.targets(program, step, microbatch, dp)
+        targets = self._source.targets(program, step, microbatch, dp)
+        return cast_floating(targets, self._dtype) if self._targets else targets
 
     def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
         return self._source.extents(program, step, microbatch, dp)

@@ -5,9 +5,9 @@ It uses torch, the model and an optimizer, and no schedules, stages or groups, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values, cast_floating, dtype_of
 from raypar.errors import ConfigError
+from raypar.parity.float64 import in_float64
 from raypar.reporting.report import mean_loss
 
 
@@ -43,6 +44,9 @@ class Trained:
         weights: The weights after the last step, by logical name.
         tied: Whether a weight belongs to more than one layer.
         layers: The logical names of the layers.
+        forwards: The loss of every microbatch of the first step, in the order of their numbers.
+        addends: By logical name, the sum of the norms of what the microbatches of the first step add to its gradient,
+            clipped; in float64 only.
     """
 
     losses: tuple[float | None, ...]
@@ -51,6 +55,31 @@ class Trained:
     weights: dict[str, Tensor]
     tied: bool
     layers: tuple[str, ...]
+    forwards: tuple[float, ...] = ()
+    addends: Mapping[str, float] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return all that a run is compared by, by what it is called in messages."""
+        found: dict[str, Tensor] = {}
+        for step, (loss, norm) in enumerate(zip(self.losses, self.grad_norms, strict=True), 1):
+            found |= {f"loss of step {step}": exact_figure(loss), f"gradient norm of step {step}": exact_figure(norm)}
+        found |= {gradient_name(name): dense(gradient) for name, gradient in self.gradients.items()}
+        return found | {f"weight {name}": weight for name, weight in self.weights.items()}
+
+
+def gradient_name(name: str) -> str:
+    """Return what the gradient of a weight is called in messages."""
+    return f"gradient {name} of step 1"
+
+
+def exact_figure(figure: float | None) -> Tensor:
+    """Return a figure as a scalar tensor; a missing one is infinite, which equals only another missing one."""
+    return torch.tensor(torch.inf if figure is None else figure, dtype=torch.float64)
+
+
+def dense(gradient: Tensor | None) -> Tensor:
+    """Replace a missing gradient by an empty tensor, which equals only another missing one."""
+    return torch.empty(0) if gradient is None else gradient
 
 
 class Watched(NamedTuple):
@@ -71,26 +100,28 @@ class Watched(NamedTuple):
     has_auxiliary: bool
 
 
-def train_plainly(run: Run) -> Trained:
+def train_plainly(run: Run, order: Sequence[int] | None = None, *, exact: bool = False) -> Trained:
     """Train a run in this process: one model, and the microbatches of all replicas one after the other.
 
     Args:
         run: The run.
+        order: The order in which the microbatches of a step are taken; None for that of their numbers, counted over all
+            replicas.
+        exact: Whether to compute in float64.
 
     Returns:
         The losses, gradient norms, gradients and weights.
     """
-    with _threads(run.threads):
-        plain = _Plain(run)
+    with _threads(run.threads), in_float64() if exact else nullcontext():
+        plain = _Plain(run, order, exact=exact)
         losses, norms, gradients = [], [], dict[str, Tensor | None]()
         for step in range(run.steps):
             loss, norm = plain.step(step)
             losses.append(loss)
             norms.append(norm)
             gradients = gradients or plain.gradients()
-        return Trained(
-            tuple(losses), tuple(norms), gradients, plain.weights(), bool(plain.model.ties), plain.model.names
-        )
+        found = tuple(losses), tuple(norms), gradients, plain.weights()
+        return Trained(*found, bool(plain.model.ties), plain.model.names, plain.forwards, plain.addends)
 
 
 def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary: bool = True) -> Watched:
@@ -120,11 +151,16 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary
 class _Plain:
     """The whole model and its optimizer."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, order: Sequence[int] | None = None, *, exact: bool = False) -> None:
         self._run, self._place = run, _place_of(run)
+        self._order = range(run.microbatches * run.mesh.dp) if order is None else order
+        self.forwards, self.addends = tuple[float, ...](), dict[str, float]()
         self.model = build_model(run.model, run.seed)
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
         self._place.settle(self.layers)
+        if exact:
+            for layer in self.layers:
+                layer.double()
         self._added: list[Tensor] = []  # the auxiliary losses of a microbatch, with their graphs
         self._record = RouterRecord(self._add)
         self._routers = self._routed()
@@ -136,6 +172,9 @@ class _Plain:
         self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
         if run.precision.is_half:
             self._source = CastSource(self._source, dtype_of(run.precision.compute))
+        self._exact = exact
+        if exact:
+            self._source = CastSource(self._source, torch.float64, targets=True)
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
 
@@ -149,25 +188,33 @@ class _Plain:
             watch: Keeps the tensors; None to keep none.
             auxiliary: Whether auxiliary losses belong to the objective.
         """
-        run, num_dp, parameters = self._run, self._run.mesh.dp, self._masters.parameters
-        losses, counts = list[float](), list[int]()
+        run, parameters = self._run, self._masters.parameters
+        found = dict[int, tuple[float, int]]()
         self._record.begin(1.0)
         self._correction = self._ahead(step)
         for parameter in (*self._parameters.values(), *parameters.values()):
             parameter.grad = None
         for layer in self.layers:
             layer.train()
-        for number in range(run.microbatches * num_dp):
+        apart = _Apart(parameters) if self._exact and not self.addends else None
+        for number in self._order:
             with nullcontext() if watch is None else watch.of(number):
-                loss, count = self._microbatch(step, number, watch, auxiliary=auxiliary)
-            losses.append(loss)
-            counts.append(count)
+                found[number] = self._microbatch(step, number, watch, auxiliary=auxiliary)
+            if apart is not None:
+                apart.take()
+        losses, counts = zip(*(found[number] for number in sorted(found)), strict=True)
+        self.forwards = self.forwards or losses
+        if apart is not None:
+            apart.give_back()
         self._masters.take_gradients(1.0 / self._scaler.scale)
         _scale(parameters, self._correction or 1.0)
         norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if not sum(counts):
             return None, float(norm)
+        if apart is not None:
+            share = 1.0 if run.clip is None else min(1.0, run.clip / (float(norm) + 1e-6))
+            self.addends = {name: size * share * (self._correction or 1.0) for name, size in apart.sizes.items()}
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), run.clip, norm, foreach=False)
         if run.counts_skips and not torch.isfinite(norm):
@@ -263,6 +310,31 @@ class _Plain:
             for router in self._routers:
                 if isinstance(router, Balanced) and router.is_balanced:
                     router.balance(self._record.asked(router.name, router.num_experts))
+
+
+class _Apart:
+    """The gradients of the microbatches of a step, which are added here, so that each can be measured.
+
+    Attributes:
+        sizes: The sum of their norms, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters, self._sums = parameters, dict[str, Tensor]()
+        self.sizes: dict[str, float] = {}
+
+    def take(self) -> None:
+        """Take what a microbatch has added to the gradients."""
+        for name, parameter in self._parameters.items():
+            if (gradient := parameter.grad) is not None:
+                self.sizes[name] = self.sizes.get(name, 0.0) + float(torch.linalg.vector_norm(gradient))
+                self._sums[name] = gradient if name not in self._sums else self._sums[name] + gradient
+                parameter.grad = None
+
+    def give_back(self) -> None:
+        """Give the parameters the sums as their gradients."""
+        for name, total in self._sums.items():
+            self._parameters[name].grad = total
 
 
 def _place_of(run: Run) -> Place:

@@ -36,7 +36,7 @@ def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     verdict = rp.verify(run, job_on(run.mesh.size))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
-    assert {one.allowed for one in verdict.differences} <= {1e-5, 2e-5, 1e-3}
+    assert {one.allowed for one in verdict.differences} <= {1e-5, 5e-6, 1e-3}
     assert len(set(verdict.losses)) == 3, "a run whose loss never moves proves nothing"
 
 
@@ -131,4 +131,4 @@ def test_what_a_search_divides_by_samples_and_features_too(job_on):
     assert [found.model.plan[name] for name in annotated] == ["split0 from R", "column from S0", "split1 to R"]
     verdict = rp.verify(found, job_on(2))
     assert verdict.ok, str(verdict)
-    assert {one.allowed for one in verdict.differences} <= {1e-5, 2e-5, 1e-3}
+    assert {one.allowed for one in verdict.differences} <= {1e-5, 5e-6, 1e-3}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.parity import rounding
 from raypar.parity import verify as parity
 from raypar.parity.verify import DRIFTED, train_plainly, verify
 from tests.support.thread_jobs import TeamJob
@@ -66,10 +67,14 @@ def test_a_bias_of_keys_may_drift(job):
 
 def test_nothing_else_may(job, monkeypatch):
     """Neither a bias of keys that has gone further than AdamW goes, nor one of queries that has gone as far."""
-    plain = train_plainly(RUN)
-    for name, far in (("layers.1.k.bias", 0.3), ("layers.0.q.bias", 0.003)):
-        moved = replace(plain, weights=plain.weights | {name: plain.weights[name] + far})
-        monkeypatch.setattr(parity, "train_plainly", lambda _, moved=moved: moved)
+    for name, far in (("layers.1.k.bias", 1.0), ("layers.0.q.bias", 0.003)):
+
+        def moved(*args, name=name, far=far, **how):
+            plain = train_plainly(*args, **how)
+            return replace(plain, weights=plain.weights | {name: plain.weights[name] + far})
+
+        for module in parity, rounding:
+            monkeypatch.setattr(module, "train_plainly", moved)
         verdict = verify(RUN, job)
         assert [one.what for one in verdict.differences if not one.ok] == [f"weight {name}"]
 
