@@ -398,8 +398,8 @@ MAY_IMPORT = {
         "schedules schedules/drawing schedules/passes"
     ),
     "raypar/parity": (
-        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models "
+        "actors/optim actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": (
         "actors actors/data_parallel actors/mesh actors/models actors/specs raypar raypar/planner/formulas schedules "

@@ -7,15 +7,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from raypar.actors.specs.run import Run
-from raypar.parity.compare import relative_error
+from raypar.parity.compare import norm_of, relative_error
 from raypar.parity.reference import Trained, gradient_name, train_plainly
 
 _TIMES = 4.0  # how many times as far from float64 as plain float32 a right result may be
-_ADDED = 2.0**-22  # of the addends of a sum: four roundings of float32, which is how much their order may change
+_ROUNDED = 2.0**-22  # four roundings of float32, relative to what is rounded: a figure, or the addends of a sum
 _SAME = 1e-3  # relative difference of losses beyond which float64 computes something else, as by a dtype in the model
 
 
@@ -46,8 +45,8 @@ class Rounding:
     def allowed(self, what: str, scale: float | None = None) -> float:
         """Return how far from float64 a right figure or tensor may be, relative to ``scale``; see ``error``."""
         rounded = [relative_error(plain[what], self.exact[what], scale) for plain in self.plain]
-        norm = float(torch.linalg.vector_norm(self.exact[what])) if scale is None else scale
-        return max(_TIMES * max(rounded), _ADDED * self.addends.get(what, 0.0) / (norm or 1.0))
+        norm = norm_of(self.exact[what]) if scale is None else scale
+        return max(_TIMES * max(rounded), _ROUNDED * max(1.0, self.addends.get(what, 0.0) / (norm or 1.0)))
 
 
 def rounding_of(run: Run, plain: Trained) -> Rounding | None:

@@ -13,10 +13,14 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import count, islice
 
 import torch
 
+import raypar as rp
+from raypar.config.run import world_of
 from tests.support.own_models import fault_missed, run_of, wrongly_judged
 
 
@@ -31,7 +35,7 @@ def one(judge, seed):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in ("number", 2000), ("faults", 200), ("seed", 0):
+    for name, number in ("number", 2000), ("faults", 200), ("actors", 50), ("seed", 0):
         parser.add_argument(f"--{name}", type=int, default=number)
     args = parser.parse_args()
     failed = 0
@@ -46,7 +50,23 @@ def main():
         print(f"{number} {what}, {wrong} wrong, {time.perf_counter() - start:.0f} s")
         print(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())), flush=True)
         failed += wrong
+    failed += on_actors(args.actors, args.seed)
     return 1 if failed else 0
+
+
+def on_actors(number, seed):
+    """How many of the first models that four actors can have are wrong there, with dropout in every second one."""
+    start, wrong = time.perf_counter(), 0
+    runs = (run_of(random.Random(at), shares_draws=False) for at in count(seed))
+    chosen = [*islice((run for run in runs if world_of(run).size <= 4), number)]
+    if chosen:
+        with rp.launch(replace(chosen[0], mesh=rp.Mesh(dp=4))) as job:
+            for run in chosen:
+                if not (verdict := rp.verify(run, job)).ok:
+                    wrong += 1
+                    print(f"{verdict}\n{run}", flush=True)
+    print(f"{len(chosen)} models on actors, {wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
+    return wrong
 
 
 if __name__ == "__main__":

@@ -167,15 +167,18 @@ def batch(shape, outputs, loss, seed, step, microbatch, dp):
 OPTIMIZERS = rp.SGD(lr=0.1), rp.SGD(lr=0.03, momentum=0.0), rp.AdamW(lr=1e-2), rp.Muon(lr=1e-2, adamw=())
 
 
-def run_of(draw, *, dropout=True):
-    """Return a random run of an own model that can be launched; dropout only on one actor, as threads share draws."""
+def run_of(draw, *, dropout=True, shares_draws=True):
+    """Return a random run of an own model that can be launched.
+
+    If actors share draws, as threads do, there is dropout on one actor only.
+    """
     while True:
         family = draw.choice(sorted(FAMILIES))
         make, shape_of = FAMILIES[family]
         width, loss, rows = draw.choice((4, 6, 8, 16)), draw.choice(sorted(LOSSES)), draw.randint(2, 7)
         outputs = draw.choice((1, 2, 3, 5)) if "class" not in loss else draw.choice((2, 3, 10))
         pp, dp = draw.choice((1, 1, 2, 2, 3)), draw.choice((1, 2, 2, 3))
-        has_dropout, made = dropout and pp * dp == 1 and draw.random() < 0.5, draw.getrandbits(30)
+        has_dropout, made = dropout and (pp * dp == 1 or not shares_draws) and draw.random() < 0.5, draw.getrandbits(30)
 
         def layers(make=make, width=width, outputs=outputs, has_dropout=has_dropout, made=made):
             return make(type(draw)(made), width, outputs, has_dropout)
