@@ -176,14 +176,32 @@ class Model(ABC):
     def loss(self, output: Values, target: Values) -> Tensor:
         """Return the mean loss of a microbatch, a scalar, from the last layer's output and the target."""
 
+    def metrics(self, output: Values, target: Values) -> Values:
+        """Return the user's metrics of a microbatch, one tensor, (metrics, 2) float64; none if there are none.
+
+        Each has the sum and the number of what is summed, from the last layer's output and the target.
+        """
+        return ()
+
     @staticmethod
     def no_loss(output: Values) -> Tensor:
         """Return the loss of a microbatch without targets: 0, with gradients of 0 even if outputs are infinite."""
         return torch.stack([value.flatten()[:0].sum(dtype=torch.float32) for value in output]).sum()
 
-    def loss_in_fp32(self, output: Values, target: Values) -> Tensor:
-        """Return the loss of an output in half precision, computed in fp32."""
-        return self.loss(cast_floating(output, torch.float32), target).float()
+    def figures(self, output: Values, target: Values, *, train: bool, is_half: bool) -> Values:
+        """Return the loss of a microbatch and, in an evaluation, the user's metrics; see ``loss`` and ``metrics``.
+
+        Args:
+            output: The last layer's output.
+            target: The targets; none if none of them counts.
+            train: Whether it is a step of the training.
+            is_half: Whether the output is in half precision. They are computed in fp32 then.
+        """
+        if not target:
+            return (self.no_loss(output),)
+        output = cast_floating(output, torch.float32) if is_half else output
+        loss = self.loss(output, target)
+        return (loss.float() if is_half else loss, *(() if train else self.metrics(output, target)))
 
     def count(self, target: Values) -> int:
         """Return the number of target elements that the loss is the mean of.

@@ -166,6 +166,32 @@ class LayersModel(Model):
             )
         return loss.reshape(())
 
+    def metrics(self, output: Values, target: Values) -> Values:
+        """Call the user's metrics; see ``Model.metrics``. Raises ValueError if one is not a number, or two."""
+        if not self._spec.metrics:
+            return ()
+        found = list[Tensor]()
+        for name, metric in self._spec.metrics.items():
+            try:
+                made = metric(unwrap(output), unwrap(target))
+            except Exception as error:
+                error.add_note(f"(in the metric {name!r})")
+                raise
+            pair = made if isinstance(made, tuple | list) else (made, 1)
+            if len(pair) != 2 or not all(map(_is_number, pair)):
+                raise ValueError(
+                    f"the metric {name!r} must be one number, a mean, or (sum, count): return one of these"
+                )
+            times = 1 if pair is made else self.count(target)
+            sums = [torch.as_tensor(one, device=output[0].device).detach().reshape(()).double() for one in pair]
+            found.append(torch.stack(sums) * times)
+        return (torch.stack(found),)
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is one number: of Python, or a tensor with one element."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
 
 def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None]:
     """Build the user's modules, if possible without their weights.

@@ -221,7 +221,7 @@ class Stage:
             target: The targets of the microbatch, if any count; only the last stage uses them.
 
         Returns:
-            The outputs, detached; from the last stage the loss, a scalar.
+            The outputs, detached; from the last stage the loss, a scalar, and metrics (see ``Model.figures``).
 
         Raises:
             ValueError: It is the first loss, and it has no gradient or is computed from only a part of the outputs.
@@ -342,14 +342,12 @@ class Stage:
         return leaves, outputs
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
-        """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
+        """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss and the metrics."""
         with self._first_time.guarded("train" if self._train else "eval"):
             values = self._run(step, microbatch, values, self.modules)
             if not self.is_last:
                 return values
-            if not target:
-                return (self.model.no_loss(values),)
-            return ((self.model.loss_in_fp32 if self._is_half else self.model.loss)(values, target),)
+            return self.model.figures(values, target, train=self._train, is_half=self._is_half)
 
     def _run(
         self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module], *, of_batch: bool = True

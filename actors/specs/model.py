@@ -301,6 +301,9 @@ class Layers:
     count: Callable[[Any], int] | None = None
     """``count(target) -> int``: of how many elements the loss of a microbatch is the mean, by which microbatches are
     weighted; None: of the elements of the target, of several the first, without those of -100 if they are integers"""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
+    """what an evaluation returns besides the loss, by name: ``fn(output, target)`` returns a mean over what the loss
+    counts, or (sum, number of what is summed)"""
 
     @property
     def computes_again(self) -> bool:

@@ -140,6 +140,8 @@ class StepResult:
     Attributes:
         losses: Mean loss of each microbatch, in order of microbatches; empty except from the last stage.
         counts: Number of target elements of each microbatch, likewise.
+        metrics: Of an evaluation, the user's metrics of each microbatch with targets, likewise: of each the sum and the
+            number of what is summed.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
         busy: Seconds of compute.
@@ -187,6 +189,7 @@ class StepResult:
     copied: Copied = field(default_factory=Copied)
     updates: tuple[Updated, ...] = ()
     is_validated: bool = False
+    metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
 
 
 class Located(NamedTuple):

@@ -116,9 +116,12 @@ class TokenFlow:
         return inputs, self._place.to(target) if counted else ()
 
     def made(self, action: Action, outputs: Values) -> None:
+        """Keep what a forward has made: of the last stage the loss and the metrics, of others what goes on."""
         stage, microbatch = numbers_of(action)
         if self._stages[stage].is_last:
             self._step.computed[microbatch] = outputs[0]
+            if len(outputs) > 1:
+                self._step.metrics[microbatch] = outputs[1]
             return
         self._step.values[action], skipped = self._stages[stage].ends.given(outputs)
         for target, values in skipped.items():

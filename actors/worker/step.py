@@ -33,6 +33,7 @@ class Step:
         computed: By microbatch, losses (scalar tensors) that were not read yet.
         losses: By microbatch, losses that were read.
         counts: By microbatch, the number of target elements.
+        metrics: By microbatch, the user's metrics (see ``Model.metrics``); only in an evaluation.
         samples: Number of samples so far.
         in_flight: Largest number of microbatches between forward and backward so far.
         backwards: By stage, how many backwards (B or W) were begun.
@@ -52,6 +53,7 @@ class Step:
     computed: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    metrics: dict[int, Tensor] = field(default_factory=dict)
     samples: int = 0
     in_flight: int = 0
     backwards: Counter[int] = field(default_factory=Counter)
@@ -66,6 +68,10 @@ class Step:
         if action.microbatch is None or action.op is Op.USE:
             return self.number
         return self.number + action.microbatch if action.op is Op.STEP else self.place_of(action.microbatch)[0]
+
+    def sums_of(self, microbatch: int) -> tuple[tuple[float, float], ...]:
+        """Return the sum and the number of what is summed of each metric of a microbatch."""
+        return tuple((total, number) for total, number in self.metrics[microbatch].tolist())
 
     def read_losses(self) -> None:
         """Read the computed losses, all at once, because on a GPU reading waits for the computation."""

@@ -256,6 +256,7 @@ class Worker:
             shadows=self._routers.shadows() if step.is_train else (),
             updates=tuple(step.updates) if self._stream is not None else (),
             is_validated=self.program.schedule.validated,
+            metrics=tuple(step.sums_of(microbatch) for microbatch in microbatches if microbatch in step.metrics),
         )
 
     # --- the actions ---

@@ -19,7 +19,7 @@ from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
-from raypar.reporting.loss_text import loss_text
+from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.needs import Rows
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def evaluate(words: Sequence[str]) -> Rows:
         rows.append(("perplexity", f"{told.perplexity:.2f}"))
     if told.bits_per_byte is not None:
         rows += [("bytes", f"{told.num_bytes:,}"), ("bits per byte", f"{told.bits_per_byte:.4f}")]
+    rows += metric_rows(told.metrics)
     return rows
 
 

@@ -65,6 +65,7 @@ _FUNCTIONS = {  # what fields look like that are functions
 }
 _DICTIONARIES = {  # the same of dictionaries
     "model.plan": "{'layers.0': 'column', 'layers.2': 'row'}",
+    "model.metrics": "{'accuracy': lambda output, target: (output.argmax(1) == target).float().mean()}",
     "optim.rates": "{'head.*': 0.5}",
     "tile": "{'blocks.*.mlp.*': 8, 'head.out': 4}",
     "expert_order": "{'blocks.0.mlp.experts': '1 0'}",

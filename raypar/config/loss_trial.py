@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
+from raypar.actors.models.build import build_model
 from raypar.actors.models.skips import Skipped
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -104,6 +106,33 @@ def count_faults(run: Run, skeleton: Skeleton) -> list[str]:
             what = "the target" if len(target) == 1 else f"a tuple of {len(target)} targets"
             return [f"model.count fails with {what} of the first batch: {first_line(error)}: {_MEANT}"]
     return []
+
+
+def metric_faults(run: Run, skeleton: Skeleton) -> list[str]:
+    """Return why the user's metrics can't be computed, with outputs that are drawn and the targets of the first batch.
+
+    Args:
+        run: The run, checked, with a model and data that no actor gets.
+        skeleton: The model without weights, which no actor gets.
+    """
+    if not isinstance(run.model, Layers) or not run.model.metrics or not may_call(run, skeleton):
+        return []
+    model, faults = skeleton.model, list[str]()
+    with unnoticed(), torch.no_grad():
+        try:
+            batch = next(_batches(run, model))
+            output = _drawn(batch, 1.0, _range_of(model, batch))
+        except Exception:  # layers, loss and data are the user's; their faults are found elsewhere
+            return []
+        for name, metric in run.model.metrics.items():
+            try:
+                build_model(replace(run.model, metrics={name: metric}), run.seed).metrics(output, batch.target)
+            except Exception as error:  # the user's function may raise anything
+                faults.append(
+                    f"model.metrics: {name!r} fails with outputs and targets like those of the first batch: "
+                    f"{first_line(error)}: return a mean over what the loss counts, or (sum, count)"
+                )
+    return faults
 
 
 def _batches(run: Run, model: Model) -> Iterator[_Batch]:

@@ -326,7 +326,7 @@ def _written(value: Any) -> Any:
     if value is None:
         return "none"
     if isinstance(value, Mapping):
-        return [[key, one] for key, one in value.items()]
+        return [[key, _written(one)] for key, one in value.items()]
     return [*value] if isinstance(value, tuple) else value
 
 

@@ -57,10 +57,11 @@ def demand_fitting(run: Run, skeleton: Skeleton, num_stages: int) -> None:
 
         if wrong := layer_faults(replace(run, model=model, data=data), Skeleton(model, run.seed), num_stages):
             raise ConfigError(wrong)
-    if isinstance(model, Layers) and model.count is not None:
-        from raypar.config.loss_trial import count_faults
+    if isinstance(model, Layers) and (model.count is not None or model.metrics):
+        from raypar.config.loss_trial import count_faults, metric_faults
 
-        if wrong := count_faults(replace(run, model=model, data=data), Skeleton(model, run.seed)):
+        trial, twin = replace(run, model=model, data=data), Skeleton(model, run.seed)
+        if wrong := [*count_faults(trial, twin), *metric_faults(trial, twin)]:
             raise ConfigError(wrong)
     if isinstance(data, Batches) and not isinstance(model, Layers):
         from raypar.config.token_trial import token_faults

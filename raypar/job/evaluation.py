@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 from raypar.actors.specs.data import Batches
@@ -58,9 +59,12 @@ class Evaluations:
         if not self._has_data:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
+        measured = list[Sequence[tuple[float, float]]]()
         steps = self.run.eval_steps if count is None else count
         for number in range(steps):
-            more_losses, more_counts = losses_of(step_taken(number))
+            results = step_taken(number)
+            more_losses, more_counts = losses_of(results)
+            measured += (one for result in results for one in result.metrics)
             losses += more_losses
             counts += more_counts
         seconds, tokens = time.perf_counter() - start, sum(counts)
@@ -72,6 +76,7 @@ class Evaluations:
             is_cross_entropy=is_cross_entropy(self.run),
             is_averaged=ema,
             num_bytes=target_bytes(self.run, steps, tokens),
+            metrics=_means(getattr(self.run.model, "metrics", {}), measured),
         )
 
     def keep(self, evaluation: Evaluation) -> str:
@@ -89,3 +94,18 @@ class Evaluations:
     @property
     def _has_data(self) -> bool:
         return not isinstance(self.run.data, Batches) or self.run.data.validate is not None
+
+
+def _means(names: Iterable[str], measured: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float | None]:
+    """Return the mean of each metric, whose sums and numbers each microbatch has; None where nothing was summed.
+
+    Sums are exact, so that they do not depend on the order, which depends on the layout.
+    """
+    sums = zip(*measured, strict=True) if measured else repeat(())
+    return {name: _mean([*pairs]) for name, pairs in zip(names, sums, strict=False)}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    number = math.fsum(number for _, number in pairs)
+    finite = all(math.isfinite(total) for total, _ in pairs)
+    return (math.fsum(total for total, _ in pairs) if finite else math.nan) / number if number else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from raypar.reporting.loss_text import loss_text
+from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.notebook import box, table
 
 
@@ -23,6 +24,7 @@ class Evaluation:
         is_cross_entropy: Whether the loss is known to be a cross-entropy.
         is_averaged: Whether it is that of the averages of the weights.
         num_bytes: Bytes of the text that the targets stand for, special tokens for none; None if that is not known.
+        metrics: The user's metrics (``rp.Layers(metrics=...)``), by name; None where nothing was counted.
     """
 
     step: int
@@ -32,6 +34,7 @@ class Evaluation:
     is_cross_entropy: bool = True
     is_averaged: bool = False
     num_bytes: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def steps_taken(self) -> int:
@@ -57,7 +60,8 @@ class Evaluation:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
         figures = {"val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
         figures |= {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
-        return {"step": self.step, **figures, "steps_taken": self.steps_taken}
+        further = {"metrics": dict(self.metrics)} if self.metrics else {}
+        return {"step": self.step, **figures, **further, "steps_taken": self.steps_taken}
 
     def __repr__(self) -> str:
         """Return the figures in words."""
@@ -66,6 +70,7 @@ class Evaluation:
             f"cross-entropy {self.loss!r} nats" if self.is_cross_entropy else f"mean of the model's loss {self.loss!r}"
         )
         further += [] if self.bits_per_byte is None else [f"{self.bits_per_byte!r} bits per byte"]
+        further += [f"{name} {value!r}" for name, value in self.metrics.items()]
         figures = [mean, *further, f"{self.tokens:,} targets", f"{self.seconds:.3g} s"]
         return f"<Evaluation after step {self.step}: {', '.join(figures)}>"
 
@@ -75,6 +80,7 @@ class Evaluation:
             ("validation loss", loss_text(self.loss)),
             *([] if self.perplexity is None else [("perplexity", f"{self.perplexity:.4g}")]),
             *([] if self.bits_per_byte is None else [("bits per byte", f"{self.bits_per_byte:.4g}")]),
+            *metric_rows(self.metrics),
             ("tokens", f"{self.tokens:,}"),
             ("time", f"{self.seconds:.1f} s"),
         ]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.loss_text import NO_LOSS, loss_text
+from raypar.reporting.loss_text import NO_LOSS, loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
 from raypar.schedules.float_sum import float_sum
@@ -145,5 +145,6 @@ def validation_told(evaluation: Evaluation) -> str:
     """Return a line that tells an evaluation."""
     further = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
     further += "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.3f} bits per byte"
+    further += "".join(f", {name} {value}" for name, value in metric_rows(evaluation.metrics))
     of_averages = " of the averaged weights" if evaluation.is_averaged else ""
     return f"after step {evaluation.step}: validation loss{of_averages} {loss_text(evaluation.loss)}{further}"

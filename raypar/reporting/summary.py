@@ -27,7 +27,7 @@ from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import compared, forecast_of
-from raypar.reporting.loss_text import loss_text
+from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -271,6 +271,7 @@ def closing_rows(
         ("validation loss", loss_text(evaluation.loss)),
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         *([] if evaluation.bits_per_byte is None else [("bits per byte", f"{evaluation.bits_per_byte:.3f}")]),
+        *metric_rows(evaluation.metrics),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
         *([] if prediction.source == IN_SLOTS else [("step time", f"{step_time}, {prediction.source}")]),
         *([("calibration", forecast.better)] if forecast.better else []),

@@ -16,6 +16,7 @@ from raypar.actors.tensors import Values
 from raypar.planner.host import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
+_FIGURES = ("step", "steps_taken", "loss", "val_loss", "perplexity", "tokens", "bits_per_byte")  # of an evaluation
 
 
 def batches_faults(data: Batches) -> Iterator[str]:
@@ -90,10 +91,15 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def loss_faults(model: Layers) -> Iterator[str]:
-    """Yield a fault if the loss can't be called with an output and a target, or the count with a target."""
+    """Yield a fault if the loss or a metric can't be called with an output and a target, or the count with a target."""
     if isinstance(model.loss, type):
         yield f"model.loss is a class, {model.loss.__name__}: give an object of it, {model.loss.__name__}()"
     elif not takes(model.loss, 2):
         yield "model.loss can't be called with (output, target): give a function of these two"
     if model.count is not None and not takes(model.count, 1):
         yield "model.count can't be called with (target): give a function of it"
+    for name, metric in model.metrics.items():
+        if name in _FIGURES or not name.isprintable() or not name.strip():
+            yield f"model.metrics has {name!r}, which is no name for a metric: give one that no other figure has"
+        if not takes(metric, 2):
+            yield f"model.metrics: {name!r} can't be called with (output, target): give a function of these two"

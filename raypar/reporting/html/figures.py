@@ -13,7 +13,7 @@ from typing import Any
 from raypar.actors.specs.loss_name import names_cross_entropy
 from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
-from raypar.reporting.loss_text import loss_text
+from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.float_sum import float_sum
@@ -162,6 +162,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
         if (bits := history.evaluations[-1].get("bits_per_byte")) is not None:
             rows.append(("bits per byte", significant(bits)))
+        rows += metric_rows(history.evaluations[-1].get("metrics") or {})
     if load := history.points("max_load"):
         rows.append(("max/mean load, median", f"{middle(load):.2f}"))
     if history.steps:

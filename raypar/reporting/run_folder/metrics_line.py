@@ -110,6 +110,7 @@ class EvaluationLine:
     tokens: Number
     perplexity: Loss | None = None
     bits_per_byte: Loss | None = None
+    metrics: dict[str, Loss | None] | None = None
 
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

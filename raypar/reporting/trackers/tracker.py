@@ -34,7 +34,8 @@ class Sink(Protocol):
 def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an outcome by name.
 
-    A tuple over pipeline ranks becomes ``peak_memory/pp0`` and so on, and the auxiliary losses become ``aux/switch``.
+    A tuple over pipeline ranks becomes ``peak_memory/pp0`` and so on, the auxiliary losses become ``aux/switch``, and
+    the user's metrics ``metrics/accuracy``.
     """
     found: dict[str, float] = {}
     for name, value in outcome.items():
@@ -42,6 +43,6 @@ def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
             found[name] = float(value)
         elif isinstance(value, tuple | list):
             found |= {f"{name}/pp{rank}": float(each) for rank, each in enumerate(value)}
-        elif name == "aux":
-            found |= {f"{name}/{kind}": float(each) for kind, each in value.items()}
+        elif name in ("aux", "metrics"):
+            found |= {f"{name}/{kind}": float(each) for kind, each in value.items() if each is not None}
     return found
