@@ -145,7 +145,7 @@ def test_one_that_is_nan_is_told_as_such():
         ),
         ({"c": lambda output, target: target.nothing}, "model.metrics: 'c' fails with outputs and targets like those"),
     ],
-    ids=str,
+    ids=["taken name", "one argument", "no function", "no mapping", "no number", "fails"],
 )
 def test_what_is_wrong_is_found_before_a_launch(metrics, says):
     (fault,) = rp.faults(replace(RUN, model=replace(MODEL, metrics=metrics)))
