@@ -128,11 +128,9 @@ class Updater:
             ballot: As in ``step``.
         """
         self._prepare()
-        numbers = self._numbers(ballot)
-        own = Tally.of(numbers)
-        if ballot is None or not self._told.ballot:
-            own = own._replace(correction=1.0)
-        is_plain = self._is_plain(own)
+        known, numbers = self._numbers(ballot)
+        own = Tally.of(known)  # alike on all that share a stage, though one of them tells it: they update together
+        is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
         handle = None if self._group is None else self._group.host.all_reduce(numbers)
         return Vote(ballot, numbers, handle, is_plain)
 
@@ -292,15 +290,18 @@ class Updater:
         Args:
             ballot: As in ``step``.
         """
-        numbers = self._numbers(ballot)
+        _, numbers = self._numbers(ballot)
         if self._group is not None:
             self._group.host.all_reduce(numbers).wait()
         return Tally.of(numbers)
 
-    def _numbers(self, ballot: Tensor | None) -> Tensor:
-        """Return what this actor tells: norms in the order of the names, correction, votes against, overflows."""
+    def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what this actor knows and, in another tensor, what of that it tells the group.
+
+        Norms in the order of the names, correction, votes against, overflows; 0 where it knows, or tells, nothing.
+        """
         numbers = torch.zeros(len(self._names) + 3)
-        if ballot is not None and self._told.ballot:
+        if ballot is not None:
             tokens, expected, against = ballot.tolist()
             numbers[-3], numbers[-2] = correction(tokens, expected), against
         made = {
@@ -310,10 +311,13 @@ class Updater:
         }
         if made:
             norms, numbers[-1] = self._tensors.norms(list(made), torch.stack(list(made.values())).cpu())
-            counted = [self._told.names is None or name in self._told.names for name in made]
-            places = [self._places[name] for name, counts in zip(made, counted, strict=True) if counts]
-            numbers[places] = norms[torch.tensor(counted)]
-        return numbers
+            numbers[[self._places[name] for name in made]] = norms
+        told = numbers.clone()
+        if self._told.names is not None:
+            told[[place for name, place in self._places.items() if name not in self._told.names]] = 0.0
+        if not self._told.ballot:
+            told[-3:-1] = 0.0
+        return numbers, told
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.

@@ -172,3 +172,32 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
 def test_what_does_not_combine_is_told(changes, says):
     run = replace(RUN, **{"mesh": rp.Mesh(pp=2, rank_dp=(2, 1)), **changes})
     assert [fault for fault in rp.faults(run) if says in fault], rp.faults(run)
+
+
+def tokens(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + dp)
+    x = torch.randint(256, (2, 8), generator=generator)
+    y = torch.randint(256, (2, 8), generator=generator)
+    y[:, 1 + (step + microbatch) % 7 :] = -100
+    return x, y
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, None])
+@pytest.mark.parametrize("name", ["tp 2-1", "tp 1-2"])
+def test_members_of_a_stage_update_alike_before_all_have_told_their_norms(name, share):
+    """Muon sums matrices over tensor ranks, so that all of them, or none, may update as if nothing were clipped."""
+    run = replace(RUN, mesh=MESHES[name], data=rp.Batches(tokens), microbatches=4, optim=rp.Muon(lr=0.01), clip=None)
+
+    def trained(clip, flush_every):
+        team = Team.of(replace(run, clip=clip, flush_every=flush_every))
+        if flush_every is None:
+            return [team.step(0), team.step(1)][0][0].grad_norm, team.weights()
+        results = team.each(lambda actor: actor.run("train", 0, None, 0, 2))
+        assert not [result for result in results if isinstance(result, Exception)], results
+        return None, team.weights()
+
+    norm, weights = trained(None, None)
+    if share is not None:
+        _, weights = trained(clip := norm * share, None)
+    _, found = trained(None if share is None else clip, 2)
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
