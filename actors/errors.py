@@ -37,6 +37,7 @@ def trace() -> str:
 
     It begins with the first frame of the user's code, or else with the line of the user's that ``blame`` has named,
     before the frames below raypar's. Without either it begins below raypar's frames, and is whole if there are none.
+    It ends with the last frame where ``described`` has all that would follow.
     """
     kind, error, whole = sys.exc_info()
     assert kind is not None and error is not None
@@ -45,7 +46,10 @@ def trace() -> str:
     shown = traceback.TracebackException(kind, error, theirs or _outside(whole, _ours()[:1]) or whole)
     if theirs is None and line is not None:
         shown.stack.insert(0, line)
+    end = "".join(shown.format_exception_only())
     text = "".join(shown.format())
+    if isinstance(error, Exception) and " ".join(end.split()).endswith(" ".join(described(error).split())):
+        text = text.removesuffix(end)
     return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
 
 

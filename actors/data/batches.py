@@ -130,11 +130,19 @@ class Renumbered:
 
 
 def pair_of(batch: object) -> tuple[Values, Values]:
-    """Return the inputs and targets that a user's batch function has returned. Raises TypeError for anything else."""
+    """Return the inputs and targets that a user's batch function has returned. Raises TypeError with all faults."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         of_many = f" of {len(batch)}" if isinstance(batch, tuple) else ""
         raise TypeError(f"a batch function must return (inputs, targets), it returned {type(batch).__name__}{of_many}")
-    return as_values(batch[0], "as inputs a batch function"), as_values(batch[1], "as targets a batch function")
+    found, wrong = list[Values](), list[str]()
+    for what, values in zip(("inputs", "targets"), batch, strict=True):
+        try:
+            found.append(as_values(values, f"as {what} a batch function"))
+        except TypeError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise TypeError("; ".join(wrong))
+    return found[0], found[1]
 
 
 class LengthError(ValueError):

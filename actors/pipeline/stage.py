@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raypar.actors.autograd.backward import Tail
 from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.recompute import LayerAgain, SelectiveRecompute, Twice
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -20,6 +21,7 @@ from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES
 from raypar.actors.models.skips import NO_SKIPS, Skipped
+from raypar.actors.pipeline.backward_faults import called_as, forward_of_fault
 from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
@@ -63,6 +65,7 @@ class Stage:
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
         record: What modules of the layers tell of a training step; None to drop it.
+        is_alone: Whether its layers talk to no other actor. Then a forward may be taken once more to find a fault.
 
     Attributes:
         step_buffers: The buffers of the modules, over a training step.
@@ -91,6 +94,7 @@ class Stage:
         record: RouterRecord | None = None,
         ends: StageEnds | None = None,
         learns: bool = True,
+        is_alone: bool = False,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
         self.ends = ends or StageEnds(NO_SKIPS, takes_data=self.layers[0] == 0)
@@ -111,7 +115,7 @@ class Stage:
                     part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._learns, self._halved, self._is_half = learns, halved, is_half
+        self._learns, self._halved, self._is_half, self._is_alone = learns, halved, is_half, is_alone
         self._weights, self._overflow = weights, overflow
         if halved:
             self._linears.take_over()
@@ -124,7 +128,7 @@ class Stage:
         self._train, self._twice = True, Twice()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
-        # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers and target.
+        # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers.
         self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
         self._first_time = FirstTime(
             self._writes, is_deferred=model.is_deferred, weights=weights, check_loss=check_loss
@@ -293,7 +297,7 @@ class Stage:
             self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[step, microbatch] = (inputs, self.ends.tail(outputs), {}, ())
+        self._saved[step, microbatch] = (inputs, self.ends.tail(outputs), {}, target)
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -314,15 +318,33 @@ class Stage:
             tail = self.ends.tail(outputs)
             del outputs
         if tail is not None:
-            with self._linears.postponed() as owed, self._first_time.guarded("backward"):
-                self._owed[step, microbatch] = owed
-                gradients = self.ends.in_order(gradients)
-                if self._later and microbatch in self._halved and self.listener is None:
-                    owed.others = tail.backward_input(gradients, self._later)
-                else:
-                    tail.backward(gradients)
+            try:
+                with self._linears.postponed() as owed, self._first_time.guarded("backward"):
+                    self._owed[step, microbatch] = owed
+                    ordered = self.ends.in_order(gradients)
+                    if self._later and microbatch in self._halved and self.listener is None:
+                        owed.others = tail.backward_input(ordered, self._later)
+                    else:
+                        tail.backward(ordered)
+            except Exception as error:
+                if self._is_alone and not isinstance(error, GroupError):
+                    again = partial(self._once_more, step, microbatch, inputs, target, gradients)
+                    if where := forward_of_fault(again, self.model.names):
+                        error.add_note(where)
+                raise
         wanted = (value for value in inputs if value.requires_grad)
         return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
+
+    def _once_more(self, step: int, microbatch: int, inputs: Values, target: Values, gradients: Values) -> None:
+        """Take a forward and its backward whose fault is looked for; layers are called under their names."""
+        modules, names = self.modules, [self.model.names[index] for index in self.layers]
+        self.modules = tuple(map(called_as, names, modules))  # type: ignore[arg-type]
+        try:
+            _, outputs = self._with_history(step, microbatch, inputs, target)
+            if (tail := self.ends.tail(outputs)) is not None:
+                tail.backward(self.ends.in_order(gradients))
+        finally:
+            self.modules = modules
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """Run the forward of a microbatch and record its graph.

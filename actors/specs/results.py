@@ -142,6 +142,7 @@ class StepResult:
         counts: Number of target elements of each microbatch, likewise.
         metrics: Of an evaluation, the user's metrics of each microbatch with targets, likewise: of each the sum and the
             number of what is summed.
+        printed: Lines that the user's code has printed on the actor since its last result.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
         busy: Seconds of compute.
@@ -190,6 +191,7 @@ class StepResult:
     updates: tuple[Updated, ...] = ()
     is_validated: bool = False
     metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
+    printed: tuple[str, ...] = ()
 
 
 class Located(NamedTuple):

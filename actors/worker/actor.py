@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -45,6 +46,7 @@ from raypar.actors.worker.generation import Drawn, Order, Scores
 from raypar.actors.worker.members import Member, claim, member_of, there, worker_in
 from raypar.actors.worker.passing_on import passed_on
 from raypar.actors.worker.plan import Plan
+from raypar.actors.worker.printed_lines import PrintedLines
 from raypar.actors.worker.refusals import Refusals
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kept
 from raypar.schedules.action import Action
@@ -57,7 +59,10 @@ class Hosted:
     calls between methods; inside a Worker a step makes about a hundred of them.
     """
 
+    _printed: PrintedLines | None = None  # only a process of its own has a standard output of its own
+
     def __init__(self) -> None:
+        self._printed = sys.stdout = PrintedLines(sys.stdout)
         self._member: Member | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         self._keeper: SnapshotKeeper | None = None
@@ -145,9 +150,10 @@ class Hosted:
 
         def run() -> StepResult:
             result = worker_in(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
-            if program != "train":
-                return result
-            return replace(result, copied=keep_after(member, self._keeper, step + max(0, stream - 1), copy_within))
+            if program == "train":
+                copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
+                result = replace(result, copied=copied)
+            return replace(result, printed=self.printed())
 
         return self._refusals.attempt(run)
 
@@ -173,7 +179,8 @@ class Hosted:
     def end_step(self, step: int, copy_within: int = 0) -> StepResult:
         """End what ``start_step`` began; its last step has this number. See ``run`` for ``copy_within``."""
         result = self._refusals.attempt(lambda: worker_in(self._member).end())
-        return replace(result, copied=keep_after(there(self._member), self._keeper, step, copy_within))
+        copied = keep_after(there(self._member), self._keeper, step, copy_within)
+        return replace(result, copied=copied, printed=self.printed())
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -189,7 +196,7 @@ class Hosted:
         result = member.end()
         if self._keeper is not None:
             self._keeper.after(member.probe.step.number + 1, member.state)
-        return result
+        return replace(result, printed=self.printed())
 
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
@@ -315,6 +322,10 @@ class Hosted:
         if self._member is None:
             return Progress(-1, 0, None, idle=self._handover is not None)
         return self._member.probe.progress()
+
+    def printed(self) -> tuple[str, ...]:
+        """Return the lines that the user's code has printed here since the last result or call."""
+        return () if self._printed is None else self._printed.take()
 
     def located(self) -> Located:
         """Return where this actor is."""

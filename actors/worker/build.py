@@ -95,15 +95,12 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             record=record,
             ends=borders[number],
             learns=number >= first,
+            is_alone=not (parallelizer.shards or weights or run.mesh.cp > 1 or run.mesh.divides_experts),
         )
         for number in own
     }
-    parameters = {
-        name: parameter
-        for stage in stages.values()
-        for name, parameter in stage.parameters().items()
-        if name not in same
-    }
+    held = (one for stage in stages.values() for one in stage.parameters().items())
+    parameters = {name: parameter for name, parameter in held if name not in same}
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
     ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
+from raypar.actors.specs.results import StepResult
 from raypar.cluster.answers import LOOK, Answer, Answers, Watch
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
@@ -207,13 +209,13 @@ class Calls:
                 ActorDiedError or StalledError if that is what happened.
             NonFiniteError: If an actor raised it.
         """
+        owners = range(len(refs)) if ranks is None else ranks
         try:
-            return list(ray.get(list(refs), timeout=_SHORT))
+            return self._heard(list(ray.get(list(refs), timeout=_SHORT)), owners)
         except GetTimeoutError:
             pass  # a long step or a fault: watch the actors while they work
         except RayError:
             pass  # the first error may be a consequence of another one: wait for the others too
-        owners = range(len(refs)) if ranks is None else ranks
         waiting, taken = self.waiting(zip(refs, owners, strict=True)), dict[Any, Answer]()
         failed_at: float | None = None
         while waiting.late:
@@ -230,8 +232,24 @@ class Calls:
         if errors or waiting.late:
             errors |= self._died_idle(errors, waiting.late)
             silent = [rank for rank in sorted(waiting.late) if waiting.watch.silence(rank) > SILENT]
+            living = [rank for rank in owners if rank not in silent and not _is_death(errors.get(rank))]
+            for rank, lines in sorted(self.answers(living, "printed", seconds=_SHORT, group="ctl").items()):
+                self._pass_on(rank, lines)
             raise self._verdict(errors, silent, what)
-        return [taken[ref].value for ref in refs]
+        return self._heard([taken[ref].value for ref in refs], owners)
+
+    def _heard(self, answers: list[Any], ranks: Sequence[int]) -> list[Any]:
+        """Print what the user's code has printed on the actors, as their answers say, and return the answers."""
+        for rank, answer in zip(ranks, answers, strict=True):
+            if isinstance(answer, StepResult) and answer.printed:
+                self._pass_on(rank, answer.printed)
+        return answers
+
+    def _pass_on(self, rank: int, lines: Sequence[str]) -> None:
+        """Print lines of an actor, each behind its name."""
+        for line in lines:
+            sys.stdout.write(f"{self._world.label(rank)}: {line}\n")
+        sys.stdout.flush()
 
     def waiting(self, refs: Iterable[tuple[Any, int]] = ()) -> Waiting:
         """Await calls, to which others may be added.
@@ -356,7 +374,7 @@ def _outcome(answer: Answer) -> Any:
     return answer.value if answer.error is None else _cause(answer.error)
 
 
-def _is_death(error: Exception) -> TypeGuard[RayError]:
+def _is_death(error: Exception | None) -> TypeGuard[RayError]:
     """Return whether a call failed because the actor's process or node is gone."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 

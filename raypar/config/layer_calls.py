@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 
 import torch
 
@@ -26,7 +27,7 @@ def may_call(run: Run, skeleton: Skeleton) -> bool:
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """Within it calls warn of nothing, as the actors will, and leave random numbers as they are."""
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    """Within it calls warn of nothing and print nothing, as the actors will, and leave random numbers as they are."""
+    with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         yield

@@ -262,6 +262,9 @@ class StandIn:
             self.under_way = replace(self.under_way, step=-self.under_way.step)
         return self.under_way
 
+    def printed(self) -> tuple[str, ...]:
+        return ()
+
     def located(self) -> Located:
         return Located(self.key.node, self.identity)
 

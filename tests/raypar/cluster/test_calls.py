@@ -15,17 +15,18 @@ from tests.support.refs import answered
 
 
 class Actor:
-    """An actor that answers one thing when it is asked for its progress."""
+    """An actor that answers one thing when it is asked for its progress, and has printed nothing."""
 
     def __init__(self, value):
         self.value = value
         self.progress = self
+        self.printed = self if value is None else Actor(None)
 
     def options(self, **_):
         return self
 
     def remote(self):
-        return answered(self.value)
+        return answered(() if self.value is None else self.value)
 
 
 def got(refs, timeout=None):

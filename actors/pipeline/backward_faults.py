@@ -1,0 +1,52 @@
+"""What a backward failed at: the layer, and the line of the user's whose gradient it could not compute."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from raypar.actors.errors import is_ours
+
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<code>.+)\n)?', re.MULTILINE
+)
+
+
+def called_as(name: str, module: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a layer, under whose name tracebacks have the call."""
+
+    def call(*values: Any) -> Any:
+        return module(*values)
+
+    return FunctionType(call.__code__.replace(co_name=name), globals(), name, None, call.__closure__)
+
+
+def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
+    """Take a forward and its backward, which fails, once more, and say which line of which layer it fails at.
+
+    Args:
+        again: Takes them. The layers are called by functions that ``called_as`` returned.
+        names: The names of these.
+
+    Returns:
+        Such as "(in layers.1, in the backward of model.py:17: y = x.exp())"; "" if nothing is known.
+    """
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        warnings.simplefilter("always")
+        with suppress(Exception):  # the fault, or what only another mode of autograd finds wrong
+            again()
+    told = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
+    frames = list(_FRAME.finditer(told[0])) if told else []
+    layer = next((frame["name"] for frame in reversed(frames) if frame["name"] in names), None)
+    line = next((frame for frame in reversed(frames) if not is_ours(frame["file"])), None)
+    where = [] if layer is None else [f"in {layer}"]
+    if line is not None:
+        where.append(f"in the backward of {Path(line['file']).name}:{line['line']}: {line['code'] or line['name']}")
+    return f"({', '.join(where)})" if where else ""
