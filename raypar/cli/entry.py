@@ -1,0 +1,20 @@
+"""The console script ``raypar``."""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> int:
+    """Run the command line of this process. Ctrl-C ends it without a traceback while the commands are still imported.
+
+    Returns:
+        The exit code, see HELP.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # not where it is ignored, as in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from raypar.cli.main import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    return run()

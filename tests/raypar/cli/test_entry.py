@@ -1,0 +1,42 @@
+"""The console script: Ctrl-C while the commands are imported, and where it is ignored."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+INTERRUPTED = """
+import builtins, os, signal
+before = builtins.__import__
+def hit(name, *more):
+    if name == "raypar.cli.main":
+        builtins.__import__ = before
+        os.kill(os.getpid(), signal.SIGINT)
+    return before(name, *more)
+builtins.__import__ = hit
+from raypar.cli.entry import main
+raise SystemExit(main())
+"""
+
+
+def ran(code, *words, **settings):
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **settings)
+
+
+def test_ctrl_c_in_the_imports_leaves_no_traceback():
+    done = ran(INTERRUPTED, "recipes")
+    assert done.returncode == -signal.SIGINT
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_where_it_is_ignored_it_stays_so():
+    done = ran(INTERRUPTED, "recipes", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert done.returncode == 0, done.stderr
+    assert "gpt-tiny" in done.stdout
+
+
+def test_the_command_has_its_own_answer_to_it():
+    code = "import signal\nfrom raypar.cli.entry import main\nmain()\nprint(signal.getsignal(signal.SIGINT).__name__)"
+    assert ran(code, "recipes").stdout.splitlines()[-1] == "default_int_handler"
