@@ -55,6 +55,18 @@ def test_all_weights_learn_if_there_are_no_adapters(said, folder, tmp_path):
     assert code == 0 and "optimizer" in out
 
 
+def test_the_fix_for_a_model_over_bytes_is_one(said, tmp_path):
+    """Its export has no tokenizer."""
+    model = rp.Llama(layers=2, hidden=16, heads=4, seq=64, vocab=256)
+    team = Team.of(rp.Run(model=model, data=rp.Batches(lambda *_: (IDS, IDS)), timeout=20.0))
+    folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "bytes")
+    path = str(made_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "one", "completion": "two"}] * 20))
+    code, _, err = said("sft", path, "--model", folder, "--dry-run")
+    assert code and err.endswith("or set data.tokenizer to none for a model over bytes\n"), err
+    code, out, err = said("sft", path, "--model", folder, "--dry-run", "--data.tokenizer", "none")
+    assert code == 0 and "pieces of examples" in out, err
+
+
 @pytest.mark.long
 def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, folder, tmp_path):
     path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
