@@ -248,7 +248,9 @@ def _template_text(path: Path) -> str:
 def _model(path: Path) -> Any:
     """Read a tokenizers JSON file. Raises ExampleError."""
     if not path.exists():
-        fix = "give a folder that has it, as save_pretrained writes it, or set data.tokenizer to none for a model over bytes"
+        fix = (
+            "give a folder that has it (save_pretrained writes it), or set data.tokenizer to none for a model of bytes"
+        )
         raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix}")
     try:
         from tokenizers import Tokenizer as Model

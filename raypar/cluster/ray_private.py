@@ -10,10 +10,12 @@ and raypar does without it. The names are those of Ray 2.60.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.12")  # of Ray, below its folder
 _LONGEST_SOCKET = 103  # bytes of a socket's path: Linux takes 107, macOS 103
+_FOR_RAY = "ray"  # below this user's folder
+_MOST_NAMES = 100  # folders that others may have made under the names of ours
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _DRAINING = "get_draining_nodes"
@@ -50,7 +54,7 @@ _DEATH = re.compile(
 def start_on_loopback(**settings: Any) -> None:
     """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
 
-    The public ``ray.init`` takes no address to listen on, makes its folders writable to all, and fails where TMPDIR is
+    The public ``ray.init`` takes no address to listen on, makes its folders open to all, and fails where TMPDIR is
     so long that a socket below it would have too long a path, and where there is no /dev/shm. Retry at upgrades.
 
     Args:
@@ -58,11 +62,11 @@ def start_on_loopback(**settings: Any) -> None:
     """
     if not has_feature("shared_memory_folder"):
         settings["_plasma_directory"] = tempfile.gettempdir()
+    folder = ray_folder()
     with _loopback_kept():
-        started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(ray_folder()), **settings)
+        started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(folder), **settings)
     session = Path(started.address_info["session_dir"])
     with suppress(OSError):
-        session.chmod(0o700)
         own = own_identity()
         (session / OWNER_FILE).write_text(f"{own.pid} {own.began} {own.pid_domain}")
 
@@ -83,10 +87,34 @@ def silence_deaths() -> None:
 def ray_folder() -> Path:
     """Return the folder in which a local Ray makes its sessions' folders on this machine.
 
-    It is below RAY_TMPDIR or TMPDIR, as Ray has it, or below /tmp where a socket below these had too long a path.
+    It is in a folder that is this user's alone (0700), ``raypar-<uid>`` below RAY_TMPDIR or TMPDIR, or below /tmp where
+    a socket below these had too long a path, which is said. Ray opens its own folders to all, so that in /tmp/ray
+    others can rename what is there. Where somebody else has made that folder, a number follows its name.
+
+    Raises:
+        OSError: It can't be made.
     """
-    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute() / "ray"
-    return folder if len(os.fsencode(folder)) + _SOCKET <= _LONGEST_SOCKET else Path("/tmp/ray")
+    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
+    above = Path(os.environ[variable] if variable else "/tmp").absolute()
+    most = _LONGEST_SOCKET - _SOCKET - len(f"/{_own_name(0)}/{_FOR_RAY}")
+    if len(os.fsencode(above)) > most:
+        log.warning("%s is too long for the paths of Ray's sockets: /tmp is taken; %d bytes would fit", variable, most)
+        above = Path("/tmp")
+    above.mkdir(parents=True, exist_ok=True)
+    for number in range(_MOST_NAMES):
+        folder = above / _own_name(number)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            folder.chmod(0o700)
+            return folder / _FOR_RAY
+    raise FileExistsError(errno.EEXIST, "somebody else has made the folders for Ray's sessions", str(above))
+
+
+def _own_name(number: int) -> str:
+    """Return the name of this user's folder for Ray's sessions; those after the first one are for where it is taken."""
+    return f"raypar-{os.getuid()}" + (f"-{number}" if number else "")
 
 
 def logs_folder() -> Path | None:

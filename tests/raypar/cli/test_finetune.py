@@ -62,7 +62,7 @@ def test_the_fix_for_a_model_over_bytes_is_one(said, tmp_path):
     folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "bytes")
     path = str(made_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "one", "completion": "two"}] * 20))
     code, _, err = said("sft", path, "--model", folder, "--dry-run")
-    assert code and err.endswith("or set data.tokenizer to none for a model over bytes\n"), err
+    assert code and err.endswith("or set data.tokenizer to none for a model of bytes\n"), err
     code, out, err = said("sft", path, "--model", folder, "--dry-run", "--data.tokenizer", "none")
     assert code == 0 and "pieces of examples" in out, err
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,19 +37,41 @@ def started(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [
-        ({}, "/tmp/ray"),
-        ({"TMPDIR": "/var/tmp"}, "/var/tmp/ray"),
-        ({"TMPDIR": "/var/tmp", "RAY_TMPDIR": "/scratch"}, "/scratch/ray"),
-        ({"TMPDIR": "/" + "scratch" * 6}, "/tmp/ray"),  # a socket in a session's folder there has more than 103 bytes
-        ({"TMPDIR": "/" + "\N{GREEK SMALL LETTER ALPHA}" * 20}, "/tmp/ray"),
+        ({}, "/tmp"),
+        ({"TMPDIR": "/var/tmp"}, "/var/tmp"),
+        ({"TMPDIR": "/var/tmp", "RAY_TMPDIR": "/dev/shm"}, "/dev/shm"),
+        ({"TMPDIR": "/" + "scratch" * 6}, "/tmp"),  # a socket in a session's folder there has more than 103 bytes
+        ({"RAY_TMPDIR": "/" + "\N{GREEK SMALL LETTER ALPHA}" * 20}, "/tmp"),
     ],
 )
-def test_the_folder_of_a_local_ray_leaves_room_for_the_paths_of_sockets(variables, folder, monkeypatch):
+def test_the_folder_of_a_local_ray_leaves_room_for_the_paths_of_sockets(variables, folder, monkeypatch, caplog):
     for name in ("TMPDIR", "RAY_TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert str(ray_private.ray_folder()) == folder
+    found = ray_private.ray_folder()
+    assert found == Path(folder) / f"raypar-{os.getuid()}" / "ray"
+    assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
+    wrong = [name for name, value in variables.items() if len(os.fsencode(value)) > 30]
+    assert [record.getMessage().split()[0] for record in caplog.records] == wrong
+
+
+def test_a_folder_that_is_not_this_user_s_alone_is_not_taken(tmp_path, monkeypatch):
+    """Others may make one under the name of ours, or a link, or have opened it."""
+    short = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    monkeypatch.setenv("RAY_TMPDIR", str(short))
+    own = f"raypar-{os.getuid()}"
+    (short / own).symlink_to(tmp_path)
+    (short / f"{own}-1").write_text("")
+    (short / f"{own}-2").mkdir(mode=0o777)
+    (short / f"{own}-2").chmod(0o777)
+    assert ray_private.ray_folder() == short / f"{own}-2" / "ray"
+    assert stat.S_IMODE((short / f"{own}-2").stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (short / "raypar-12345").mkdir()
+    with pytest.raises(FileExistsError, match="somebody else has made the folders"):
+        ray_private.ray_folder()
+    shutil.rmtree(short)
 
 
 def test_this_ray_has_the_names():
@@ -111,7 +136,6 @@ def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplo
     ray_private.start_on_loopback(num_cpus=2)
     assert started.found == [("127.0.0.1", {"num_cpus": 2, "_temp_dir": str(ray_private.ray_folder())})]
     assert started.services.resolve_ip_for_localhost is before, "only for the time of the start"
-    assert oct(started.folder.stat().st_mode & 0o777) == "0o700"
     assert not caplog.records
 
 
