@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
 _LONG = 80  # letters of a path that are shown
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
 
 _PAPER = ("draw", "check", "simulate")
@@ -104,7 +107,7 @@ def _on_paper(command: str, words: list[str]) -> int:
         if command == "draw":
             with _messages():
                 drawing = schedules.draw(words, terminal=sys.stdout.isatty())
-            return _say(drawing)
+            return _say(drawing, styled=sys.stdout.isatty())
         return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
@@ -162,7 +165,7 @@ def _on_disk(command: str, words: list[str]) -> int:
             from raypar.cli import data
 
             with _messages():
-                return _say(data.show(words, terminal=sys.stdout.isatty()))
+                return _say(data.show(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
         if command != "ckpt":
             written = run_folder.run(command, words, _say)
             said = _say(written.text)
@@ -198,11 +201,12 @@ def _with_actors(command: str, words: list[str]) -> int:
         if command == "eval":
             from raypar.cli.evaluate import evaluate
 
-            return _say(_table(evaluate(words)))
+            return _say(_table(evaluate(words)), styled=True)
         if command in _TEXTS:
             from raypar.cli import generate
 
-            generate.generate(words, _say) if command == "generate" else generate.chat(words, _say, input)
+            say = partial(_say, styled=not sys.stdout.isatty())  # a file gets the text as the model has written it
+            generate.generate(words, say) if command == "generate" else generate.chat(words, say, input)
             return OK
         if command == "sft":
             from raypar.cli import finetune
@@ -211,17 +215,15 @@ def _with_actors(command: str, words: list[str]) -> int:
         else:
             outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
-            return _say(
-                f"{outcome.picture}\n\n{_table(outcome.rows)}\n\n{outcome.verdict}; no actor was started\n{_MORE}"
-            )
-        said = _say(_table(outcome.rows))
+            told = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
+            return _say(f"{outcome.picture}\n\n{told}", styled=sys.stdout.isatty())
+        said = _say(_table(outcome.rows), styled=True)
         return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:
         from raypar.cli.flags import named_as_typed
 
         count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
-        told = ConfigError(named_as_typed(error.faults, words))
-        return _fail(f"{count}, no step was taken:\n{told}", MISTAKE)
+        return _fail(f"{count}, no step was taken:\n{ConfigError(named_as_typed(error.faults, words))}", MISTAKE)
     except NonFiniteError as error:
         return _fail(str(error), NOT_FINITE, error)
     except JobError as error:
@@ -245,9 +247,9 @@ class _Messages(logging.StreamHandler[TextIO]):
         """Return the text of a record."""
         text = record.getMessage()
         if record.levelno < logging.ERROR:
-            return text
+            return printable(text)
         self.errors.add(text)
-        return f"raypar: {text}"
+        return printable(f"raypar: {text}")
 
 
 @contextmanager
@@ -289,6 +291,7 @@ def _terminable() -> Iterator[None]:
 
 def _table(rows: Rows) -> str:
     """Format rows as a table for a terminal, and as plain lines otherwise."""
+    rows = [(name, printable(figure)) for name, figure in rows]
     if not sys.stdout.isatty():
         return "\n".join(f"{name + ':':<22} {figure}" for name, figure in rows)
     from rich.console import Console
@@ -303,10 +306,21 @@ def _table(rows: Rows) -> str:
     return captured.get().rstrip("\n")
 
 
-def _say(text: str, end: str = "\n") -> int:
-    """Print to standard output and return the exit code. A closed pipe, as by ``head``, is no error."""
+def printable(text: str) -> str:
+    """Return a text with its control characters, which may be commands to a terminal, spelled: a name may have some."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _say(text: str, end: str = "\n", *, styled: bool = False) -> int:
+    """Print to standard output and return the exit code. A closed pipe, as by ``head``, is no error.
+
+    Args:
+        text: The text.
+        end: What follows it.
+        styled: Whether control characters in it are meant as such, as colours are.
+    """
     try:
-        print(text, end=end, flush=True)
+        print(text if styled else printable(text), end=end, flush=True)
     except BrokenPipeError:
         return _hush()
     except OSError as error:
@@ -329,9 +343,9 @@ def _stopped(how: str, code: int, error: BaseException) -> int:
 def _fail(text: str, code: int, error: BaseException | None = None) -> int:
     """Print why a command fails, unless the log has it already, and the notes of the error; return the exit code."""
     if text not in _Messages.errors:
-        print(f"raypar: {text}", file=sys.stderr)
+        print(printable(f"raypar: {text}"), file=sys.stderr)
     for note in getattr(error, "__notes__", []):
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     return code
 
 

@@ -797,3 +797,24 @@ def test_verify_takes_the_run_of_a_run_folder_but_not_its_length(tmp_path):
     (tmp_path / "run.toml").write_text(toml_of(plain_of(replace(recipe("gpt-tiny"), steps=70, seed=11))))
     run, wrong = _base(str(tmp_path), {"steps": 2})
     assert (run.seed, run.steps, wrong) == (11, 2, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "{}"),
+        ("ckpt", "verify", "{}"),
+        ("draw", "{}"),
+        ("train", "gpt-tiny", "--{}", "3"),
+        ("gallery", "--out", "{}.html"),
+        ("train", "gpt-tiny", "--steps", "0", "--folder", "{}"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_to_a_terminal_in_a_name_are_spelled(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "a\x1b[31mb\rc"
+    code, out, err = said(*(word.format(name) for word in words))
+    assert not {"\x1b", "\r"} & {*out, *err}
+    assert r"a\x1b[31mb\rc" in out + err or not code
+    assert cli.printable("tab\tline\nbell\x07 \x9b") == "tab\tline\nbell\\x07 \\x9b"
