@@ -96,6 +96,7 @@ def their_model_again(model: Mapping[str, Any]) -> Layers:
         raise ValueError("; ".join(faults))
     fields = {name: None if value == "none" else value for name, value in fields.items()}
     fields |= {"plan": dict(fields.get("plan") or ()), "skips": tuple(map(tuple, fields.get("skips") or ()))}
+    fields.pop("metrics", None)  # functions, of which the names are written
     return Layers(fn=TheirLayers(model["fn"]["config"]), loss=cross_entropy, **fields)
 
 

@@ -73,8 +73,11 @@ class Loading:
     def replace(self, run: Run, resume: str | PathLike[str] | Found | None) -> None:
         """Replace the run by another one on the same actors, as ``Job.reset`` does."""
         self.loop.demand_ready()
-        run, programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self._device)
-        run = settled(run)
+        with self.loop.unlocked():
+            run, programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self._device)
+        run, calls = settled(run), self.loop.loaded.calls
+        if self.loop.loaded.run.max_failures:  # one that has died since the last step is replaced as in a step
+            self.loop.between_steps(lambda: calls.all("progress", what="the end of the run before"), "a reset")
         self.loop.leave(run.folder)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 

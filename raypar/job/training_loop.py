@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +93,11 @@ class TrainingLoop:
         """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
         if folder is not None and folder == self.loaded.run.folder:
             self.finish()
+
+    def unlocked(self) -> AbstractContextManager[None]:
+        """Complete the save under way, and return a context in which another run may take the run's folder."""
+        self._saver.settle()
+        return self._record.unlocked()
 
     def finish(self) -> None:
         """Keep the latest step's times, then end the saving and the record of the run. A second call does nothing."""

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,10 @@ class Record:
         self._loads_every = max(1, run.steps // _LOADS)
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
         self._last: int | None = None  # the same, also if they are
+
+    def unlocked(self) -> AbstractContextManager[None]:
+        """Return a context in which the run's folder may be taken by the run that replaces it."""
+        return nullcontext() if self._folder is None else self._folder.unlocked()
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str, skeleton: Skeleton | None = None) -> None:
         """Record that the run starts or continues.

@@ -7,7 +7,8 @@ import fcntl
 import logging
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -41,6 +42,19 @@ class Lines:
         assert self._file is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._is_locked = True
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Let others lock the file in the block."""
+        if self._file is None or not self._is_locked:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            with suppress(BlockingIOError):  # somebody was faster: two runs in one folder, both of which were asked for
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, line: str) -> bool:
         """Append a line. Return whether the file was gone, and was made again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,10 @@ class Folder:
             raise ConfigError(error.faults) from error
         self._handler = LogFile(self._log)
         self._handler.open()
+
+    def unlocked(self) -> AbstractContextManager[None]:
+        """Return a context in which the folder may be taken by another run."""
+        return self._log.unlocked()
 
     def begin(self, run: Run, schedule: Schedule, step: int, forecast: Forecast | None = None) -> None:
         """Write the configuration, the schedule and the start of the metrics.

@@ -301,7 +301,7 @@ def test_an_actor_reads_its_part_and_no_more(drawn, data):
     dims = {dim: data.draw(st.sampled_from(pieces_of(length))) for dim, length in enumerate(shape)}
     own = Sharding({dim: pieces for dim, pieces in dims.items() if pieces is not None})
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raypar.actors.checkpoint.assembler._AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 20])))
+        patch.setattr("raypar.actors.checkpoint.assembler.AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 20])))
         write_shard(Path(name), "f", {one.key: whole[one.index] for one in stored})
         read = Assembler(ShardFolder(Path(name))).read(Logical("BF16", shape, tuple(stored)), own)
     assert bits(read) == bits(own.take(whole))

@@ -102,7 +102,7 @@ def test_the_targets_of_an_evaluation_are_counted(dp, tmp_path):
 def result_of(every, number, dp):
     """What an actor tells of an evaluation step, whose losses are 2 nats a token."""
     counts = tuple(ids.numel() for ids in every[number * 2 * dp : (number + 1) * 2 * dp])
-    return SimpleNamespace(losses=(2.0,) * len(counts), counts=counts)
+    return SimpleNamespace(losses=(2.0,) * len(counts), counts=counts, metrics=())
 
 
 def test_without_a_tokenizer_a_target_is_a_byte_and_ids_of_a_file_do_not_say(tmp_path):
