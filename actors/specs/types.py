@@ -17,7 +17,8 @@ Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reach
 
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
 KEPT = 4  # number of training steps whose events an actor keeps
-ELEMENTS = ("tokens", "targets")  # units of throughput that are elements of the targets; all others are samples
+LEARNED = "learned tokens"
+ELEMENTS = ("tokens", "targets", LEARNED)  # units of throughput that are elements of targets; all others are samples
 
 
 def format_watched(chosen: Format | None, compute: Format = "fp32") -> Format:

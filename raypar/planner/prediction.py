@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
@@ -22,7 +23,7 @@ from raypar.planner.calibration_file import VARIABLE, default_path, found_calibr
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.host import computes_here, device_kind
 from raypar.planner.memory import Counts
-from raypar.planner.rates import rates_of
+from raypar.planner.rates import block_seconds, rates_of
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.measured_costs import costs_of
@@ -56,6 +57,7 @@ class Prediction:
         alone: Makespan without the messages between replicas, as far as they are known, in the unit of the timeline.
         between: Seconds between two steps, if they are known.
         process: Bytes of an actor's process without a run, if they are known.
+        least: Seconds that a step takes at least, because small blocks take longer than their FLOPs.
     """
 
     timeline: Timeline
@@ -63,6 +65,7 @@ class Prediction:
     alone: float
     between: float = 0.0
     process: int | None = None
+    least: float = 0.0
 
     def most(self, op: Op) -> float:
         """Return how long the actions of an op in a step last together on the rank where they last longest."""
@@ -75,7 +78,13 @@ class Prediction:
     @property
     def step(self) -> float:
         """Seconds of a step; of steps that overlap, on average."""
-        return self.timeline.makespan / self.timeline.schedule.num_steps + self.between
+        return max(self.timeline.makespan / self.timeline.schedule.num_steps + self.between, self.least)
+
+    @property
+    def from_what(self) -> str:
+        """Where the seconds of a step come from, in words."""
+        is_least = self.least and self.step == self.least
+        return f"{self.source}, and at least 1 ms for each block and microbatch" if is_least else self.source
 
     @property
     def bubble(self) -> str:
@@ -179,7 +188,12 @@ def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Pr
     costs = seconds_of_run(run, world, counts, schedule, rates_of(run))
     computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
     alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
-    return Prediction(simulate(schedule, costs), source, alone.makespan / schedule.num_steps)
+    timeline, least = simulate(schedule, costs), 0.0
+    if isinstance(run.model, Transformer):
+        layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
+        held = (sum(len(layers[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+        least = max(held) * run.microbatches * block_seconds(run) / (1 - timeline.bubble)
+    return Prediction(timeline, source, alone.makespan / schedule.num_steps, least=least)
 
 
 def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:

@@ -9,9 +9,10 @@ from typing import Any
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import ELEMENTS, Format
+from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
 from raypar.reporting.needs import size
@@ -29,8 +30,12 @@ _TIMES = ("tokens_per_s", "step_ms", "bubble", "overlap")  # fields that say not
 
 
 def unit_of(run: Run) -> str:
-    """Return what a run's throughput counts: the user's unit, else tokens of a sequence, else samples."""
-    return run.unit or ("samples" if run.model.seq is None else "tokens")
+    """Return what a run's throughput counts: the user's unit, else tokens of a sequence, else samples.
+
+    Of the tokens of examples it is those that are learned, which is not those of prompts and of padding.
+    """
+    tokens = LEARNED if isinstance(run.data, Examples) else "tokens"
+    return run.unit or ("samples" if run.model.seq is None else tokens)
 
 
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:

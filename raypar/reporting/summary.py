@@ -17,12 +17,12 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import LEARNED
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.planner.calibration_file import found_calibration
-from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, IN_SLOTS, Prediction, before_run, misfits
-from raypar.planner.rates import block_seconds
+from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, misfits
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
@@ -90,12 +90,7 @@ def plan_rows(
     if world.reduces and (exchanged := _exchange_told(prediction)):
         rows.append(("between replicas", exchanged))
     if prediction.source != IN_SLOTS:
-        blocks = max(
-            sum(len(layers[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
-        )
-        least = blocks * run.microbatches * block_seconds(run) / (1 - prediction.timeline.bubble)
-        least = least if prediction.source == FROM_FLOPS else 0.0
-        rows.append(("time", _time_told(run.steps - step, prediction, least)))
+        rows.append(("time", _time_told(run.steps - step, prediction)))
         rows += [("calibration", told) for told in _unfit(run, prediction)]
     return [
         *rows,
@@ -121,17 +116,14 @@ def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[st
         yield from pipeline_advice(run.mesh.pp, run.microbatches, prediction.timeline.bubble, "more microbatches")
 
 
-def _time_told(steps: int, prediction: Prediction, least: float) -> str:
+def _time_told(steps: int, prediction: Prediction) -> str:
     """Say how long the computing takes at least; what each action and message costs besides is not known before.
 
     Args:
         steps: How many steps the run takes.
         prediction: A step.
-        least: Seconds that the blocks of a step take at least, however small they are.
     """
-    step, source = prediction.step, f"predicted {prediction.source}"
-    if least > step:
-        step, source = least, f"as so small blocks take 1 ms a microbatch at least; {milliseconds(step)} {source}"
+    step, source = prediction.step, f"predicted {prediction.from_what}"
     whole = timedelta(seconds=round(steps * step))
     if prediction.source == FROM_CALIBRATION:
         return f"{whole}: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)}, {source}"
@@ -272,8 +264,8 @@ def closing_rows(
         *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         *([] if evaluation.bits_per_byte is None else [("bits per byte", f"{evaluation.bits_per_byte:.3f}")]),
         *metric_rows(evaluation.metrics),
-        (f"{unit}/s", f"{speed:,.0f} (median)"),
-        *([] if prediction.source == IN_SLOTS else [("step time", f"{step_time}, {prediction.source}")]),
+        (f"{unit}/s", f"{speed:,.0f} (median)" + _of_all(run, unit, steady)),
+        *([] if prediction.source == IN_SLOTS else [("step time", f"{step_time}, {prediction.from_what}")]),
         *([("calibration", forecast.better)] if forecast.better else []),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),
@@ -283,6 +275,14 @@ def closing_rows(
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
         *((name, str(path)) for name, path in files.items() if path is not None),
     ]
+
+
+def _of_all(run: Run, unit: str, steady: Sequence[Report]) -> str:
+    """Say how many tokens go through the model in a second, where only some of them are learned."""
+    if unit != LEARNED or run.model.seq is None:
+        return ""
+    every = statistics.median(report.per_second("samples") for report in steady) * run.model.seq
+    return f", of {every:,.0f} tokens/s with prompts and padding"
 
 
 def failures_told(reports: Sequence[Report], lost: Sequence[float]) -> str:

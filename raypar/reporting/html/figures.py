@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raypar.actors.specs.loss_name import names_cross_entropy
-from raypar.actors.specs.types import ELEMENTS
+from raypar.actors.specs.types import ELEMENTS, LEARNED
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -52,7 +52,8 @@ class History:
         """
         model, named = self.config.get("model", {}), self.config.get("unit", "none")
         if named == "none":
-            named = "tokens" if isinstance(model.get("seq"), int) or "layers" in model else "samples"
+            tokens = LEARNED if self.config.get("data", {}).get("kind") == "examples" else "tokens"
+            named = tokens if isinstance(model.get("seq"), int) or "layers" in model else "samples"
         known = named in ELEMENTS or (self.steps and all(line.get("samples") for line in self.steps))
         return str(named) if known else "targets"
 

@@ -18,6 +18,7 @@ from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.forecasting import compared, forecast_of
 from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
@@ -85,9 +86,9 @@ def test_a_log_begins_with_what_the_run_needs(caplog):
         log_plan(run, check_run(run)["train"], Skeleton(run.model, run.seed))
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("raypar.reporting")]
     assert lines[0] == "actors: 2 = pp 2"
-    step = predicted(run, check_run(run)["train"]).timeline.makespan
-    told = "time: 0:00:00 and more: 20 steps of 23.6 ms and more, as so small blocks take 1 ms a microbatch at least; "
-    assert f"{told}{milliseconds(step)} predicted from FLOPs and bytes" in lines, "4 x 4 ms, and a bubble of 32.3 %"
+    told = "time: 0:00:00 and more: 20 steps of 23.6 ms and more, "
+    told += "predicted from FLOPs and bytes, and at least 1 ms for each block and microbatch"
+    assert told in lines, "4 x 4 ms, and a bubble of 32.3 %"
     assert {"parameters", "memory, pp=0", "memory, pp=1", "memory in all", "bubble"} <= {
         line.partition(":")[0] for line in lines
     }
@@ -119,3 +120,13 @@ def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
     assert rows["data"] == "768 tokens to train with, 256 to validate (a part of it); the run makes 7 passes over them"
     often = dict(plan_rows(replace(run, steps=2000), check_run(run)["train"]))["data"]
     assert often.endswith("the run makes 696 passes over them")
+
+
+def test_the_head_the_summary_and_the_record_have_the_same_step():
+    """Small blocks take longer than their FLOPs, wherever the step is told."""
+    run = recipe("gpt-tiny")
+    schedule = check_run(run)["train"]
+    found = forecast_of(run, schedule, None)
+    shown = f"{1e3 * found.step:.1f} ms"
+    assert any(name == "time" and f"steps of {shown} and more" in told for name, told in plan_rows(run, schedule))
+    assert str(compared(found, [133.0], [])[0]).startswith(f"133 ms measured, {shown} predicted")
