@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
@@ -44,7 +45,10 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         ConfigError: Ray can't be started or reached.
         JobError: An actor failed or did not answer in time.
     """
-    begin, date = time.monotonic(), datetime.now(UTC)
+    begin, date, load = time.monotonic(), datetime.now(UTC), os.getloadavg()[0]
+    quiet = Origin("", "", num_cores(), 1, "", 0.0, {}, load)
+    if quiet.busy:
+        say(f"what is {quiet.busy} is too slow, and its file says so: calibrate again when the machine is quiet")
     with connected() as nodes:
         device: DeviceKind = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
         first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))
@@ -59,7 +63,7 @@ def calibrate(seconds: float, say: Say) -> Calibration:
     taken = probed(device, actors, say, lambda: time.monotonic() > late)
     found = solved(replace(found, groups=tuple(groups)), taken, actors)
     seconds = round(time.monotonic() - begin, 1)
-    origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=seconds)
+    origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=seconds, load=load)
     return replace(found, origin=origin)
 
 

@@ -40,6 +40,8 @@ Kind = Literal[
 #: Kinds whose size is the parameters of a block.
 OF_PARAMETERS: frozenset[Kind] = frozenset(("reduced", "lent", "gathered"))
 
+_BUSY = 0.5  # load of others, by core, from which on a calibration measures them too
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -53,6 +55,7 @@ class Origin:
         date: When it was measured, in ISO 8601.
         seconds: How long that took.
         versions: Of raypar, Python, torch and Ray.
+        load: The machine's load average before it began: processes of others that wanted a core.
     """
 
     host: str
@@ -62,6 +65,14 @@ class Origin:
     date: str
     seconds: Annotated[float, Ge(0), Le(1e6)]
     versions: dict[str, str | None]
+    load: Annotated[float, Ge(0), Le(1e6)] = 0.0
+
+    @property
+    def busy(self) -> str:
+        """Say that other programs had so many of the cores that what was measured is too slow; "" if they had not."""
+        if self.load <= _BUSY * self.cores:
+            return ""
+        return f"measured on a busy machine (load {self.load:.1f} on {self.cores} cores)"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.world import World
@@ -127,6 +128,23 @@ def why_uncalibrated(run: Run) -> str:
             return f"{VARIABLE} is empty, so that no calibration is used: unset it, or name a file of raypar calibrate"
         return f"there is no calibration in {where}: raypar calibrate measures this machine or cluster in a minute"
     return "; ".join(misfits(run, calibration))
+
+
+def better_calibration(run: Run, prediction: Prediction) -> str:
+    """Say what would give a better prediction than this one: a calibration, or a new one; "" if nothing."""
+    if prediction.source != FROM_CALIBRATION:
+        return why_uncalibrated(run)
+    known = found_calibration()
+    return "" if known is None else cautions(known)
+
+
+def cautions(calibration: Calibration) -> str:
+    """Say why a calibration may be wrong here: it is of a busy machine, or of another torch; "" if it is of neither."""
+    found = [f"it was {calibration.origin.busy}"] if calibration.origin.busy else []
+    measured, here = calibration.origin.versions.get("torch"), version("torch")
+    if measured is not None and measured != here:
+        found.append(f"it is of torch {measured}, and here is {here}")
+    return f"{', and '.join(found)}: raypar calibrate measures anew" if found else ""
 
 
 def misfits(run: Run, calibration: Calibration) -> list[str]:

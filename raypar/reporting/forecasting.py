@@ -10,7 +10,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.memory import worker_memory
-from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, why_uncalibrated
+from raypar.planner.prediction import IN_SLOTS, Prediction, before_run, better_calibration
 from raypar.reporting.needs import counts_of, size
 from raypar.reporting.run_folder.forecast import Forecast
 from raypar.schedules.drawing.text import milliseconds
@@ -55,7 +55,7 @@ def forecast_of(
     memory = worker_memory(run, world, counts, found.timeline, found.process)
     is_known = found.source != IN_SLOTS
     peaks = tuple(one.peak for one in memory) if all(one.activations is not None for one in memory) else ()
-    better = "" if found.source == FROM_CALIBRATION else why_uncalibrated(run)
+    better = better_calibration(run, found)
     drawn = found.timeline if is_known else None
     return Forecast(step, found.source, found.step if is_known else None, peaks, better, drawn)
 

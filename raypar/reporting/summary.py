@@ -22,7 +22,7 @@ from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.planner.calibration_file import found_calibration
-from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, misfits
+from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, cautions, misfits
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
@@ -101,13 +101,14 @@ def plan_rows(
 
 
 def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
-    """Yield why a calibration that is there was not used; of one that can't be read, the log tells."""
+    """Yield why a calibration that is there was not used, or may be wrong; of one that can't be read, the log tells."""
     try:
         calibration = found_calibration()
     except ConfigError:
         return
-    if calibration is not None and prediction.source != FROM_CALIBRATION:
-        yield "; ".join(misfits(run, calibration))
+    if calibration is not None:
+        told = cautions(calibration) if prediction.source == FROM_CALIBRATION else "; ".join(misfits(run, calibration))
+        yield from [told] if told else []
 
 
 def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 
 from raypar.actors.host_cores import num_cores
 from raypar.planner.calibration import (
@@ -29,7 +30,9 @@ def known(**changed):
     )
     found = Calibration(
         format=FORMAT,
-        origin=Origin("here", "a processor", num_cores(), 1, "2026-11-26T12:00:00+00:00", 50.0, {"torch": "2"}),
+        origin=Origin(
+            "here", "a processor", num_cores(), 1, "2026-11-26T12:00:00+00:00", 50.0, {"torch": version("torch")}
+        ),
         device="cpu",
         threads=1,
         products=products,

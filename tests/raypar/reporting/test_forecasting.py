@@ -107,6 +107,26 @@ def test_a_calibration_that_does_not_fit_says_why(calibrated, changed, why):
     assert "calibration" not in dict(plan_rows(RUN, check_run(RUN)["train"]))
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"load": 99.0}, "it was measured on a busy machine (load 99.0 on "),
+        ({"versions": {"torch": "1.0"}}, "it is of torch 1.0, and here is 2."),
+        ({"load": 99.0, "versions": {"torch": "1.0"}}, ", and it is of torch 1.0, and here is 2."),
+    ],
+    ids=["busy", "torch", "both"],
+)
+def test_a_calibration_that_may_be_wrong_says_why(tmp_path, monkeypatch, changed, why):
+    """It is used all the same; the head and the summary say the same of it."""
+    one = known()
+    write_calibration(replace(one, origin=replace(one.origin, **changed)), tmp_path / "calibration.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "calibration.json"))
+    found = forecast(RUN)
+    assert found.source == FROM_CALIBRATION
+    assert why in found.better and found.better.endswith(": raypar calibrate measures anew")
+    assert dict(plan_rows(RUN, check_run(RUN)["train"]))["calibration"] == found.better
+
+
 def test_without_a_calibration_it_says_how_to_get_one(tmp_path, monkeypatch):
     assert why_uncalibrated(RUN).startswith(f"{VARIABLE} is empty")
     monkeypatch.delenv(VARIABLE)
