@@ -217,7 +217,11 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, words))
     faults += injected(args.chaos, run, schedule, begun)[1]
-    faults += device_faults(run.device) if right("device") else ()
+    elsewhere = [*device_faults(run.device)] if right("device") else []  # what a dry run says of another machine
+    if elsewhere and args.dry_run:
+        logging.getLogger("raypar").warning("this is a plan for other machines: %s", elsewhere[0])
+    else:
+        faults += elsewhere
     faults += recovery_faults(run.max_failures) if right("max_failures") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
@@ -225,7 +229,8 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
-    if right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
+    is_here = not (elsewhere and args.dry_run)
+    if is_here and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
         faults += room_faults(world_of(run).size + run.spares)
     if schedule is not None:
         faults += memory_faults(run, schedule)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -126,6 +127,28 @@ def plain_of(run: Run) -> dict[str, Any]:
     folder = run.folder if run.folder is None else str(absolute(run.folder))
     table: dict[str, Any] = _written(replace(rooted(run), folder=folder))
     return table
+
+
+def changed_of(run: Run) -> dict[str, Any]:
+    """Return a run as plain data like ``plain_of``, without what a file can leave out: with its fields' defaults."""
+    whole = plain_of(run)
+    wanted = run_of(whole)
+
+    def without_defaults(table: dict[str, Any]) -> None:
+        """Remove fields from a table within the whole, each if the run is the same without it."""
+        for name, value in [*table.items()]:
+            if isinstance(value, dict):
+                without_defaults(value)
+            if isinstance(value, dict) and value:
+                continue
+            del table[name]
+            with suppress(ConfigError):
+                if run_of(whole) == wanted:
+                    continue
+            table[name] = value
+
+    without_defaults(whole)
+    return whole
 
 
 def toml_of(plain: Mapping[str, Any]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from raypar.actors.specs.model import GPT, Llama
-from raypar.planner.search.ranking import ALIKE, Candidate, Ranking
+from raypar.planner.search.ranking import ALIKE, MICRO_BATCH, Candidate, Ranking
 from raypar.planner.search.space import LONG, Space
 
 _BAR = 40  # characters of a whole step
 SHOWN = 6  # meshes of the table
 _GB = 1e9
 _AXES = ("dp", "tp", "pp", "cp", "ep")
-_HEAD = ("", *_AXES, "schedule", "samples", "zero", "recompute", "step", "memory")
+_HEAD = ("", *_AXES, "schedule", MICRO_BATCH, "zero", "recompute", "step", "memory")
 
 
 def duration(seconds: float) -> str:

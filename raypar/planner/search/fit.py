@@ -52,11 +52,11 @@ def _need_at(paper: Paper, rank: int) -> Need:
     if world.gathers:
         weights += each.weight * held.all * min(1.0, _GATHERED / held.units)
     kept = _activations(paper, rank)
-    kind = paper.cluster.device.kind
+    kind, away = paper.cluster.device.kind, run.offload != "none"
     return Need(
         weights=weights,
-        gradients=each.gradient * (own if world.zero > 1 else held.all) + _in_buckets(paper, rank),
-        optimizer=(each.master + num_states(run.optim) * each.state) * own,
+        gradients=(0.0 if away else each.gradient * (own if world.zero > 1 else held.all)) + _in_buckets(paper, rank),
+        optimizer=0.0 if away else (each.master + num_states(run.optim) * each.state) * own,
         activations=kept * (1 + WORKING_OF[kind]),
         process=process_bytes(kind),
     )

@@ -27,6 +27,8 @@ _PRICED = 3  # candidates of a mesh whose steps are predicted from a calibration
 #: Returns the seconds of a step of a run; None if nothing is known of it.
 Price = Callable[[Run], float | None]
 
+MICRO_BATCH = "micro batch"  # what a plan calls the samples of a microbatch
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -68,7 +70,7 @@ class Candidate:
             "cp": mesh.cp,
             "ep": mesh.ep,
             "schedule": run.schedule if run.chunks is None else f"{run.schedule} x {run.chunks}",
-            "samples": run.micro_batch_size,
+            MICRO_BATCH: run.micro_batch_size,
             "zero": run.zero,
             "recompute": again,
         }

@@ -2,19 +2,25 @@
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.optim import Muon
 from raypar.cli.planning import plan
 from raypar.cli.train import train
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import Node, place
-from raypar.config.run import check_run
-from raypar.config.toml import load_run
+from raypar.config.recipes import recipe
+from raypar.config.run import check_run, world_of
+from raypar.config.toml import changed_of, load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 from raypar.planner.calibration_file import VARIABLE, write_calibration
+from raypar.planner.memory import worker_memory
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import counts_of
 from tests.support.calibrations import known
 
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
@@ -108,7 +114,7 @@ def test_what_is_searched_and_a_grid_are_not_taken():
 
 def test_what_fits_nowhere_is_a_mistake_with_the_smallest_number_that_would():
     with pytest.raises(ConfigError) as error:
-        planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16")
+        planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16 --model.layers 200")
     told = "\n".join(error.value.faults)
     assert "no layout fits" in told
     assert "are the smallest number on which one fits" in told
@@ -154,3 +160,44 @@ def test_a_calibration_that_is_not_there_is_a_mistake(tmp_path, words):
         planned(f"{words} --calibration {tmp_path / 'none.json'}")
     assert "none.json" in error.value.faults[0] and "raypar calibrate" in error.value.faults[0]
     assert dict(os.environ) == before
+
+
+def test_the_file_has_what_differs_alone_and_is_checked_without_a_gpu(tmp_path, monkeypatch, caplog):
+    out = tmp_path / "job.toml"
+    told = planned(f"--gpus 16 --gpu h100 {BILLION} --out {out}")
+    assert "seconds are of h100 at 71% of its data sheet, which published steps of other programs reach" in told
+    assert "  micro batch  zero  " in told
+    lines = out.read_text().splitlines()
+    assert lines[0] == "# EDIT: data, lr, steps. What is not here is as in every run."
+    assert len(lines) < 40
+    assert not [line for line in lines if line.split(" = ")[-1] in ('"none"', "false", "[]")], "defaults"
+    monkeypatch.setattr("raypar.config.validate.device.torch_has_cuda", lambda: False)
+    with caplog.at_level("WARNING"):
+        found = train([str(out), "--dry-run", "--folder", "none"], terminal=False)
+    assert dict(found.rows)["actors"].startswith("16 = ")
+    assert "this is a plan for other machines: device is 'cuda', but torch is built without CUDA here" in caplog.text
+    with pytest.raises(ConfigError, match="torch is built without CUDA here"):
+        train([str(out), "--folder", "none"], terminal=False)
+
+
+def test_a_field_that_a_file_leaves_out_is_the_same():
+    for run in (recipe("gpt-124m"), recipe("moe-small", mesh=Mesh(ep=2)), replace(recipe("llama-tiny"), optim=Muon())):
+        short = changed_of(run)
+        assert run_of(short) == run_of(plain_of(run))
+        assert len(toml_of(short)) < len(toml_of(plain_of(run))) / 4
+
+
+def test_where_nothing_fits_states_go_to_host_memory(tmp_path):
+    out, model = tmp_path / "job.toml", "--model.layers 32 --model.hidden 4096 --model.heads 32 --model.seq 2048"
+    told = planned(f"--gpus 1 --gpu h100 --batch 8 {model} --out {out}")
+    assert told.startswith("no layout fits as it is; with --offload optimizer, whose updates in host memory are not ")
+    of_plan = float(re.search(r"fullest actor: (\d+\.\d) of", told)[1])
+    run = load_run(out)
+    assert run.offload == "optimizer"
+    schedule = check_run(replace(run, device="cpu"))["train"]
+    counts, world = counts_of(run, schedule, None), world_of(run)
+    timeline = from_flops(run, world, counts, schedule).timeline
+    (need,) = worker_memory(run, world, counts, timeline, 0)
+    assert need.peak / 1e9 == pytest.approx(of_plan, rel=0.05)
+    with pytest.raises(ConfigError, match="no layout fits: the sparest, one device, zero 0, recompute full, lacks"):
+        planned(f"--gpus 1 --gpu h100 --batch 8 {model} --model.layers 300")

@@ -67,8 +67,9 @@ def test_all_that_is_found_divides_the_devices_and_the_batch_and_fits(ranking):
 
 
 def test_a_plan_tells_every_choice_and_every_runner_up(ranking):
-    names = [line.partition(" ")[0] for line in reasons(ranking, Space(256))]
-    assert names == [*ranking.best[0].choices]
+    choices = ranking.best[0].choices
+    for line, (name, choice) in zip(reasons(ranking, Space(256)), choices.items(), strict=True):
+        assert line.startswith(f"{name} {choice}: ")
     assert len([*lost(ranking)]) == min(6, len(ranking.best)) - 1
     assert len(table(ranking)) == min(6, len(ranking.best)) + 1
     assert picture(ranking.best[0])
