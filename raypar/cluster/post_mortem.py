@@ -9,6 +9,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from raypar.actors.errors import first_line
 from raypar.cluster.processes import Exit
+from raypar.cluster.ray_private import dead_servers
 from raypar.cluster.witnesses import Witnesses
 from raypar.cluster.worker_logs import shown
 from raypar.errors import Death
@@ -81,6 +82,8 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
         return f"ended by an exception when it was made: {told.strip().splitlines()[-1]}", False
     if not isinstance(error, RayActorError):
         return f"lost ({type(error).__name__}: {first_line(error)})", False
+    if "raylet" in dead_servers():
+        return "lost with this node, whose Ray has lost its server, the raylet", False
     if exit_ is None:
         return "", False
     if exit_.signal == "SIGKILL" and kills > 0:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = "RAY_gcs_server_port_wait_time_s"
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
@@ -53,6 +54,7 @@ _QUIET = {
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": "30",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    _PATIENCE: "90",  # seconds in which Ray's server has to start, 30 unless it is set
 }
 _PLACEMENT_SECONDS = 60.0
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
@@ -334,8 +336,9 @@ def _connect() -> bool:
         ray.shutdown()
         raise JobError(
             f"Ray does not start on this machine ({first_line(error)}): try again if the machine is busy "
-            f"(load {os.getloadavg()[0]:.0f} on {num_cores()} cores); else see that /tmp (or RAY_TMPDIR) has room, and "
-            "that no broken Ray of yours is left running"
+            f"(load {os.getloadavg()[0]:.0f} on {num_cores()} cores), with {_PATIENCE}=300 for more than "
+            f"{os.environ[_PATIENCE]} s; else see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray of yours "
+            "is left running"
         ) from error
     except BaseException:  # Ctrl-C: parts of Ray are running already
         ray.shutdown()

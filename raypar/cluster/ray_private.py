@@ -127,6 +127,16 @@ def logs_folder() -> Path | None:
     return None if tell is None else Path(tell())
 
 
+def dead_servers() -> list[str]:
+    """Return which servers have ended of a Ray that this process has started, as "raylet".
+
+    Nothing public says it. An actor whose raylet is gone dies with no cause of its own. Retry at upgrades.
+    """
+    node: Any = getattr(ray._private.worker, _NODE, None)
+    tell: Any = getattr(node, "dead_processes", None)
+    return [] if tell is None else [kind for kind, _ in tell()]
+
+
 def dashboard_address() -> str:
     """Return the address of the dashboard of the cluster that this process is connected to; "" if there is none.
 

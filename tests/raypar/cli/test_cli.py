@@ -638,6 +638,7 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     code, out, err = said("train", "gpt-tiny", *data)
     assert (code, out) == (4, "")
     assert err.splitlines()[-1].startswith("raypar: Ray does not start on this machine (")
+    assert "with RAY_gcs_server_port_wait_time_s=300 for more than 90 s" in err
     assert "Traceback" not in err
 
 
