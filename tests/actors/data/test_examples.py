@@ -123,7 +123,7 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.json"))
     told = {
         rp.Examples(str(tmp_path / "gone.jsonl")): "has no file of .jsonl",
-        rp.Examples(str(path), str(tmp_path)): "has no tokenizer.json: give a folder that has it (save_pretrained writes it)",
+        rp.Examples(str(path), str(tmp_path)): "has no tokenizer.json: give a folder that has it (save_pretrained",
         rp.Examples(str(path), str(path)): "is not a tokenizers JSON file",
         rp.Examples(str(path), template=str(tmp_path / "gone")): "template: ",
         rp.Examples(str(folder / "tokenizer.json")): "example 1 of tokenizer.json has ",
