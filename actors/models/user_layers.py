@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.errors import blame
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
@@ -172,25 +174,28 @@ class LayersModel(Model):
             return ()
         found = list[Tensor]()
         for name, metric in self._spec.metrics.items():
+            before = [*map(num_writes, (*output, *target))]
             try:
                 made = metric(unwrap(output), unwrap(target))
             except Exception as error:
                 error.add_note(f"(in the metric {name!r})")
                 raise
+            if before != [*map(num_writes, (*output, *target))]:
+                raise ValueError(f"the metric {name!r} writes into the output or the target: let it make new tensors")
             pair = made if isinstance(made, tuple | list) else (made, 1)
             if len(pair) != 2 or not all(map(_is_number, pair)):
                 raise ValueError(
                     f"the metric {name!r} must be one number, a mean, or (sum, count): return one of these"
                 )
             times = 1 if pair is made else self.count(target)
-            sums = [torch.as_tensor(one, device=output[0].device).detach().reshape(()).double() for one in pair]
+            sums = [torch.as_tensor(one, dtype=torch.float64, device=output[0].device).reshape(()) for one in pair]
             found.append(torch.stack(sums) * times)
         return (torch.stack(found),)
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is one number: of Python, or a tensor with one element."""
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    """Return whether a value is one real number: of Python or numpy, or a tensor with one element."""
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
 
 
 def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None]:

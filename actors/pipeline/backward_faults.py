@@ -44,9 +44,16 @@ def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
             again()
     told = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
     frames = list(_FRAME.finditer(told[0])) if told else []
-    layer = next((frame["name"] for frame in reversed(frames) if frame["name"] in names), None)
-    line = next((frame for frame in reversed(frames) if not is_ours(frame["file"])), None)
+    entry = next((at for at in range(len(frames) - 1, -1, -1) if _enters(frames[at], names)), len(frames))
+    layer = frames[entry]["name"] if entry < len(frames) and frames[entry]["name"] in names else None
+    inside = [frame for frame in frames[entry + 1 :] if not is_ours(frame["file"])]
+    line = inside[-1] if inside else None  # of the user's code; a layer of torch's has none
     where = [] if layer is None else [f"in {layer}"]
     if line is not None:
         where.append(f"in the backward of {Path(line['file']).name}:{line['line']}: {line['code'] or line['name']}")
     return f"({', '.join(where)})" if where else ""
+
+
+def _enters(frame: re.Match[str], names: Sequence[str]) -> bool:
+    """Return whether a frame of a traceback is that in which a layer, or the loss, is called."""
+    return frame["name"] in (*names, "loss") and is_ours(frame["file"])

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from raypar.actors.files import read_named
 from raypar.actors.mesh.mesh import Mesh
@@ -104,7 +105,8 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[st
         raise ConfigError(faults)
     fills = args.cluster is None and not args.nodes
     on = _on(run, cluster, is_given=any(word.startswith("--precision") for word in words))
-    return "\n".join(_planned(on, cluster, space, args.out, price, fills=fills))
+    offloads = run.offload == "none" and not [*values_of("--offload", words)]
+    return "\n".join(_planned(on, cluster, space, args.out, price, fills=fills, offloads=offloads))
 
 
 def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
@@ -187,17 +189,20 @@ def _on(run: Run, cluster: Cluster, *, is_given: bool) -> Run:
 
 
 def _planned(
-    run: Run, cluster: Cluster, space: Space, out: Path | None, price: Price | None, *, fills: bool
+    run: Run, cluster: Cluster, space: Space, out: Path | None, price: Price | None, *, fills: bool, offloads: bool
 ) -> Iterator[str]:
-    """Yield the lines of a plan. Raises ConfigError if nothing fits."""
+    """Yield the lines of a plan. Raises ConfigError if nothing fits, nor with states in host memory if ``offloads``."""
     model = run.model
     assert isinstance(model, GPT | Llama)
     ranking = ranked(run, model, cluster, space, price=price)
     tokens = space.batch * model.seq
     if not ranking.best:
-        ranking, without = ranked(replace(run, offload=_OFFLOAD), model, cluster, space, price=price), ranking
+        without, told = ranking, [*missing(ranking, cluster.size)]
+        if offloads:
+            ranking = ranked(replace(run, offload=_OFFLOAD), model, cluster, space, price=price)
+            told = [f"{fault}; nor does one with --offload {_OFFLOAD}" for fault in told]
         if not ranking.best:
-            raise ConfigError([*missing(without, cluster.size), *_enough(run, cluster, space, without, fills=fills)])
+            raise ConfigError([*told, *_enough(run, cluster, space, without, fills=fills)])
         yield f"no layout fits as it is; with --offload {_OFFLOAD}, whose updates in host memory are not timed here:"
     best = ranking.best[0]
     yield f"{cluster}"
@@ -285,4 +290,4 @@ def _written(ranking: Ranking, out: Path | None) -> Iterator[str]:
         return
     with whole_file("--out", out) as write:
         write(_EDIT + toml_of(changed_of(ranking.best[0].run)))
-    yield f"\nwritten: raypar train {out}"
+    yield f"\nwritten: raypar train {quote(str(out))}"

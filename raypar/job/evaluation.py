@@ -107,5 +107,9 @@ def _means(names: Iterable[str], measured: Sequence[Sequence[tuple[float, float]
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
     number = math.fsum(number for _, number in pairs)
-    finite = all(math.isfinite(total) for total, _ in pairs)
-    return (math.fsum(total for total, _ in pairs) if finite else math.nan) / number if number else None
+    if not number:
+        return None
+    try:
+        return math.fsum(total for total, _ in pairs) / number
+    except ValueError:  # infinite ones of both signs
+        return math.nan

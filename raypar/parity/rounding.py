@@ -69,10 +69,10 @@ def rounding_of(run: Run, plain: Trained) -> Rounding | None:
     try:
         exact = train_plainly(run, exact=True)
     except Exception as error:  # of any kind: the user's layers raise it
-        log.info("the model can't run in float64 (%s: %s): judged beside float32 alone", type(error).__name__, error)
+        log.warning("the model can't run in float64 (%s: %s): judged beside float32 alone", type(error).__name__, error)
         return None
     if not all(map(_alike, exact.forwards, plain.forwards)):
-        log.info("the model has other losses in float64: judged beside float32 alone")
+        log.warning("the model has other losses in float64: judged beside float32 alone")
         return None
     count = run.microbatches * run.mesh.dp
     orders = [[*range(count)][::-1], [*range(0, count, 2), *range(1, count, 2)]]

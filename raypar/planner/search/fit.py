@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median_low
 from typing import NamedTuple
 
 from raypar.planner.activations import stage_activations
@@ -55,11 +56,23 @@ def _need_at(paper: Paper, rank: int) -> Need:
     kind, away = paper.cluster.device.kind, run.offload != "none"
     return Need(
         weights=weights,
-        gradients=(0.0 if away else each.gradient * (own if world.zero > 1 else held.all)) + _in_buckets(paper, rank),
+        gradients=_gradients(paper, rank, own),
         optimizer=0.0 if away else (each.master + num_states(run.optim) * each.state) * own,
         activations=kept * (1 + WORKING_OF[kind]),
         process=process_bytes(kind),
     )
+
+
+def _gradients(paper: Paper, rank: int, own: float) -> float:
+    """Return the bytes of gradients and of buckets with them, of which the actor owns so many.
+
+    Those that go to host memory are all in buckets until the end of a step, if replicas sum them only then.
+    """
+    run, every = paper.run, paper.held_on(rank).all
+    held = own if paper.world.zero > 1 else every
+    if run.offload != "none" and not (run.mesh.ways("dp") > 1 and paper.world.zero < 2):
+        held = 0.0
+    return element_bytes(run).gradient * held + _in_buckets(paper, rank)
 
 
 def _in_buckets(paper: Paper, rank: int) -> float:
@@ -79,7 +92,7 @@ def _activations(paper: Paper, rank: int) -> float:
     stages = layers_of(model, run.split, len(paper.held))
     on = paper.stages_on(rank)
     each = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
-    plain, most = min(one.kept for one in each), max(one.kept for one in each)
+    plain, most = median_low(one.kept for one in each), max(one.kept for one in each)
     # Of the stage with the head one microbatch is under way: its backward follows its forward.
     return in_flight(paper, rank) * plain + (most - plain) + max(one.passing for one in each)
 

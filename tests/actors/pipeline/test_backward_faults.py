@@ -87,6 +87,18 @@ def test_what_a_later_layer_changes_is_a_fault_of_the_line_that_needs_it():
     assert "(in layers.1" in error.reason
 
 
+def test_a_layer_of_torch_has_no_line_of_the_user_s():
+    """What called the actor, as Ray or this test, is none."""
+    error = failed(lambda: [nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True)], pp=1)
+    assert error.reason.endswith("(in layers.1)")
+
+    def loss(output, target):
+        return output.sigmoid_().mean()
+
+    error = failed(lambda: [nn.Linear(4, 4), nn.Sigmoid()], loss, pp=1)
+    assert error.reason.endswith("(in layers.1)")
+
+
 def test_in_a_loss_there_is_no_layer():
     def loss(output, target):
         return Doubled.apply((output - target).pow(2).mean())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,24 @@ def test_trackers_get_them():
 def test_one_that_is_nan_is_told_as_such():
     found, _ = evaluated(replace(RUN, model=replace(MODEL, metrics={"gap": lambda output, target: float("nan")})))
     assert str(found.metrics["gap"]) == "nan"
+
+
+def test_numbers_keep_their_digits():
+    metrics = {
+        "python": lambda output, target: (16777217.0, 1),
+        "numpy": lambda output, target: (np.float32(0.5), np.int64(1)),
+        "above": lambda output, target: float("inf"),
+    }
+    found, _ = evaluated(replace(RUN, model=replace(MODEL, metrics=metrics)))
+    assert dict(found.metrics) == {"python": 16777217.0, "numpy": 0.5, "above": float("inf")}
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda output, target: output.sub_(1).mean(), lambda output, target: target.zero_().sum()]
+)
+def test_a_metric_that_writes_into_what_others_read_is_refused(wrong):
+    (fault,) = rp.faults(replace(RUN, model=replace(MODEL, metrics={"own": wrong})))
+    assert "the metric 'own' writes into the output or the target: let it make new tensors" in fault
 
 
 @pytest.mark.parametrize(
