@@ -179,7 +179,7 @@ class Model(ABC):
     def metrics(self, output: Values, target: Values) -> Values:
         """Return the user's metrics of a microbatch, one tensor, (metrics, 2) float64; none if there are none.
 
-        Each has the sum and the number of what is summed, from the last layer's output and the target.
+        A row is a metric's sum and the number of elements in it, from the last layer's output and the target.
         """
         return ()
 

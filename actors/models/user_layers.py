@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from numbers import Real
@@ -169,28 +169,43 @@ class LayersModel(Model):
         return loss.reshape(())
 
     def metrics(self, output: Values, target: Values) -> Values:
-        """Call the user's metrics; see ``Model.metrics``. Raises ValueError if one is not a number, or two."""
-        if not self._spec.metrics:
-            return ()
-        found = list[Tensor]()
-        for name, metric in self._spec.metrics.items():
-            before = [*map(num_writes, (*output, *target))]
-            try:
-                made = metric(unwrap(output), unwrap(target))
-            except Exception as error:
-                error.add_note(f"(in the metric {name!r})")
-                raise
-            if before != [*map(num_writes, (*output, *target))]:
-                raise ValueError(f"the metric {name!r} writes into the output or the target: let it make new tensors")
-            pair = made if isinstance(made, tuple | list) else (made, 1)
-            if len(pair) != 2 or not all(map(_is_number, pair)):
-                raise ValueError(
-                    f"the metric {name!r} must be one number, a mean, or (sum, count): return one of these"
-                )
-            times = 1 if pair is made else self.count(target)
-            sums = [torch.as_tensor(one, dtype=torch.float64, device=output[0].device).reshape(()) for one in pair]
-            found.append(torch.stack(sums) * times)
-        return (torch.stack(found),)
+        """Call the user's metrics; see ``Model.metrics``. Raises what ``measured`` raises."""
+        found = [measured(name, one, output, target, self.count) for name, one in self._spec.metrics.items()]
+        return (torch.stack(found),) if found else ()
+
+
+def measured(
+    name: str, metric: Callable[[Any, Any], Any], output: Values, target: Values, count: Callable[[Values], int]
+) -> Tensor:
+    """Compute a metric of the user's for a microbatch.
+
+    Args:
+        name: Its name.
+        metric: The user's function.
+        output: The last layer's output.
+        target: The targets.
+        count: Returns of how many elements of the targets a mean is.
+
+    Returns:
+        Its sum and the number of elements in it, (2,) float64.
+
+    Raises:
+        ValueError: The metric writes into what it is given, or returns something else than a number, or two.
+    """
+    before = [*map(num_writes, (*output, *target))]
+    try:
+        made = metric(unwrap(output), unwrap(target))
+    except Exception as error:
+        error.add_note(f"(in the metric {name!r})")
+        raise
+    if before != [*map(num_writes, (*output, *target))]:
+        raise ValueError(f"the metric {name!r} writes into the output or the target: let it make new tensors")
+    pair = made if isinstance(made, tuple | list) else (made, 1)
+    if len(pair) != 2 or not all(map(_is_number, pair)):
+        raise ValueError(f"the metric {name!r} must be one number, a mean, or (sum, count): return one of these")
+    times = 1 if pair is made else count(target)
+    sums = [torch.as_tensor(one, dtype=torch.float64, device=output[0].device).reshape(()) for one in pair]
+    return torch.stack(sums) * times
 
 
 def _is_number(value: object) -> bool:

@@ -129,7 +129,7 @@ class Updater:
         """
         self._prepare()
         known, numbers = self._numbers(ballot)
-        own = Tally.of(known)  # alike on all that share a stage, though one of them tells it: they update together
+        own = Tally.of(known)  # alike on all that share a stage, though one of them reports it: they update together
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
         handle = None if self._group is None else self._group.host.all_reduce(numbers)
         return Vote(ballot, numbers, handle, is_plain)
@@ -296,9 +296,9 @@ class Updater:
         return Tally.of(numbers)
 
     def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what this actor knows and, in another tensor, what of that it tells the group.
+        """Return what this actor knows and, in another tensor, what of that it reports to the group.
 
-        Norms in the order of the names, correction, votes against, overflows; 0 where it knows, or tells, nothing.
+        Norms in the order of the names, correction, votes against, overflows; 0 where it knows, or reports, nothing.
         """
         numbers = torch.zeros(len(self._names) + 3)
         if ballot is not None:
@@ -312,12 +312,12 @@ class Updater:
         if made:
             norms, numbers[-1] = self._tensors.norms(list(made), torch.stack(list(made.values())).cpu())
             numbers[[self._places[name] for name in made]] = norms
-        told = numbers.clone()
+        reported = numbers.clone()
         if self._told.names is not None:
-            told[[place for name, place in self._places.items() if name not in self._told.names]] = 0.0
+            reported[[place for name, place in self._places.items() if name not in self._told.names]] = 0.0
         if not self._told.ballot:
-            told[-3:-1] = 0.0
-        return numbers, told
+            reported[-3:-1] = 0.0
+        return numbers, reported
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.

@@ -42,8 +42,8 @@ def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
         warnings.simplefilter("always")
         with suppress(Exception):  # the fault, or what only another mode of autograd finds wrong
             again()
-    told = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
-    frames = list(_FRAME.finditer(told[0])) if told else []
+    texts = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
+    frames = list(_FRAME.finditer(texts[0])) if texts else []
     entry = next((at for at in range(len(frames) - 1, -1, -1) if _enters(frames[at], names)), len(frames))
     layer = frames[entry]["name"] if entry < len(frames) and frames[entry]["name"] in names else None
     inside = [frame for frame in frames[entry + 1 :] if not is_ours(frame["file"])]

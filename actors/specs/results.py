@@ -140,8 +140,8 @@ class StepResult:
     Attributes:
         losses: Mean loss of each microbatch, in order of microbatches; empty except from the last stage.
         counts: Number of target elements of each microbatch, likewise.
-        metrics: Of an evaluation, the user's metrics of each microbatch with targets, likewise: of each the sum and the
-            number of what is summed.
+        metrics: Of an evaluation, the user's metrics of each microbatch with targets, likewise: of each its sum, and
+            the number of elements in it.
         printed: Lines that the user's code has printed on the actor since its last result.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.

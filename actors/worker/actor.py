@@ -150,10 +150,10 @@ class Hosted:
 
         def run() -> StepResult:
             result = worker_in(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
+            copied = result.copied
             if program == "train":
                 copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
-                result = replace(result, copied=copied)
-            return replace(result, printed=self.printed())
+            return replace(result, copied=copied, printed=self.printed())
 
         return self._refusals.attempt(run)
 

@@ -70,7 +70,7 @@ class Step:
         return self.number + action.microbatch if action.op is Op.STEP else self.place_of(action.microbatch)[0]
 
     def sums_of(self, microbatch: int) -> tuple[tuple[float, float], ...]:
-        """Return the sum and the number of what is summed of each metric of a microbatch."""
+        """Return, for each metric of a microbatch, its sum and the number of elements in it."""
         return tuple((total, number) for total, number in self.metrics[microbatch].tolist())
 
     def read_losses(self) -> None:

@@ -24,7 +24,7 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
-from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update
+from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update, busy_with
 from raypar.planner.memory import process_bytes
 
 _CALL = 60.0  # seconds in which an actor answers a call
@@ -46,9 +46,8 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         JobError: An actor failed or did not answer in time.
     """
     begin, date, load = time.monotonic(), datetime.now(UTC), os.getloadavg()[0]
-    quiet = Origin("", "", num_cores(), 1, "", 0.0, {}, load)
-    if quiet.busy:
-        say(f"what is {quiet.busy} is too slow, and its file says so: calibrate again when the machine is quiet")
+    if busy := busy_with(load, num_cores()):
+        say(f"what is {busy} is too slow, and its file says so: calibrate again when the machine is quiet")
     with connected() as nodes:
         device: DeviceKind = "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
         first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))

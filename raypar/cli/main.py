@@ -215,8 +215,8 @@ def _with_actors(command: str, words: list[str]) -> int:
         else:
             outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
-            told = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
-            return _say(f"{outcome.picture}\n\n{told}", styled=sys.stdout.isatty())
+            needs = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
+            return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
         said = _say(_table(outcome.rows), styled=True)
         return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:

@@ -197,12 +197,12 @@ def _planned(
     ranking = ranked(run, model, cluster, space, price=price)
     tokens = space.batch * model.seq
     if not ranking.best:
-        without, told = ranking, [*missing(ranking, cluster.size)]
+        without, faults = ranking, [*missing(ranking, cluster.size)]
         if offloads:
             ranking = ranked(replace(run, offload=_OFFLOAD), model, cluster, space, price=price)
-            told = [f"{fault}; nor does one with --offload {_OFFLOAD}" for fault in told]
+            faults = [f"{fault}; nor does one with --offload {_OFFLOAD}" for fault in faults]
         if not ranking.best:
-            raise ConfigError([*told, *_enough(run, cluster, space, without, fills=fills)])
+            raise ConfigError([*faults, *_enough(run, cluster, space, without, fills=fills)])
         yield f"no layout fits as it is; with --offload {_OFFLOAD}, whose updates in host memory are not timed here:"
     best = ranking.best[0]
     yield f"{cluster}"

@@ -218,7 +218,8 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append(finished(begun, run.steps, words))
     faults += injected(args.chaos, run, schedule, begun)[1]
     elsewhere = [*device_faults(run.device)] if right("device") else []  # what a dry run says of another machine
-    if elsewhere and args.dry_run:
+    on_paper = bool(elsewhere) and args.dry_run
+    if on_paper:
         logging.getLogger("raypar").warning("this is a plan for other machines: %s", elsewhere[0])
     else:
         faults += elsewhere
@@ -229,8 +230,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
-    is_here = not (elsewhere and args.dry_run)
-    if is_here and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
+    if not on_paper and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
         faults += room_faults(world_of(run).size + run.spares)
     if schedule is not None:
         faults += memory_faults(run, schedule)

@@ -133,8 +133,8 @@ def dead_servers() -> list[str]:
     Nothing public says it. An actor whose raylet is gone dies with no cause of its own. Retry at upgrades.
     """
     node: Any = getattr(ray._private.worker, _NODE, None)
-    tell: Any = getattr(node, "dead_processes", None)
-    return [] if tell is None else [kind for kind, _ in tell()]
+    dead: Any = getattr(node, "dead_processes", None)
+    return [] if dead is None else [kind for kind, _ in dead()]
 
 
 def dashboard_address() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
-from raypar.actors.models.build import build_model
 from raypar.actors.models.skips import Skipped
+from raypar.actors.models.user_layers import measured
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
@@ -126,7 +125,7 @@ def metric_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return []
         for name, metric in run.model.metrics.items():
             try:
-                build_model(replace(run.model, metrics={name: metric}), run.seed).metrics(output, batch.target)
+                measured(name, metric, output, batch.target, model.count)
             except Exception as error:  # the user's function may raise anything
                 faults.append(
                     f"model.metrics: {name!r} fails with outputs and targets like those of the first batch: "

@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 
 from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.job.averages import demand_averages
@@ -76,7 +77,7 @@ class Evaluations:
             is_cross_entropy=is_cross_entropy(self.run),
             is_averaged=ema,
             num_bytes=target_bytes(self.run, steps, tokens),
-            metrics=_means(getattr(self.run.model, "metrics", {}), measured),
+            metrics=_means(self.run.model.metrics if isinstance(self.run.model, Layers) else (), measured),
         )
 
     def keep(self, evaluation: Evaluation) -> str:

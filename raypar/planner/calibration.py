@@ -69,10 +69,13 @@ class Origin:
 
     @property
     def busy(self) -> str:
-        """Say that other programs had so many of the cores that what was measured is too slow; "" if they had not."""
-        if self.load <= _BUSY * self.cores:
-            return ""
-        return f"measured on a busy machine (load {self.load:.1f} on {self.cores} cores)"
+        """Say that it was measured on a busy machine; "" if it was not."""
+        return busy_with(self.load, self.cores)
+
+
+def busy_with(load: float, cores: int) -> str:
+    """Say that other programs have so many of the cores that what is measured is too slow; "" if they have not."""
+    return f"measured on a busy machine (load {load:.1f} on {cores} cores)" if load > _BUSY * cores else ""
 
 
 @dataclass(frozen=True)

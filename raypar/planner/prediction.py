@@ -77,9 +77,14 @@ class Prediction:
         return max(seconds) / self.timeline.schedule.num_steps
 
     @property
+    def simulated(self) -> float:
+        """Seconds of a step as simulated, however small its blocks are; of steps that overlap, on average."""
+        return self.timeline.makespan / self.timeline.schedule.num_steps + self.between
+
+    @property
     def step(self) -> float:
-        """Seconds of a step; of steps that overlap, on average."""
-        return max(self.timeline.makespan / self.timeline.schedule.num_steps + self.between, self.least)
+        """Seconds of a step: as simulated, and ``least`` at the least."""
+        return max(self.simulated, self.least)
 
     @property
     def from_what(self) -> str:

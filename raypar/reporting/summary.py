@@ -101,14 +101,15 @@ def plan_rows(
 
 
 def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
-    """Yield why a calibration that is there was not used, or may be wrong; of one that can't be read, the log tells."""
+    """Yield why a calibration that is there was not used, or may be wrong; of one that can't be read, the log says."""
     try:
         calibration = found_calibration()
     except ConfigError:
         return
     if calibration is not None:
-        told = cautions(calibration) if prediction.source == FROM_CALIBRATION else "; ".join(misfits(run, calibration))
-        yield from [told] if told else []
+        is_used = prediction.source == FROM_CALIBRATION
+        if why := cautions(calibration) if is_used else "; ".join(misfits(run, calibration)):
+            yield why
 
 
 def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[str]:
@@ -147,7 +148,7 @@ def _exchange_told(prediction: Prediction) -> str:
     if not any(each.values()):
         return ""
     told = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in each.items() if seconds)
-    whole = prediction.step
+    whole = prediction.simulated
     longer = f"{whole / prediction.alone - 1:.1%} longer than without them"
     return f"{told}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
 

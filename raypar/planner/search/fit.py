@@ -68,10 +68,9 @@ def _gradients(paper: Paper, rank: int, own: float) -> float:
 
     Those that go to host memory are all in buckets until the end of a step, if replicas sum them only then.
     """
-    run, every = paper.run, paper.held_on(rank).all
-    held = own if paper.world.zero > 1 else every
-    if run.offload != "none" and not (run.mesh.ways("dp") > 1 and paper.world.zero < 2):
-        held = 0.0
+    run, zero = paper.run, paper.world.zero
+    waits = zero < 2 and run.mesh.ways("dp") > 1
+    held = 0.0 if run.offload != "none" and not waits else own if zero > 1 else paper.held_on(rank).all
     return element_bytes(run).gradient * held + _in_buckets(paper, rank)
 
 

@@ -53,7 +53,7 @@ class Lines:
         try:
             yield
         finally:
-            with suppress(BlockingIOError):  # somebody was faster: two runs in one folder, both of which were asked for
+            with suppress(BlockingIOError):  # another run has begun there meanwhile
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, line: str) -> bool:

@@ -123,7 +123,7 @@ def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
 
 
 def test_the_head_the_summary_and_the_record_have_the_same_step():
-    """Small blocks take longer than their FLOPs, wherever the step is told."""
+    """Small blocks take longer than their FLOPs, wherever the step is shown."""
     run = recipe("gpt-tiny")
     schedule = check_run(run)["train"]
     found = forecast_of(run, schedule, None)
