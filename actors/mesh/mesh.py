@@ -56,8 +56,8 @@ class Mesh:
             yield from self._uneven_faults(right)
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
-            replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
-            yield f"mesh.shard is {self.shard}, which does not divide the {replicas}: use {near}, say"
+            replicas = "1 replica" if self.dp * self.cp == 1 else f"{self.dp * self.cp} replicas"
+            yield f"mesh.shard is {self.shard}, which does not divide {replicas} (dp x cp): set it to {near}, say"
 
     def count_faults(self) -> Iterator[tuple[str, str]]:
         """Yield the fields with numbers for other pipeline ranks than there are, each with what is wrong with it.

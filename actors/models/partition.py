@@ -10,6 +10,8 @@ from raypar.actors.specs.types import Split
 
 MOST_BALANCED = 2_000_000  # largest layers x stages for "balanced", which takes about 0.5 us for each
 
+_FEW_STAGES = 16  # of which a message writes the counts
+
 
 def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     """Return a message for each fault of a split; an empty list if it is valid.
@@ -21,7 +23,8 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     """
     if num_stages > num_layers:
         layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
-        return [f"{num_stages} stages for {layers}: use at most {num_layers} (mesh.pp x chunks), or more layers"]
+        fix = f"use {num_layers} at most (mesh.pp x chunks), or {num_stages} layers or more"
+        return [f"{num_stages} stages for {layers}: {fix}"]
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]
     if isinstance(split, str):
@@ -30,12 +33,15 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
         )
     found = []
     if len(split) != num_stages:
-        found.append(f"split names {len(split)} stages, the schedule has {num_stages}: give one count a stage")
+        found.append(f"split names {len(split)} stages, the schedule has {num_stages}")
     if sum(split) != num_layers:
-        found.append(f"split adds up to {sum(split)} layers, the model has {num_layers}: every layer goes to one stage")
+        found.append(f"split adds up to {sum(split)} layers, the model has {num_layers}")
     if min(split, default=1) < 1:
-        found.append("split leaves a stage without layers: every count must be at least 1")
-    return found
+        found.append("split leaves a stage without layers")
+    if num_stages > _FEW_STAGES:
+        return [f"{fault}: leave split out, or give a count for each stage" for fault in found]
+    counts = tuple(len(layers) for layers in split_layers("even", [1.0] * num_layers, num_stages))
+    return [f"{fault}: set split to {counts}, say, a count for each stage" for fault in found]
 
 
 def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple[range, ...]:

@@ -103,12 +103,16 @@ class Transformer:
             return
         if self.head_width is None and self.hidden % self.heads:
             heads, hidden = self._fitting()
-            fix = f"use {heads} heads, say" if hidden == self.hidden else f"use model.hidden {hidden}, say"
+            fix = f"set model.heads to {heads}, say" if hidden == self.hidden else f"set model.hidden to {hidden}, say"
             yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: {fix}"
         elif right("model.positions") and self.positions == "rope" and self.head_size % 2:
-            width, fix = self.head_size, "set model.hidden to a multiple of 2 * heads, or other positions"
-            if self.head_width is not None:
-                fix = "set model.head_width to an even number, or other positions"
+            width = self.head_size
+            near = (
+                f"model.hidden to {self.heads * (width + 1)}"
+                if self.head_width is None
+                else f"model.head_width to {width + 1}"
+            )
+            fix = f"set {near}, say, or take other positions"
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
     def _fitting(self) -> tuple[int, int]:
@@ -236,7 +240,7 @@ class Llama(Transformer):
                 _divisor_near(self.kv_heads or heads, heads),
                 "model.heads" if heads == self.heads else "those",
             )
-            yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: use {near}, say"
+            yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: set model.kv_heads to {near}, say"
         if right("model.attention", "model.attention_cap") and self.attention_cap and self.attention != "materialised":
             told = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
             yield f"{told}: set model.attention to 'materialised'"

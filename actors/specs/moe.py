@@ -119,7 +119,8 @@ class MoE:
             what = f"{path}.experts has {len(self.experts)} numbers, and {len(blocks)} blocks have experts"
             yield f"{what}: give one number, or {len(blocks)}"
         if self.top_k > fewest:
-            yield f"{path}.top_k {self.top_k} is more than the {fewest} experts: use {fewest} at most, or more experts"
+            fix = f"set it to {fewest} at most, or use more experts"
+            yield f"{path}.top_k {self.top_k} is more than the {fewest} experts: {fix}"
         yield from self._gate_faults(fewest, every)
         if self.capacity is not None and self.capacity * seq * self.top_k < (most := max(every)):
             left, least = self.capacity * seq * self.top_k / most, most / (seq * self.top_k)
@@ -132,31 +133,36 @@ class MoE:
         """Yield settings that the gate has no use for, or that do not fit it."""
         path = "model.moe"
         if (choices := _CHOICES.get(self.gate, self.top_k)) != self.top_k:
-            other = "switch" if self.top_k == 1 else "softmax"
-            yield f"{path}.top_k is {self.top_k}, but gate {self.gate!r} chooses {choices}: set it, or use {other!r}"
+            fix = f"set it to {choices}, or set gate to {'switch' if self.top_k == 1 else 'softmax'!r}"
+            yield f"{path}.top_k is {self.top_k}, but gate {self.gate!r} chooses {choices}: {fix}"
         if self.noise and self.gate not in _NOISY:
             has = "none" if self.gate == "sigmoid" else "its own"
-            yield f"{path}.noise is {self.noise:g}, but gate {self.gate!r} has {has}: leave it out, or use 'softmax'"
+            fix = "leave it out, or set gate to 'softmax'"
+            yield f"{path}.noise is {self.noise:g}, but gate {self.gate!r} has {has}: {fix}"
         if self.bias_rate and self.gate not in _BIASED:
-            yield f"{path}.bias_rate is {self.bias_rate:g}, but gate {self.gate!r} has no bias: use 'sigmoid', say"
+            fix = "leave it out, or set gate to 'sigmoid'"
+            yield f"{path}.bias_rate is {self.bias_rate:g}, but gate {self.gate!r} has no bias: {fix}"
         if self.normalise is False and self.gate == "shazeer":
             yield f"{path}.normalise is false, but gate 'shazeer' is a softmax of those chosen: leave it out"
         if self.loss == "none" and self.alpha != MoE.alpha:
-            yield f"{path}.alpha is {self.alpha:g}, but loss is 'none': leave it out, or use 'switch'"
+            yield f"{path}.alpha is {self.alpha:g}, but loss is 'none': leave it out, or set loss to 'switch'"
         if self.groups == 1:
             if self.top_groups > 1:
-                yield f"{path}.top_groups is {self.top_groups}, but groups is 1: set groups to more, or leave it out"
+                yield f"{path}.top_groups is {self.top_groups}, but groups is 1: leave it out, or set groups to more"
             return
         if self.gate != "sigmoid":
-            yield f"{path}.groups is {self.groups}, but gate {self.gate!r} knows none: use 'sigmoid', or leave it out"
+            fix = "leave it out, or set gate to 'sigmoid'"
+            yield f"{path}.groups is {self.groups}, but gate {self.gate!r} knows none: {fix}"
             return
         for experts in sorted(set(every)):
             if experts % self.groups:
                 below = experts // self.groups * self.groups
                 near = " or ".join(str(fit) for fit in (below, below + self.groups) if fit)
-                yield f"{path}.groups {self.groups} does not divide {experts} experts: use {near} experts"
+                fix = f"set {path}.experts to {near}" if isinstance(self.experts, int) else f"use {near} experts"
+                yield f"{path}.groups {self.groups} does not divide {experts} experts: {fix}"
         if self.top_groups > self.groups:
-            yield f"{path}.top_groups {self.top_groups} is more than groups {self.groups}: use {self.groups} at most"
+            fix = f"set it to {self.groups} at most"
+            yield f"{path}.top_groups {self.top_groups} is more than groups {self.groups}: {fix}"
         elif (inside := self.top_groups * (fewest // self.groups)) < self.top_k <= fewest:
             yield f"{path}.top_groups {self.top_groups} leaves {inside} experts for top_k {self.top_k}: use more groups"
 

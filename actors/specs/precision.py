@@ -46,11 +46,15 @@ class Precision:
     def faults(self) -> Iterator[str]:
         """Yield what does not go together, each with its fix."""
         if not self.is_half and self.master != "fp32":
-            yield f"precision.master is {self.master!r}, but layers compute in fp32: set precision.compute to it too"
+            fix = f"set precision.compute to {self.master!r} too"
+            yield f"precision.master is {self.master!r}, but layers compute in fp32: {fix}"
         elif self.master not in ("fp32", self.compute):
-            yield f"precision.master is {self.master!r}, precision.compute {self.compute!r}: use fp32 for the masters"
+            what = f"precision.master is {self.master!r}, precision.compute {self.compute!r}"
+            yield f"{what}: set precision.master to 'fp32'"
         if self.reduce not in ("fp32", self.compute):
-            yield f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}: use fp32 or the same"
+            fix = " or ".join(map(repr, dict.fromkeys(("fp32", self.compute))))
+            what = f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}"
+            yield f"{what}: set precision.reduce to {fix}"
         elif self.is_half and self.master == self.compute and self.reduce != self.master:
             fix = f"set precision.reduce to {self.master!r} too, or precision.master to 'fp32'"
             yield f"precision.master is {self.master!r}, but gradients are added up in {self.reduce}: {fix}"
@@ -98,4 +102,5 @@ class LossScale:
                 "to auto, or compute in bf16"
             )
         if self.floor > self.init:
-            yield f"loss_scale.floor {self.floor:g} is above loss_scale.init {self.init:g}: lower it"
+            fix = f"set loss_scale.floor to {self.init:g} or less"
+            yield f"loss_scale.floor {self.floor:g} is above loss_scale.init {self.init:g}: {fix}"

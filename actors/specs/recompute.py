@@ -32,6 +32,7 @@ def recompute_faults(recompute: Recompute, num_layers: int, *, has_core: bool) -
     """
     words = (recompute,) if isinstance(recompute, str) else recompute
     if not isinstance(recompute, str) and len(words) != num_layers:
-        yield f"recompute has {len(words)} words, the model {num_layers} layers: give one word, or one for each layer"
+        fix = f"set recompute to {words[0] if words else 'full'!r}, say, or give one for each layer"
+        yield f"recompute has {len(words)} words, the model {num_layers} layers: {fix}"
     if "selective" in words and not has_core:
         yield "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'"

@@ -114,7 +114,7 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
     wrong = _errors(part.__class__, values)
     for name, value in values.items():
         if name in wrong:
-            yield from _told(wrong[name], f"{below}{name}", mapping=isinstance(value, Mapping))
+            yield from _told(wrong[name], f"{below}{name}", mapping=_has_keys(part.__class__, name, value))
         elif is_dataclass(value) and not isinstance(value, Schedule):  # a Schedule has its own check
             yield from field_faults(value, f"{below}{name}.")
 
@@ -128,7 +128,7 @@ def value_faults(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
     """
     for name, errors in _errors(kind, values).items():
         if name in values:
-            yield from _told(errors, name, mapping=isinstance(values[name], Mapping))
+            yield from _told(errors, name, mapping=_has_keys(kind, name, values[name]))
 
 
 def _errors(kind: type, values: Mapping[str, Any]) -> dict[Any, list[ErrorDetails]]:
@@ -157,6 +157,15 @@ def _whole(kind: type) -> frozenset[str]:
         return any(map(numbers, values))
 
     return frozenset(name for name, hint in get_type_hints(kind).items() if numbers(hint))
+
+
+def _has_keys(kind: type, name: str, value: Any) -> bool:
+    """Return whether a field takes dictionaries, and has one."""
+
+    def takes(hint: Any) -> bool:
+        return get_origin(hint) is Mapping or any(map(takes, get_args(hint)))
+
+    return isinstance(value, Mapping) and takes(get_type_hints(kind)[name])
 
 
 def brief(value: Any) -> str:

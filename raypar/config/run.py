@@ -16,6 +16,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.hints import hint
+from raypar.config.mended import mended
 from raypar.config.schedule import (
     Programs,
     ZeroActions,
@@ -26,7 +27,7 @@ from raypar.config.schedule import (
     with_offload,
     with_zero,
 )
-from raypar.config.skeleton import Skeleton
+from raypar.config.skeleton import Skeleton, with_its_names
 from raypar.config.skips import skips_of
 from raypar.config.validate.adapter_folder import adapter_folder_faults
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
@@ -76,12 +77,43 @@ def check_run(
 
     Raises ConfigError with all faults of the run.
     """
-    own = list(field_faults(run))
-    if right_fields(own)("mesh"):
-        own += [Fault(path, text, of_type=False) for path, text in run.mesh.count_faults()]
+    own = _own_faults(run)
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
-    right = right_fields([*wrong, *own])
     faults = [*(fault.text for fault in wrong), *(fault.text + hint(run, fault.path) for fault in own)]
+    programs, compared = _compared(run, skeleton, right_fields([*wrong, *own]), resumed, overwrite=overwrite)
+    faults += compared
+    if own and not wrong and (pair := mended(run, own)) is not None:
+        faults += [fault for fault in _besides(pair, resumed, overwrite=overwrite) if fault not in faults]
+    if faults or programs is None:
+        raise ConfigError(faults)
+    whole = with_zero(_with_backward(run, _searched(run, programs)), zero_actions_of(run))
+    return with_offload(whole, run.activations_on_device)
+
+
+def _own_faults(run: Run) -> list[Fault]:
+    """Return what is wrong with single fields of a run."""
+    own = list(field_faults(run))
+    if right_fields(own)("mesh.pp", "mesh.rank_dp", "mesh.rank_tp"):
+        own += [Fault(path, text, of_type=False) for path, text in run.mesh.count_faults()]
+    return own
+
+
+def _besides(pair: tuple[Run, Run], resumed: Path | None, *, overwrite: bool) -> list[str]:
+    """Return what is wrong with two runs alike, if their single fields are sound."""
+    found: list[list[str]] = []
+    for run in pair:
+        if own := _own_faults(run):
+            return []
+        skeleton = Skeleton(run.model, run.seed)
+        found.append(_compared(run, skeleton, right_fields(own), resumed, overwrite=overwrite)[1])
+    return [fault for fault in found[0] if fault in found[1]]
+
+
+def _compared(
+    run: Run, skeleton: Skeleton, right: Callable[..., bool], resumed: Path | None, *, overwrite: bool
+) -> tuple[Programs | None, list[str]]:
+    """Return a run's programs, None if there are none, and what is wrong with several of its fields together."""
+    faults = list[str]()
     if isinstance(run.model, Transformer):
         faults += run.model.faults(right)
     if isinstance(run.mesh, Mesh):
@@ -111,10 +143,7 @@ def check_run(
             faults += adapter_folder_faults(run.model, skeleton)
     faults += data_faults(run, right) if right("data") else ()
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
-    if faults or programs is None:
-        raise ConfigError(faults)
-    whole = with_zero(_with_backward(run, _searched(run, programs)), zero_actions_of(run))
-    return with_offload(whole, run.activations_on_device)
+    return programs, faults
 
 
 def _searched(run: Run, programs: Programs) -> Programs:
@@ -160,12 +189,23 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         )
         misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
         misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
+        if right("activations_on_device"):
+            misfits += _activation_faults(run, programs)
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
     except ScheduleError as error:
         return None, [
             str(error),
             *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right),
         ]
+
+
+def _activation_faults(run: Run, programs: Programs) -> list[str]:
+    """Return why the activations of a run's schedule can't go to host memory as it says."""
+    try:
+        with_offload(programs, run.activations_on_device)
+    except ConfigError as error:
+        return [*error.faults]
+    return []
 
 
 def _with_backward(run: Run, programs: Programs) -> Programs:
@@ -224,8 +264,10 @@ def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) 
     """Yield the faults of the optimizer, and of its patterns if the model can be built."""
     if isinstance(run.optim, OptimizerSettings):
         yield from run.optim.faults(right)
-    if not right("optim", "model") or (isinstance(run.model, Transformer) and any(run.model.faults(right))):
+    if not right("optim", "model"):
         return
+    if isinstance(run.model, Transformer) and any(run.model.faults(right)):
+        skeleton = Skeleton(with_its_names(run.model), run.seed)
     if not isinstance(run.model, Layers) or _builds(skeleton):
         yield from group_faults(run.optim, run.model, skeleton)
 
@@ -363,4 +405,5 @@ def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *
     if right("folder", "track"):
         yield from track_faults(run.track, run.folder)
     if right("folder", "save_every") and run.save_every and run.folder is None:
-        yield f"save_every is {run.save_every}, but there is no folder for checkpoints: give one"
+        fix = "leave save_every out, or give folder"
+        yield f"save_every is {run.save_every}, but there is no folder for checkpoints: {fix}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raypar.actors.specs.lora import is_adapter
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -83,3 +84,16 @@ class Skeleton:
             yield from (
                 (f"{layer}.{inner}", tuple(buffer.shape)) for inner, buffer in module.named_buffers() if inner in stored
             )
+
+
+def with_its_names(model: GPT | Llama) -> GPT | Llama:
+    """Return a small model whose weights have the names of a model's, whose sizes may not fit each other.
+
+    Args:
+        model: The model, whose fields have their declared types and ranges.
+    """
+    small: dict[str, Any] = {"hidden": 2, "heads": 1, "seq": 2, "vocab": 2}
+    small |= dict.fromkeys(("head_width", "window", "window_skips", "rope_scaling", "hf"), None)
+    if isinstance(model, Llama):
+        small |= dict.fromkeys(("kv_heads", "ffn", "pad_id", "attention_cap"), None)
+    return replace(model, **small)

@@ -9,8 +9,8 @@ from raypar.schedules.generators.entry import Sizes
 from raypar.schedules.generators.v_steps import VSteps
 from raypar.schedules.schedule import Schedule, ScheduleError
 
-TWICE = Sizes(min_chunks=2, max_chunks=2, multiple=2, hint="each actor has two stages: leave chunks out")
-SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank: leave chunks out, or set it to 2")
+TWICE = Sizes(min_chunks=2, max_chunks=2, multiple=2, hint="each actor has two stages, leave chunks out")
+SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank, leave chunks out, or set it to 2")
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

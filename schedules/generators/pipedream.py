@@ -10,7 +10,7 @@ from raypar.schedules.generators.one_f_one_b import one_f_one_b
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.versions import versions_used
 
-_HINT = "leave chunks out: an asynchronous schedule has one stage a rank"
+_HINT = "an asynchronous schedule has one stage a rank, leave chunks out"
 SIZES = Sizes(hint=_HINT)
 SIZES_2BW = Sizes(one_a_rank=True, hint=_HINT)
 

@@ -13,7 +13,7 @@ from raypar.schedules.generators.v_steps import VSteps
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.schedule import Schedule
 
-SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank: leave chunks out, or set it to 2")
+SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank, leave chunks out, or set it to 2")
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

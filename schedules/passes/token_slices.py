@@ -41,7 +41,7 @@ def with_slices(schedule: Schedule, slices: int) -> Schedule:
     if schedule.stream or schedule.replicas or schedule.lowered:
         raise ScheduleError(
             f"schedule {schedule.name!r} is not the compute actions of one synchronous step, one row a rank, whose "
-            f"microbatches can be cut into {slices} slices: leave slices out"
+            f"microbatches can be cut into {slices} slices: leave slices (token_slices) out"
         )
     if slices < 1 or schedule.num_microbatches % slices:
         raise ScheduleError(

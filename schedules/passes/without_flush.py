@@ -37,7 +37,7 @@ def without_flush(schedule: Schedule, steps: int) -> Schedule:
     if schedule.num_stages > schedule.num_ranks:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, and without a "
-            "flush each rank has one: take zb-h2, say, or leave steps (flush_every) out"
+            "flush each rank has one: set schedule to 'zb-h2', say, or leave steps (flush_every) out"
         )
     ahead = [*_ahead(schedule)]
     rows = [

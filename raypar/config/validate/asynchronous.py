@@ -41,7 +41,8 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         level = 1 if run.zero is None else run.zero
         yield f"zero is {level}, {told}: set zero to 0, so that replicas hold all versions whole"
     if right("loss_scale", "precision") and not schedule.validated and run.loss_scale.is_on(run.precision):
-        yield f"the loss is scaled, {told}, without a vote of all: compute in bf16 or fp32"
+        fix = "leave loss_scale.use out" if run.loss_scale.use == "on" else "set precision.compute to 'bf16' or 'fp32'"
+        yield f"the loss is scaled, {told}, without a vote of all: {fix}"
     if right("model") and isinstance(run.model, Transformer):
         if run.model.moe is not None:
             yield f"model.moe is given, {told}, and loads of experts are counted in a step: set model.moe to None"

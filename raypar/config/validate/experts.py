@@ -40,7 +40,10 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
     for count in sorted(count for count in counts if count % parts):
         fewer = max(few for few in range(1, parts + 1) if count % few == 0)
         near = " or ".join(str(near) for near in (count // parts * parts, count // parts * parts + parts) if near)
-        fix = f"use {near} experts, or set {field} to {fewer}"
+        moe = None if isinstance(run.model, Layers) else run.model.moe
+        is_one_number = moe is not None and isinstance(moe.experts, int)
+        fit = f"set model.moe.experts to {near}" if is_one_number else f"use {near} experts"
+        fix = f"{fit}, or set {field} to {fewer}"
         yield f"{field} {parts} does not divide the {count} experts of a layer: {fix}"
     fewest = min((count // parts for count in counts if count % parts == 0), default=run.expert_rounds)
     if right("expert_rounds") and run.expert_rounds > fewest:

@@ -20,7 +20,8 @@ def host_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if right("recompute") and run.recompute == "full":
         yield f"{named}, but with recompute=full only inputs are kept, which are small: leave one of the two out"
     if right("zero") and run.zero == 3:
-        yield f"{named}, but with zero=3 graphs keep weights that come and go: set zero to 2, or leave it out"
+        fix = "leave activations_on_device out, or set zero to 2"
+        yield f"{named}, but with zero=3 graphs keep weights that come and go: {fix}"
     if right("offload") and run.offload != "none":
         yield f"{named}, but offload is {run.offload!r}, which uses the same way: leave one of the two out"
     if right("mesh") and run.mesh.expert_actors:

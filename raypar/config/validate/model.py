@@ -32,6 +32,13 @@ def multiples_near(size: int, ways: int) -> str:
     return " or ".join(str(fit) for fit in (below, below + ways) if fit)
 
 
+def divisors_near(number: int, whole: int) -> str:
+    """Name the divisors of ``whole`` just below and above a number, such as "2 or 4"."""
+    below = next(fit for fit in range(min(number, whole), 0, -1) if whole % fit == 0)
+    above = next((fit for fit in range(number + 1, whole + 1) if whole % fit == 0), below)
+    return " or ".join(str(fit) for fit in sorted({below, above}))
+
+
 def _of(heads: int, hidden: int) -> str:
     nearest = max(1, round(hidden / heads)) * heads
     return f"{heads} heads" if nearest == hidden else f"{heads} heads with model.hidden {nearest}"
@@ -62,7 +69,8 @@ def length_faults(run: Run, data: Batches, right: Callable[..., bool]) -> Iterat
         if broken is not None:
             yield f"{name} returns {str(broken).removeprefix('torch.')} as token ids: make them int64, with .long()"
         if (longest := max(lengths, default=0)) > model.seq:
-            yield f"{name} returns sequences of {longest} tokens, but model.seq is {model.seq}: set it to {longest}"
+            what = f"{name} returns sequences of {longest} tokens"
+            yield f"{what}, but model.seq is {model.seq}: set model.seq to {longest}"
         for why, count in divisors.items():
             if (odd := next((length for length in lengths if length % count), None)) is not None:
                 yield f"{name} returns sequences of {odd} tokens, but {why}: give {multiples_near(odd, count)} tokens"

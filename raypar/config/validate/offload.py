@@ -24,9 +24,9 @@ def offload_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if not right("offload", "offload_folder") or run.offload_folder is None:
         return
     if run.offload == "none":
-        fix = "set offload to 'optimizer' or 'parameters', or leave the folder out"
+        fix = "leave the folder out, or set offload to 'optimizer' or 'parameters'"
         yield f"offload_folder is {run.offload_folder!r}, but offload is 'none': {fix}"
-    if starts_own_ray():  # else the actors look, on their nodes
+    if run.offload != "none" and starts_own_ray():  # else the actors look, on their nodes
         yield from (f"offload_folder {run.offload_folder!r} {fault}" for fault in _folder_faults(run.offload_folder))
 
 

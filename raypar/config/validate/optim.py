@@ -48,14 +48,17 @@ def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Ske
     weights = skeleton.weights
     homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
     named = [*weights, *homes]
-    own = isinstance(model, Layers) and isinstance(optim, Muon) and optim.adamw == Muon().adamw
-    if own and not any(is_named(name, Muon().adamw) for name in named):
+    usual = Muon().adamw if isinstance(optim, Muon) and optim.adamw == Muon().adamw else ()
+    if isinstance(model, Layers) and usual and not any(is_named(name, usual) for name in named):
         layers = skeleton.model.names
         fix = f"give optim.adamw ('{layers[0]}.*', '{layers[-1]}.*'), say, or () if Muon is to update all matrices"
         yield f"optim.adamw: your own Layers don't say which weights are the embedding and the head: {fix}"
     for field, pattern in patterns_of(optim):
-        if not any(is_named(name, [pattern]) for name in named) and not (own and field == "adamw"):
-            yield f"optim.{field}: {brief(pattern)} names no weight that is trained: use {_near(pattern, named)}"
+        if pattern in usual and field == "adamw":
+            continue  # adapters leave the embedding and the head frozen; of own layers they are asked for above
+        if not any(is_named(name, [pattern]) for name in named):
+            fix = f"leave it out, or use {_near(pattern, named)}"
+            yield f"optim.{field}: {brief(pattern)} names no weight that is trained: {fix}"
     rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
     for copy, home in homes.items():
         other = rule_of(optim, copy, weights[home].dim())

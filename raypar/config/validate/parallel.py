@@ -63,12 +63,12 @@ def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *,
         return
     if model.seq % (pieces := num_pieces(context, cp)):
         what = f"mesh.cp {cp}: context {context!r} cuts a sequence into {pieces} pieces"
-        yield f"{what}, but model.seq is {model.seq}: use {multiples_near(model.seq, pieces)}"
+        yield f"{what}, but model.seq is {model.seq}: set model.seq to {multiples_near(model.seq, pieces)}"
     elif sequence and mesh.grid is None and model.seq // cp % mesh.tensor_ranks:
         whole = pieces * mesh.tensor_ranks
         yield (
             f"sequence_parallel: mesh.cp x mesh.tp = {cp * mesh.tensor_ranks} does not divide model.seq {model.seq}: "
-            f"use {multiples_near(model.seq, whole)}"
+            f"set model.seq to {multiples_near(model.seq, whole)}"
         )
     if isinstance(model, Llama) and model.attention_cap and context not in ("ulysses", "rsa"):
         yield (
@@ -118,16 +118,18 @@ def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]
         yield f"{named}, but {grid.side} does not divide model.heads {model.heads}: use {near}"
     if isinstance(model, Llama) and model.num_kv_heads % grid.side:
         near = multiples_near(model.num_kv_heads, grid.side)
-        yield f"{named}, but {grid.side} does not divide model.kv_heads {model.num_kv_heads}: use {near}"
+        fix = f"set model.kv_heads to {near}"
+        yield f"{named}, but {grid.side} does not divide model.kv_heads {model.num_kv_heads}: {fix}"
     inputs = grid.side**2 if grid.kind == "3d" else grid.side  # number of parts of a matrix's input dim
     if model.hidden % inputs:
         near = multiples_near(model.hidden, inputs)
-        yield f"{named}, but {inputs} does not divide model.hidden {model.hidden}: use {near}"
+        yield f"{named}, but {inputs} does not divide model.hidden {model.hidden}: set model.hidden to {near}"
     if isinstance(model, Llama) and model.mlp_width % inputs:
         near = multiples_near(model.mlp_width, inputs)
-        yield f"{named}, but {inputs} does not divide model.ffn {model.mlp_width}: use {near}"
+        yield f"{named}, but {inputs} does not divide model.ffn {model.mlp_width}: set model.ffn to {near}"
     if model.vocab < grid.side:
-        yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: set it to {grid.side} at least"
+        fix = f"set model.vocab to {grid.side} at least"
+        yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: {fix}"
 
 
 def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int) -> Iterator[str]:
@@ -139,10 +141,10 @@ def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int
         micro_batch_size: Samples in a microbatch of text.
     """
     parts = grid_of(tp).batch_parts
-    fix = f"of which mesh.tp {tp!r} can't make {parts} equal parts: use"
+    what = f"of which mesh.tp {tp!r} can't make {parts} equal parts"
     if not isinstance(data, Batches):
         if micro_batch_size % parts:
-            yield f"micro_batch_size is {micro_batch_size}, {fix} {multiples_near(micro_batch_size, parts)}"
+            yield f"micro_batch_size is {micro_batch_size}, {what}: set it to {multiples_near(micro_batch_size, parts)}"
         return
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         try:
@@ -151,7 +153,7 @@ def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int
         except Exception:  # here its files may be missing; an actor reports the error with its traceback
             continue
         for size in sorted(size for size in sizes if size % parts):
-            yield f"{name} returns {size} samples, {fix} {multiples_near(size, parts)}"
+            yield f"{name} returns {size} samples, {what}: return {multiples_near(size, parts)}"
 
 
 def tensor_faults(

@@ -25,7 +25,8 @@ def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         return
     replicas = run.mesh.ways("dp") * run.mesh.cp
     if replicas == 1:
-        yield f"check_every is {run.check_every}, but there is one replica, so nothing to compare: set it to 0"
+        why = "there is one replica (dp x cp), so nothing to compare"
+        yield f"check_every is {run.check_every}, but {why}: set it to 0"
     elif run.data_parallel == "parameter_server":
         yield f"check_every is {run.check_every}, but servers send replicas their weights in every step: set it to 0"
     elif (run.zero == 3 and run.mesh.shards == replicas) or run.offload == "parameters":

@@ -16,7 +16,8 @@ def server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         right: Returns whether some fields have their declared types and ranges.
     """
     if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
-        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
+        fix = "leave servers out, or set data_parallel to 'parameter_server'"
+        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: {fix}"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
     served = right("model", "data_parallel") and run.data_parallel == "parameter_server"

@@ -9,6 +9,7 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.skeleton import Skeleton
+from raypar.config.validate.model import divisors_near
 
 
 def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
@@ -55,17 +56,10 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
             continue
         told.add(alike)
         if linear.out_features % count:
-            near = " or ".join(map(str, _divisors_near(count, linear.out_features)))
+            near = divisors_near(count, linear.out_features)
             yield f"tile cuts {path} into {count}, which does not divide its {linear.out_features} outputs: use {near}"
         if path in tied:
             others = {"blocks.*.mlp.*": count} if isinstance(run.model, Transformer) else "{pattern: tiles}"
-            yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, tile={others}"
+            yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, set tile to {others}"
         if whole:
             yield f"tile cuts {path}, whose matrix Muon updates as a whole: name it in optim.adamw, or leave it out"
-
-
-def _divisors_near(wanted: int, whole: int) -> list[int]:
-    """Return the nearest divisor of ``whole`` below ``wanted``, and the nearest above."""
-    below = next(number for number in range(min(wanted, whole), 0, -1) if whole % number == 0)
-    above = next((number for number in range(wanted + 1, whole + 1) if whole % number == 0), below)
-    return sorted({below, above})

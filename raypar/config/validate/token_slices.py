@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.validate.model import divisors_near
 
 
 def slice_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
@@ -52,7 +53,7 @@ def _model_faults(run: Run, right: Callable[..., bool], named: str) -> Iterator[
     if not right("model.seq"):
         return
     if model.seq % run.token_slices:
-        yield f"{named}, but model.seq is {model.seq}: give a number of slices that divides it"
+        yield f"{named}, but model.seq is {model.seq}: set it to {divisors_near(run.token_slices, model.seq)}"
     elif run.sequence_parallel and right("mesh.tp") and model.seq // run.token_slices % run.mesh.tensor_ranks:
         each = model.seq // run.token_slices
         yield f"{named}, so that a slice has {each} tokens, which mesh.tp does not divide: give fewer slices"

@@ -24,9 +24,11 @@ def zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
             yield f"{field} is {given!r}, but data_parallel is 'parameter_server': servers shard nothing, leave it out"
         return
     if (run.zero or 0) > 1 and run.mesh.shards == 1:
-        yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
+        fix = "set mesh.dp (or mesh.cp) to 2 or more, or leave zero out"
+        yield f"zero is {run.zero}, but there is one replica to share out to: {fix}"
     if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
-        yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
+        fix = "leave mesh.shard out, or set zero to 1, 2 or 3"
+        yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: {fix}"
     if run.zero != 3 and run.offload != "parameters":
         for field, given in _given(run, right, *_GATHERS):
             only = "only zero 3 and offload 'parameters' gather weights"

@@ -109,8 +109,8 @@ def test_what_does_not_go_together_is_told():
     assert faults(QWEN) == []
     assert faults(Llama(hidden=10, heads=3, head_width=4)) == [], "heads need not divide hidden"
     assert faults(Llama(hidden=12, heads=3, head_width=5)) == [
-        "model.positions is 'rope', which turns pairs, but a head has the odd width 5: set model.head_width to an even "
-        "number, or other positions"
+        "model.positions is 'rope', which turns pairs, but a head has the odd width 5: set model.head_width to 6, "
+        "say, or take other positions"
     ]
     assert faults(GPT(window_first=2)) == [
         "model.window_first is 2, but there is no window: give model.window, or leave it out"

@@ -315,4 +315,6 @@ def test_a_folder_that_can_not_be_written_is_told_at_once(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
     assert "has checkpoints, which is no folder: remove it" in faults_of(tiny(folder=str(tmp_path / "run")))[0]
-    assert faults_of(tiny(save_every=3)) == ["save_every is 3, but there is no folder for checkpoints: give one"]
+    assert faults_of(tiny(save_every=3)) == [
+        "save_every is 3, but there is no folder for checkpoints: leave save_every out, or give folder"
+    ]

@@ -130,7 +130,7 @@ def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):
         "split.0 is 'a': it must be a whole number",
         "--mesh.pq is no flag: did you mean --mesh.pp? There are --mesh.pp, --mesh.dp,",
         "model.heads",
-        "--save-every is 2, but there is no folder for checkpoints: give one",
+        "--save-every is 2, but there is no folder for checkpoints: leave save_every out, or give folder",
     )
 
 

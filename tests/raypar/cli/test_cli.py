@@ -547,7 +547,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
     assert (code, out) == (2, "")
     for says in (
         "7 mistakes, no step was taken", "9 stages for 8 layers", "mesh.cp is 0", "steps is 0", "optim.lr is nan",
-        "use 4 heads", f"data.path: '{tmp_path / 'gone'}' cannot", "there is no folder",
+        "set model.heads to 4", f"data.path: '{tmp_path / 'gone'}' cannot", "there is no folder",
     ):  # fmt: skip
         assert says in err
 
@@ -563,7 +563,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("gone.toml",), "'gone.toml' can't be read"),
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
         (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
-        (("llama-tiny", "--model.kv-heads", "3"), "--model.kv-heads 3 does not divide model.heads 4: use 2, say"),
+        (("llama-tiny", "--model.kv-heads", "3"), "--model.kv-heads 3 does not divide model.heads 4: set"),
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
         (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD and Muon have one"),
         (

@@ -100,8 +100,8 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "clip is 0.0: it must be above 0",
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
-        "model.hidden 10 is not a multiple of model.heads 4: use 5 heads",
-        "4 stages for 3 layers: use at most 3 (mesh.pp x chunks), or more layers",
+        "model.hidden 10 is not a multiple of model.heads 4: set model.heads to 5, say",
+        "4 stages for 3 layers: use 3 at most (mesh.pp x chunks), or 4 layers or more",
         "data.path: the largest token id is 117, but model.vocab is 50",
         "data.val_fraction: 0.5 leaves 4100 of 8200 tokens for training, fewer than one window of model.seq + 1",
     )
@@ -124,7 +124,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"split": (8, 0)}, "split leaves a stage without layers"),
         (
             {"mesh": Mesh(cp=3)},
-            "mesh.cp 3: context 'ring' cuts a sequence into 6 pieces, but model.seq is 32: use 30 or 36",
+            "mesh.cp 3: context 'ring' cuts a sequence into 6 pieces, but model.seq is 32: set model.seq to 30 or 36",
         ),
         ({"mesh": Mesh(tp=3)}, "mesh.tp 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads"),
         (
@@ -164,27 +164,27 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ),
         (
             {"mesh": Mesh(tp="2d:2x2"), "model": Llama(heads=4, hidden=32, kv_heads=1)},
-            "mesh.tp is '2d:2x2', but 2 does not divide model.kv_heads 1: use 2",
+            "mesh.tp is '2d:2x2', but 2 does not divide model.kv_heads 1: set model.kv_heads to 2",
         ),
         (
             {"mesh": Mesh(tp="3d:2x2x2"), "model": GPT(heads=2, hidden=30)},
-            "mesh.tp is '3d:2x2x2', but 4 does not divide model.hidden 30: use 28 or 32",
+            "mesh.tp is '3d:2x2x2', but 4 does not divide model.hidden 30: set model.hidden to 28 or 32",
         ),
         (
             {"mesh": Mesh(tp="3d:2x2x2"), "model": Llama(heads=4, hidden=32, ffn=30)},
-            "mesh.tp is '3d:2x2x2', but 4 does not divide model.ffn 30: use 28 or 32",
+            "mesh.tp is '3d:2x2x2', but 4 does not divide model.ffn 30: set model.ffn to 28 or 32",
         ),
         (
             {"mesh": Mesh(tp="2d:4x4"), "model": GPT(heads=4, hidden=32, vocab=3)},
-            "mesh.tp is '2d:4x4', but model.vocab 3 is less than 4: set it to 4 at least",
+            "mesh.tp is '2d:4x4', but model.vocab 3 is less than 4: set model.vocab to 4 at least",
         ),
         (
             {"mesh": Mesh(tp="2.5d:2x2x2"), "micro_batch_size": 6},
-            "micro_batch_size is 6, of which mesh.tp '2.5d:2x2x2' can't make 4 equal parts: use 4 or 8",
+            "micro_batch_size is 6, of which mesh.tp '2.5d:2x2x2' can't make 4 equal parts: set it to 4 or 8",
         ),
         (
             {"mesh": Mesh(tp="3d:2x2x2"), "data": Batches(lambda *at: ([[0, 1]] * 6, [[1, 2]] * 6))},
-            "data.fn returns 6 samples, of which mesh.tp '3d:2x2x2' can't make 4 equal parts: use 4 or 8",
+            "data.fn returns 6 samples, of which mesh.tp '3d:2x2x2' can't make 4 equal parts: return 4 or 8",
         ),
         (
             {"mesh": Mesh(tp="2d:2x2"), "sequence_parallel": True},
@@ -202,12 +202,12 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"unit": "a\nb"}, "unit is 'a\\nb': it must be of characters that can be printed"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
-        ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
+        ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': leave servers out, or set"),
         (
             {"servers": 55, "data_parallel": "parameter_server"},
             "servers is 55, but pp=0 has 54 parameters, and each is on one server: use 54 at most",
         ),
-        ({"recompute": ("full", "none")}, "recompute has 2 words, the model 8 layers: give one word, or one for each"),
+        ({"recompute": ("full", "none")}, "recompute has 2 words, the model 8 layers: set recompute to 'full', say"),
         ({"recompute": ("full", "some")}, "recompute.1 is 'some': it must be 'none', 'selective' or 'full'"),
         (
             {"recompute": "selective", "model": Layers(lambda: [torch.nn.Identity()] * 2, loss=max)},
@@ -216,19 +216,28 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
         ({"model": Layers(fn=list, loss=max)}, "the model has no sequence length"),
-        ({"model": Llama(heads=8, kv_heads=3)}, "model.kv_heads 3 does not divide model.heads 8: use 2, say"),
-        ({"model": Llama(heads=8, kv_heads=9)}, "model.kv_heads 9 does not divide model.heads 8: use 8, say"),
+        (
+            {"model": Llama(heads=8, kv_heads=3)},
+            "model.kv_heads 3 does not divide model.heads 8: set model.kv_heads to 2, say",
+        ),
+        (
+            {"model": Llama(heads=8, kv_heads=9)},
+            "model.kv_heads 9 does not divide model.heads 8: set model.kv_heads to 8, say",
+        ),
         ({"model": Llama(hidden=12, heads=4)}, "model.positions is 'rope', which turns pairs, but a head has the odd"),
         (
             {"model": GPT(hidden=7, heads=4)},
-            "model.hidden 7 is not a multiple of model.heads 4: use model.hidden 8, say",
+            "model.hidden 7 is not a multiple of model.heads 4: set model.hidden to 8, say",
         ),
         (
             {"model": Llama(hidden=33, heads=4)},
-            "model.hidden 33 is not a multiple of model.heads 4: use model.hidden 32, say",
+            "model.hidden 33 is not a multiple of model.heads 4: set model.hidden to 32, say",
         ),
         ({"schedule": "v-half", "chunks": 3}, "v-half takes at most 2 stages a rank"),
-        ({"model": GPT(hidden=9, heads=4)}, "model.hidden 9 is not a multiple of model.heads 4: use 3 heads, say"),
+        (
+            {"model": GPT(hidden=9, heads=4)},
+            "model.hidden 9 is not a multiple of model.heads 4: set model.heads to 3, say",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
@@ -311,11 +320,11 @@ def test_fixes_of_heads_work_together(hidden, heads, kv_heads):
     faults = [*model.faults(lambda *paths: True)]
     assert faults
     for fault in faults:
-        if found := re.search(r"use model.hidden (\d+)", fault):
+        if found := re.search(r"set model.hidden to (\d+)", fault):
             model = replace(model, hidden=int(found[1]))
-        elif found := re.search(r"use (\d+) heads", fault):
+        elif found := re.search(r"set model.heads to (\d+)", fault):
             model = replace(model, heads=int(found[1]))
-        elif found := re.search(r"use (\d+), say", fault):
+        elif found := re.search(r"set model.kv_heads to (\d+), say", fault):
             model = replace(model, kv_heads=int(found[1]))
     assert not [*model.faults(lambda *paths: True)], faults
 
@@ -360,7 +369,7 @@ def test_batches_longer_than_the_model_are_refused(tiny, positions, monkeypatch)
         raise OSError("its files are on the actors' machines")
 
     model = GPT(layers=8, seq=32, positions=positions)
-    long = "returns sequences of 40 tokens, but model.seq is 32: set it to 40"
+    long = "returns sequences of 40 tokens, but model.seq is 32: set model.seq to 40"
     assert faults_of(replace(tiny, model=model, data=Batches(tokens, tokens))) == [
         f"data.fn {long}",
         f"data.validate {long}",
@@ -561,7 +570,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'much': it must be a number",
         "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
-        "4 stages for 1 layer: use at most 1 (mesh.pp x chunks), or more layers",
+        "4 stages for 1 layer: use 1 at most (mesh.pp x chunks), or 4 layers or more",
         "data.path: the largest token id is 117, but model.vocab is 50",
     ]
     for fault, start in zip(faults_of(run), wanted, strict=True):
@@ -922,7 +931,9 @@ def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, 
     ],
 )
 def test_a_plan_of_another_type_is_refused(tiny, plan, says):
-    assert faults_of(replace(tiny, model=Layers(fn=list, loss=max, seq=8, plan=plan))) == [says]
+    assert faults_of(
+        replace(tiny, model=Layers(fn=lambda: [nn.Linear(2, 2), nn.Linear(2, 2)], loss=max, seq=8, plan=plan))
+    ) == [says]
 
 
 def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():

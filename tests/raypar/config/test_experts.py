@@ -21,22 +21,22 @@ def run_with(**settings):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"experts": 4, "top_k": 5}, ["top_k 5 is more than the 4 experts: use 4 at most"]),
+        ({"experts": 4, "top_k": 5}, ["top_k 5 is more than the 4 experts: set it to 4 at most"]),
         ({"experts": (4, 8)}, ["experts has 2 numbers, and 4 blocks have experts: give one number, or 4"]),
         (
             {"experts": 128, "capacity": 0.5, "gate": "switch", "top_k": 1},
             ["capacity 0.5 leaves 0.062 tokens of a sequence for an expert (of 16 tokens", "to 8 at least"],
         ),
-        ({"experts": 9, "gate": "sigmoid", "groups": 2}, ["groups 2 does not divide 9 experts: use 8 or 10 experts"]),
+        ({"experts": 9, "gate": "sigmoid", "groups": 2}, ["divide 9 experts: set model.moe.experts to 8 or 10"]),
         (
             {"experts": 8, "gate": "sigmoid", "groups": 4, "top_groups": 1, "top_k": 3},
             ["top_groups 1 leaves 2 experts for top_k 3"],
         ),
         ({"gate": "sigmoid", "groups": 4, "top_groups": 5}, ["top_groups 5 is more than groups 4"]),
-        ({"groups": 2}, ["groups is 2, but gate 'softmax' knows none: use 'sigmoid'"]),
+        ({"groups": 2}, ["groups is 2, but gate 'softmax' knows none: leave it out, or set gate to 'sigmoid'"]),
         ({"top_groups": 2}, ["top_groups is 2, but groups is 1"]),
         ({"gate": "switch"}, ["top_k is 2, but gate 'switch' chooses 1"]),
-        ({"gate": "gshard", "top_k": 1}, ["top_k is 1, but gate 'gshard' chooses 2: set it, or use 'switch'"]),
+        ({"gate": "gshard", "top_k": 1}, ["gate 'gshard' chooses 2: set it to 2, or set gate to 'switch'"]),
         (
             {"gate": "shazeer", "noise": 0.5, "bias_rate": 0.1, "normalise": False},
             ["noise is 0.5", "bias_rate is 0.1", "normalise is false"],

@@ -57,8 +57,8 @@ def test_a_folder_that_can_not_be_used_is_told_with_its_fix(where, tmp_path, mon
 
 def test_a_folder_without_offload_has_no_use(tmp_path):
     assert rp.faults(tiny(offload_folder=str(tmp_path))) == [
-        f"offload_folder is {str(tmp_path)!r}, but offload is 'none': set offload to 'optimizer' or 'parameters', or "
-        "leave the folder out"
+        f"offload_folder is {str(tmp_path)!r}, but offload is 'none': leave the folder out, or set offload to "
+        "'optimizer' or 'parameters'"
     ]
 
 

@@ -37,10 +37,12 @@ def test_right_ones_have_no_faults(optim):
 def test_patterns_that_name_no_weight_are_told_with_the_nearest():
     optim = rp.Muon(no_decay=("*.bais", "*.norm.*"), rates={"embd.*": 0.1, "blocks.7.*": 1.0}, adamw=("head.*", "tail"))
     assert faults_of(optim) == [
-        "optim.no_decay: '*.bais' names no weight that is trained: use '*.bias'",
-        "optim.rates: 'embd.*' names no weight that is trained: use 'embed.*' or 'blocks.*' or 'head.*'",
-        "optim.rates: 'blocks.7.*' names no weight that is trained: use 'embed.*' or 'blocks.*' or 'head.*'",
-        "optim.adamw: 'tail' names no weight that is trained: use 'embed.*' or 'blocks.*' or 'head.*'",
+        "optim.no_decay: '*.bais' names no weight that is trained: leave it out, or use '*.bias'",
+        "optim.rates: 'embd.*' names no weight that is trained: leave it out, or use 'embed.*' or 'blocks.*' or "
+        "'head.*'",
+        "optim.rates: 'blocks.7.*' names no weight that is trained: leave it out, or use 'embed.*' or 'blocks.*' or "
+        "'head.*'",
+        "optim.adamw: 'tail' names no weight that is trained: leave it out, or use 'embed.*' or 'blocks.*' or 'head.*'",
     ]
 
 

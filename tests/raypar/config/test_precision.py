@@ -15,9 +15,9 @@ from raypar.config.toml import plain_of, run_of
     ("fields", "said"),
     [
         ({"precision": rp.Precision("fp16"), "loss_scale": rp.LossScale(use="off")}, "loss_scale.use is 'off'"),
-        ({"precision": rp.Precision("bf16", master="fp16")}, "use fp32 for the masters"),
+        ({"precision": rp.Precision("bf16", master="fp16")}, "set precision.master to 'fp32'"),
         ({"precision": rp.Precision("bf16", reduce="fp16")}, "precision.reduce is 'fp16'"),
-        ({"precision": rp.Precision(master="bf16")}, "set precision.compute to it too"),
+        ({"precision": rp.Precision(master="bf16")}, "set precision.compute to 'bf16' too"),
         ({"precision": rp.Precision("fp16", reduce="fp16", master="fp16")}, "optim.eps 1e-08 is 0 in fp16"),
         ({"precision": rp.Precision("fp8")}, "precision.compute is 'fp8'"),
         ({"precision": rp.Precision("bf16"), "data_parallel": "parameter_server"}, "parameter servers hold fp32"),
