@@ -84,6 +84,10 @@ class PreemptedError(JobError):
     """Nodes are taken away, and the run can't go on without them. It was saved, if it has a folder."""
 
 
+class RayLostError(JobError):
+    """Ray's control server, the GCS, is gone, and the run can't go on without it. It was saved, if it has a folder."""
+
+
 class StepLostError(JobError):
     """A step by hand was lost in a failure that the run has survived. The job goes on with ``job.stepper()``."""
 

@@ -471,7 +471,8 @@ def imports_between(sources):
 
 
 def folder_of(path):
-    return Path(path).parent.as_posix()
+    """The folder of a file; ``python -m raypar`` is the command line's."""
+    return "raypar/cli" if path == "raypar/__main__.py" else Path(path).parent.as_posix()
 
 
 @cache

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_lasting
+from raypar.cluster.own_ray import end_without_server
 from raypar.cluster.together import together
 from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, nodes_of, succeeded
 
@@ -199,16 +200,24 @@ class Actors:
         """Return whether this process is still connected to the Ray that the actors live in."""
         return ray.is_initialized() and driver_id() == self.driver
 
-    def end(self) -> None:
+    def end(self, *, is_lost: bool = False) -> None:
         """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
 
         What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
         nothing.
+
+        Args:
+            is_lost: Whether Ray's control server is gone, so that nothing is asked of it: each question would take a
+                minute. The actors end with Ray then.
         """
         (handles, self.handles), (vacancies, self.vacancies) = (self.handles, []), (self.vacancies, [])
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
         try:
+            if is_lost and self.owns_cluster:
+                end_without_server()
+            if is_lost:
+                return
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
@@ -217,7 +226,7 @@ class Actors:
                     break  # a Ray that does not answer takes a minute to say so, for each of them
         finally:
             if self.owns_cluster:
-                ray.shutdown()
+                ray.shutdown()  # a second one does nothing
 
 
 def driver_id() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import threading
 import time
@@ -14,12 +16,15 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.specs.results import StepResult
 from raypar.cluster.answers import LOOK, Answer, Answers, Watch
+from raypar.cluster.control_server import ControlServer
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
 from raypar.cluster.witnesses import Witnesses
-from raypar.errors import ActorDiedError, JobError, StalledError
+from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 
+log = logging.getLogger(__name__)
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
+_WITHOUT_SERVER = 40.0  # seconds that a step may still take without Ray's control server; after 60 s Ray ends all
 _SHORT = 0.5  # seconds up to which answers are awaited without looking at the actors
 
 
@@ -39,6 +44,7 @@ class Calls:
         timeout: How long an actor may stay in one action, in seconds.
         replaces: Whether another actor takes the place of one that is given up.
         witnesses: The actors' processes: when one dies, they say of what.
+        server: Ray's control server, without which nothing is waited for long.
 
     Attributes:
         deadline: How long an actor may stay in one action, or be silent.
@@ -52,10 +58,12 @@ class Calls:
         *,
         replaces: bool = False,
         witnesses: Witnesses | None = None,
+        server: ControlServer | None = None,
     ) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
-        self._witnesses = witnesses or Witnesses()
+        self._witnesses, self._server = witnesses or Witnesses(), server or ControlServer()
+        self._lost_at = math.inf
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -269,7 +277,18 @@ class Calls:
         return self._handles[rank].progress.options(concurrency_group="ctl").remote()
 
     def _demand_progress(self, watch: Watch, ranks: Iterable[int], what: str) -> None:
-        """Raise StalledError if an actor has been in one action for too long or does not answer."""
+        """Raise StalledError if an actor has been in one action for too long or does not answer.
+
+        Raises RayLostError if Ray's control server is gone for so long that the step should have ended meanwhile.
+        """
+        if why := self._server.why_lost():
+            if self._lost_at == math.inf:
+                self._lost_at = time.monotonic()
+                log.warning(
+                    "%s: the run is saved and ends after %s, if that ends within %g s", why, what, _WITHOUT_SERVER
+                )
+            if time.monotonic() - self._lost_at > _WITHOUT_SERVER:
+                raise RayLostError(f"{why}, and {what} goes on for longer than Ray does")
         for rank in ranks:
             stay, action = watch.stay(rank)
             if (silence := watch.silence(rank)) > self.deadline.silence:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 
+from raypar.cluster.control_server import ControlServer
 from raypar.cluster.nodes import named
 from raypar.cluster.ray_private import draining_nodes
 
@@ -16,11 +17,15 @@ _LOOK = 0.5  # seconds between two looks
 class Notices:
     """The notices of nodes that are taken away. Ray gives one when a node is drained, with or without a deadline.
 
+    Args:
+        server: Ray's control server, which is asked.
+
     Attributes:
         names: The nodes, as "host (address)", by id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: ControlServer) -> None:
+        self._server = server
         self.names: dict[str, str] = {}
         self._waits: dict[str, float] = {}  # until when others are waited for, in seconds of time.monotonic
         self._next_look = 0.0
@@ -30,6 +35,8 @@ class Notices:
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK
+        if not self._server.answers():
+            return False
         draining = draining_nodes()
         new = [node for node in draining if node not in self.names]
         for node in new:

@@ -137,6 +137,16 @@ def dead_servers() -> list[str]:
     return [] if dead is None else [kind for kind, _ in dead()]
 
 
+def own_raylet() -> int | None:
+    """Return the number of the raylet's process of a Ray that this process has started; None if there is none.
+
+    Nothing public says it. Its agents are its children. Retry at upgrades.
+    """
+    node: Any = getattr(ray._private.worker, _NODE, None)
+    raylets = getattr(node, "all_processes", {}).get("raylet", [])
+    return raylets[0].process.pid if raylets else None
+
+
 def dashboard_address() -> str:
     """Return the address of the dashboard of the cluster that this process is connected to; "" if there is none.
 

@@ -12,6 +12,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
 from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
+from raypar.cluster.control_server import ControlServer
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.cluster.witnesses import Witnesses
 from raypar.errors import TO_GO_ON, CallError, JobError
@@ -34,12 +35,13 @@ class Lifetime:
         epoch: Number of steps so far that were refused for non-finite gradients. Actors refuse calls of an earlier
             epoch.
         witnesses: The actors' processes.
+        server: Ray's control server.
     """
 
     def __init__(self, actors: Actors, close: Callable[[], None], saved: Callable[[], Path | None]) -> None:
         self.failure: str | None = None
         self.epoch = 0
-        self.witnesses = Witnesses()
+        self.witnesses, self.server = Witnesses(), ControlServer()
         self._actors: Actors | None = actors
         self._calls: Calls | None = None
         self._close, self._saved = close, saved
@@ -63,7 +65,7 @@ class Lifetime:
             JobError: The job is over.
         """
         handles = self.actors.handles[: world.size]
-        self._calls = Calls(handles, world, timeout, replaces=replaces, witnesses=self.witnesses)
+        self._calls = Calls(handles, world, timeout, replaces=replaces, witnesses=self.witnesses, server=self.server)
         return self._calls
 
     def demand_open(self) -> None:
@@ -122,7 +124,7 @@ class Lifetime:
             let_go(failure is not None)
         finally:
             self.witnesses.close()
-            actors.end()
+            actors.end(is_lost=not self.server.answers())
 
     def _fail(self, error: KeyboardInterrupt | SystemExit | JobError) -> None:
         if isinstance(error, JobError):

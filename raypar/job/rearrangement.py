@@ -8,7 +8,7 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.resume import find
-from raypar.errors import PreemptedError
+from raypar.errors import PreemptedError, RayLostError
 from raypar.job.run_folders import put_aside
 from raypar.job.snapshots import takes_snapshots
 from raypar.job.starter import Starter
@@ -31,8 +31,11 @@ def rearranged(starter: Starter, saver: Saver, run: Run, step: int) -> int:
 
     Raises:
         PreemptedError: It can't go on, as nodes are taken away. It was saved.
+        RayLostError: It can't go on without Ray's control server. It was saved.
         JobError: It failed; the run can be recovered.
     """
+    if why := starter.why_lost():
+        raise RayLostError(f"{why}: {_saved(saver, run, step)}")
     if why := starter.why_end():
         raise PreemptedError(f"{why}: {_saved(saver, run, step)}")
     if takes_snapshots(run):

@@ -15,7 +15,7 @@ from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
 from raypar.cluster.vacancies import nodes_of
 from raypar.config.schedule import Programs
-from raypar.errors import JobError, NoRoomError
+from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.last_checkpoint import last_checkpoint
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
@@ -52,7 +52,7 @@ class Starter:
     def __init__(self, lifetime: Lifetime, job: str, standing: Standing) -> None:
         self._lifetime, self._job, self._witnesses = lifetime, job, lifetime.witnesses
         self.standing = standing
-        self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
+        self._next_look, self._notices, self._stays_told = 0.0, Notices(lifetime.server), False
         self.failures, self.awaits_room = Failures(0), False
 
     def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Holds:
@@ -99,6 +99,9 @@ class Starter:
         start, gone = time.monotonic(), list[str]()
         reason, death, before = reason_of(error), death_in(error), self.standing.layout
         while True:
+            if not isinstance(error, RayLostError) and not self._lifetime.server.answers():
+                why = self.why_lost() or "Ray's control server does not answer"
+                raise RayLostError(f"{reason}; {why}") from error
             self._heed_notices()
             self.failures.count(step, error, is_foreseen=getattr(error, "rank", None) in self._left)
             log.warning("%s", told(error))
@@ -179,6 +182,8 @@ class Starter:
         It looks from time to time. Of a node that is taken away, the first half of the time that is left is for others
         to come.
         """
+        if self._lifetime.server.why_lost():
+            return True
         self._heed_notices()
         actors, left = self._lifetime.actors, self._left
         if self._is_driver_left:
@@ -198,6 +203,10 @@ class Starter:
         if not self._notices.is_urgent and actors.hoped():
             return False
         return largest is not None or self._may_end()
+
+    def why_lost(self) -> str:
+        """Return why Ray is lost; "" if it is not."""
+        return self._lifetime.server.why_lost()
 
     def why_end(self) -> str:
         """Return why the run can't go on, now that it is due to go on with other actors; "" if it can."""
@@ -268,7 +277,7 @@ class Starter:
 
     def _heed_notices(self) -> None:
         """Look for nodes that are taken away, and let others start in the place of actors there."""
-        if not self._notices.look():
+        if self.why_lost() or not self._notices.look():
             return
         actors = self._lifetime.actors
         actors.leave(self._notices.names, f"{self._job} spare")

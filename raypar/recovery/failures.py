@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.errors import ActorDiedError, Death, JobError, PreemptedError
+from raypar.errors import ActorDiedError, Death, JobError, PreemptedError, RayLostError
 
 _SAME = 3  # times that the same fault may happen in one step: it is then no accident
 
@@ -84,7 +84,7 @@ class Failures:
         Raises:
             JobError: The same error, if it ends the run; with a note that says why, if it is one too many.
         """
-        if isinstance(error, PreemptedError):
+        if isinstance(error, PreemptedError | RayLostError):
             raise error
         death = death_in(error)
         if self._most and (is_foreseen or (death is not None and death.is_preempted)):

@@ -65,7 +65,7 @@ class Lent(Actors):
 
     pool: Pool
 
-    def end(self):
+    def end(self, *, is_lost=False):
         kept = [replace(home, is_left=False) for home in self.homes]  # no node is taken away but in a test's eyes
         there = [one for one in zip(self.handles, kept, strict=True) if one[0] is not None]
         self.handles, self.homes = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,7 +149,7 @@ def test_of_the_time_that_is_left_the_first_half_is_for_waiting(monkeypatch):
     monkeypatch.setattr(notices.time, "time", lambda: 10.0)
     monkeypatch.setattr(notices, "draining_nodes", lambda: found)
     monkeypatch.setattr(notices, "named", str.upper)
-    heard = Notices()
+    heard = Notices(SimpleNamespace(answers=lambda: True))
     assert heard.look() and str(heard) == "A and B" and not heard.is_urgent
     now[0] = 104.9
     assert not heard.look() and not heard.is_urgent
