@@ -1,4 +1,4 @@
-"""Your own modules in a pipeline: a list of layers, a loss, and batches as a function of (step, microbatch, dp).
+"""Your own modules in a pipeline: a list of layers, a loss, a metric, batches as a function of (step, microbatch, dp).
 
 python examples/own_model.py
 
@@ -38,9 +38,14 @@ def unseen(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
     return batch(1_000_000 + step, microbatch, dp)
 
 
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of pictures whose quarter is found. ``job.evaluate()`` says it besides the loss."""
+    return (output.argmax(1) == target).float().mean()
+
+
 def main(steps: int = 30) -> tuple[float, float]:
     run = rp.Run(
-        model=rp.Layers(layers, loss=nn.functional.cross_entropy),
+        model=rp.Layers(layers, loss=nn.functional.cross_entropy, metrics={"accuracy": accuracy}),
         mesh=rp.Mesh(pp=3),
         schedule="gpipe",
         microbatches=4,

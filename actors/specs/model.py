@@ -304,7 +304,8 @@ class Layers:
     gives them"""
     count: Callable[[Any], int] | None = None
     """``count(target) -> int``: of how many elements the loss of a microbatch is the mean, by which microbatches are
-    weighted; None: of the elements of the target, of several the first, without those of -100 if they are integers"""
+    weighted; None: the elements of the target, without those that are -100 if they are integers. Of a tuple of targets
+    only the first is counted, while ``count`` is called with the tuple"""
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
     """what an evaluation returns besides the loss, by name: ``fn(output, target)`` returns a mean over what the loss
     counts, or (sum, number of what is summed)"""

@@ -134,7 +134,8 @@ class Verdict:
         gradients: Number of gradients compared.
         weights: Number of weights compared.
         losses: The losses of the plain process.
-        differences: What is not bitwise equal: losses and norms first, then gradients and weights by logical name.
+        differences: What is not bitwise equal, also what is within its bound (``difference.ok``): losses and norms
+            first, then gradients and weights by logical name. A test asserts ``ok``, not that there are none.
         replicas: Number of replicas.
         diagnosis: Where the layout begins to differ and the likely cause, if the verdict is not ok.
         bounds: The relative bounds of the layout.
