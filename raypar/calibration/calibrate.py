@@ -19,7 +19,7 @@ from raypar.actors.host_cores import num_cores
 from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
 from raypar.calibration.probes import probed
-from raypar.calibration.solved import solved
+from raypar.calibration.solved import solved, without_unmeasured
 from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
@@ -60,7 +60,9 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         count = len(nodes)
         late = begin + seconds * (1 - _LEAST_LEFT)
     taken = probed(device, actors, say, lambda: time.monotonic() > late)
-    found = solved(replace(found, groups=tuple(groups)), taken, actors)
+    found, unmeasured = without_unmeasured(solved(replace(found, groups=tuple(groups)), taken, actors))
+    if unmeasured:
+        say(f"too little to be measured here, and left out: what {', '.join(unmeasured)} add beyond what is counted")
     seconds = round(time.monotonic() - begin, 1)
     origin = replace(found.origin, nodes=count, date=date.isoformat(timespec="seconds"), seconds=seconds, load=load)
     return replace(found, origin=origin)

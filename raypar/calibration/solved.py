@@ -62,6 +62,20 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
     return known
 
 
+def without_unmeasured(known: Calibration) -> tuple[Calibration, list[Kind]]:
+    """Return a calibration without the kinds that took no longer than what is counted for them, and these kinds.
+
+    What they take besides is lost in the noise of the short runs: it is not known, and not nothing.
+
+    Args:
+        known: The calibration, of ``solved``.
+    """
+    kinds = list(dict.fromkeys(one.kind for one in known.besides))
+    measured = {one.kind for one in known.besides if one.forward or one.backward}
+    left = tuple(one for one in known.besides if one.kind in measured)
+    return replace(known, besides=left), [kind for kind in kinds if kind not in measured]
+
+
 def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) -> float:
     """Return how much longer runs take while all cores compute: as long as on one core, at worst."""
     both = [float_sum(one.forward + one.backward for one in each) for each in (together, alone)]

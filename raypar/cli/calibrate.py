@@ -21,6 +21,8 @@ _OF_KIND: Mapping[Kind, str] = {
     "expert parallel": "dividing experts adds to a block",
     "lent": "lending its gradients to buckets adds to a block",
     "gathered": "gathering its weights adds to a block",
+    "pipeline": "waiting for others adds to a block of a pipeline",
+    "head": "the head and the loss take",
 }
 _ONE_FIGURE: Mapping[Kind, str] = {
     "reduced": "summing its gradients over replicas adds to a block",
@@ -90,7 +92,8 @@ def told(found: Calibration) -> str:
             continue
         both = f"{one.forward * 1e3:.2f} and {one.backward * 1e3:.2f} ms forwards and backwards"
         taken = _OF_KIND.get(kind, f"a block of a {kind} takes")
-        lines.append(f"{taken} {both} besides its products and attention")
+        besides = "its product" if kind == "head" else "its products and attention"
+        lines.append(f"{taken} {both} besides {besides}")
     lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")
     for group in found.groups:
         if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):

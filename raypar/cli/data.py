@@ -21,7 +21,7 @@ from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.config.toml import read_table, recorded_run
 from raypar.errors import ConfigError
-from raypar.job.batch_checks import warn_of_template
+from raypar.job.batch_checks import warn_of_examples
 from raypar.paths import RUN, holds_run
 
 _WHAT = "Show sequences as a run learns them: decoded, with what is learned in green, or between « and » in a file."
@@ -83,7 +83,7 @@ def show(words: Sequence[str], terminal: bool) -> str:
     spec, args = _spec(parsed(ShowArgs(), words[1:], "data show", _WHAT))
     if faults := example_faults(spec, args.seq, sys.maxsize):
         raise ConfigError([f"data.{fault}" for fault in faults])
-    warn_of_template(spec)
+    warn_of_examples(spec, args.seq)
     train, val = open_sequences(spec, args.seq)
     samples = np.arange(args.first, args.first + args.number, dtype=np.int64)
     rows = (val if args.validation else train).rows(samples, args.seed, ordered=args.validation)

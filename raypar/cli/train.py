@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.injected_fault import InjectedFault
@@ -33,8 +32,8 @@ from raypar.config.validate.device import device_faults
 from raypar.config.validate.outputs import folder_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults
-from raypar.errors import TO_GO_ON, CallError, ConfigError, JobError
-from raypar.paths import AUTO, absolute, checkpoints_in
+from raypar.errors import TO_GO_ON, ConfigError
+from raypar.paths import AUTO, absolute
 from raypar.planner.calibration_file import calibration_faults, calibration_named
 from raypar.planner.host import room_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
@@ -181,9 +180,9 @@ def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int
     for idle in idle_fields(run):
         logging.getLogger("raypar").warning("%s", idle)
     if isinstance(run.data, Examples):
-        from raypar.job.batch_checks import warn_of_template  # imports torch
+        from raypar.job.batch_checks import warn_of_examples  # imports torch
 
-        warn_of_template(run.data)
+        warn_of_examples(run.data, run.model.seq or 1)
     rows = plan_rows(run, schedule, origins=origins, step=step)
     pictures = planned_grid(schedule, dict(rows)["bubble"], color=color), expert_table(run)
     return Plan("\n\n".join(filter(None, pictures)), rows)
@@ -288,11 +287,7 @@ def _trained(
             sample(outcome)
 
         launches.append(launched := time.perf_counter() - began)
-        try:
-            reports = job.train(on=write, ahead=int(not args.sample_every))
-        except (KeyboardInterrupt, SystemExit, CallError):  # Ctrl-C, SIGTERM, an evaluation that failed
-            _keep(job)
-            raise
+        reports = job.train(on=write, ahead=int(not args.sample_every))
         if args.trace is not None:
             trace(json.dumps(chrome_trace(*job.timelines())))
         overlay = job.overlay()
@@ -366,19 +361,6 @@ def _told_lost(job: Job, begun: Found | None) -> str:
     if saved is None:
         return f"{lost}, and no others are: mend that and train again"
     return f"{lost}: mend that and go on from {saved.name} with raypar train --resume {folder}"
-
-
-def _keep(job: Job) -> None:
-    """Save a checkpoint of a run that was stopped, if it has a folder and its actors can still be called."""
-    run, log = job.run, logging.getLogger("raypar")
-    if run.folder is None or not job.next_step:
-        return
-    try:
-        saved = job.save(checkpoints_in(absolute(run.folder)), run.keep_last)
-    except (CheckpointError, JobError) as error:
-        log.warning("interrupted, and nothing was saved: %s", error)
-    else:
-        log.info("saved as %s", saved.name)
 
 
 def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:

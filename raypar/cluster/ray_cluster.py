@@ -27,7 +27,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer, unanswered
 from raypar.cluster.devices import Share, demand_build, gpu_share
-from raypar.cluster.interrupts import patience
+from raypar.cluster.interrupts import Sigterm, patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
@@ -350,16 +350,16 @@ def _connect() -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the previous SIGTERM handler, or else Ray's Python handler, which unwinds the stack.
+    """Keep the previous SIGTERM handler; where there is none, unwind the stack, at first between two steps.
 
-    Ray's other, lower-level handler aborts the process after 3 s, in the middle of its cleanup.
+    So a job saves its run and ends. Ray's own, lower-level handler aborts the process after 3 s, in the middle of that.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
-        if handler and threading.current_thread() is threading.main_thread():
+        handler = Sigterm() if before is signal.SIG_DFL else before
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data.example_batches import open_sequences
 from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.data_parallel.replica_checks import digest
@@ -27,11 +28,12 @@ def _first_batch(data: Batches, dp: int) -> bytes:
     return digest({str(number): value for number, value in enumerate(values)})
 
 
-def warn_of_template(data: Examples) -> None:
-    """Log a warning if the chat template of examples does not end answers.
+def warn_of_examples(data: Examples, seq: int) -> None:
+    """Log a warning if the chat template of examples does not end answers, or if most examples are left out.
 
     Args:
         data: The examples.
+        seq: Tokens of a sequence.
     """
     try:
         template = Tokenizer(data.tokenizer, data.template).template
@@ -43,6 +45,21 @@ def warn_of_template(data: Examples) -> None:
             "the chat template ends an answer by what follows it, and not by a special token: of conversations the "
             "model does not learn to end one; give a template that does as data.template"
         )
+    try:
+        parts = open_sequences(data, seq)[0].parts
+    except (ExampleError, ConfigError):
+        return
+    for path, part in parts.items():
+        left_out, kept = part.pieces.dropped, len(part.pieces.firsts)
+        if left_out > kept:
+            log.warning(
+                "%s: %s examples are left out and %s kept: nothing is learned in the first %s tokens of those; set "
+                "model.seq higher, or data.learn to 'all'",
+                path,
+                f"{left_out:,}",
+                f"{kept:,}",
+                f"{seq:,}",
+            )
 
 
 def demand_pure(run: Run) -> None:
@@ -70,7 +87,7 @@ def warn_of_batches(run: Run) -> None:
     """
     data = run.data
     if isinstance(data, Examples):
-        warn_of_template(data)
+        warn_of_examples(data, run.model.seq or 1)
     if not isinstance(data, Batches):
         return
     try:

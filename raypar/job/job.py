@@ -394,7 +394,11 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                self._loop.keep(error)
+        finally:
+            self.close()
 
     def _told(self) -> str:
         return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

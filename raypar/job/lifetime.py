@@ -135,7 +135,12 @@ class Lifetime:
         else:  # the actors still complete their step, so the driver must not repeat it
             self.failure = "it was interrupted while its actors worked"
         self._close()
-        error.add_note(f"{TO_GO_ON}{self._how_to_go_on()}.")  # behind the end of a save
+        self.note(error)  # when a save has ended
+
+    def note(self, error: BaseException) -> None:
+        """Note on an error how the run goes on in another job, if no note says it yet."""
+        if not any(note.startswith(TO_GO_ON) for note in getattr(error, "__notes__", [])):
+            error.add_note(f"{TO_GO_ON}{self._how_to_go_on()}.")
 
     def _how_to_go_on(self) -> str:
         """Say how the run goes on in another job: from its newest checkpoint, if it has saved one."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raypar.actors.errors import NonFiniteError
+from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
@@ -27,6 +27,7 @@ from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead, steps_to_take
 from raypar.job.steps_by_hand import StepsByHand
+from raypar.paths import absolute, checkpoints_in, name_of
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
@@ -131,8 +132,12 @@ class TrainingLoop:
         most = int(on is None) if ahead is None else ahead
         run = self.loaded.run
         count = steps_to_take(run, self.next_step, steps)
-        with closing(self._train(count, most)) as outcomes:
-            return displayed(run, self.next_step + count, outcomes, on)
+        try:
+            with closing(self._train(count, most)) as outcomes:
+                return displayed(run, self.next_step + count, outcomes, on)
+        except (KeyboardInterrupt, SystemExit, CallError) as error:  # Ctrl-C, SIGTERM, an evaluation that failed
+            self.keep(error)
+            raise
 
     def evaluate(self, steps: int | None = None, *, ema: bool = False) -> Evaluation:
         """Compute the loss on validation data, as ``Job.evaluate`` does. That of averaged weights is not recorded."""
@@ -151,6 +156,25 @@ class TrainingLoop:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self._demand_alive("saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
+
+    def keep(self, error: BaseException) -> None:
+        """Save a checkpoint of a run that is stopped, if it has a folder and its actors can still be called.
+
+        Args:
+            error: What stops it. It gets a note that says how the run goes on.
+        """
+        run, step = self.loaded.run, self.next_step
+        if run.folder is None or not step or self._lifetime.failure is not None:
+            return
+        folder = checkpoints_in(absolute(run.folder))
+        if self.saved != folder / name_of(step):
+            try:
+                saved = self.save(folder, run.keep_last)
+            except (CheckpointError, JobError) as fault:
+                log.warning("interrupted, and nothing was saved: %s", fault)
+                return
+            log.warning("saved as %s", saved.name)
+        self._lifetime.note(error)
 
     def copy_weights(self, folder: Path, *, ema: bool) -> Path:
         """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""

@@ -273,7 +273,8 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
         stages = f"{used}; a stage has {_range(counts)}{tied}"
         if run.model.lora is not None:
             learned = adapter_parameters(run.model, 1)[0] * run.model.layers
-            return f"{whole:,} frozen{stages}; adapters have {learned:,}, and those of an actor {_range(held)}"
+            frozen = num_parameters(replace(run.model, lora=None))
+            return f"{frozen:,} frozen{stages}; adapters have {learned:,}, and those of an actor {_range(held)}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 

@@ -184,12 +184,12 @@ def _examples_told(run: Run, examples: Examples, seq: int) -> Iterator[str]:
     )
     for (path, part), share in zip(train.parts.items(), shares.tolist(), strict=True):
         pieces, full = part.pieces, int(part.pieces.lengths.sum()) / (len(part) * seq)
-        cut = f", {pieces.cut:,} of them cut" if pieces.cut else ""
-        dropped = f", {pieces.dropped:,} others left out, in which nothing is learned" if pieces.dropped else ""
-        held = f", and {len(val.parts.get(path, val)):,} to validate"
+        cut = f" ({pieces.cut:,} of them cut)" if pieces.cut else ""
+        dropped = f"; {pieces.dropped:,} examples are left out, as nothing is learned in them" if pieces.dropped else ""
+        held = f", and {len(val.parts.get(path, val)):,} sequences to validate"
         yield (
             f"{'' if share == 1 else f'{share:.3g} of the sequences from {path}: '}{len(pieces.firsts):,} pieces of "
-            f"examples{cut}{dropped} in {len(part):,} sequences, {full:.0%} full{held}; the run makes "
+            f"examples{cut} in {len(part):,} sequences that are {full:.0%} full{held}{dropped}; the run makes "
             f"{samples * share / len(part):.2g} passes over them"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -299,3 +300,16 @@ def test_a_launch_warns_of_a_template_that_ends_no_answer(tokenizers, tmp_path, 
             warn_of_batches(rp.Run(model=rp.GPT(vocab=300), data=data))
         assert len(caplog.messages) == count, name
     assert "ends an answer by what follows it" in caplog.messages[0]
+
+
+def test_a_launch_warns_where_most_examples_are_left_out(tmp_path, caplog):
+    """Their answers begin after the last token of a sequence."""
+    long, short = {"prompt": "x" * 50, "completion": "y"}, {"prompt": "x", "completion": "y"}
+    path = made_jsonl(tmp_path / "pairs.jsonl", [long] * 30 + [short] * 10)
+    model, data = rp.GPT(seq=16), rp.Examples(str(path), tokenizer=None, packing=False, cache=str(tmp_path))
+    with caplog.at_level(logging.WARNING, "raypar"):
+        warn_of_batches(rp.Run(model=model, data=data))
+        (said,) = caplog.messages
+        assert "examples are left out and" in said and "in the first 16 tokens" in said
+        warn_of_batches(rp.Run(model=replace(model, seq=64), data=data))
+    assert len(caplog.messages) == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raypar.calibration.probes import Measured, median_of, probe_runs
-from raypar.calibration.solved import solved
+from raypar.calibration.solved import solved, without_unmeasured
 from raypar.config.run import check_run, world_of
 from raypar.planner.calibrated_costs import stage_seconds, step_seconds
 from raypar.planner.calibration import Beside, Update
@@ -94,6 +94,14 @@ def test_what_was_left_out_is_nothing():
     assert found.busy == 1.0 and found.message == 0.0
     assert found.action_forward == pytest.approx(TRUE.action_forward + BESIDES["head"][0])
     assert found.beside("llama", 60_000) == found.beside("gpt", 60_000)
+
+
+def test_what_is_lost_in_noise_is_left_out_and_not_nothing():
+    noisy = (Beside("tensor", 100, 0.0, 0.0), Beside("tensor", 900, 0.0, 0.0), Beside("gpt", 100, 0.0, 0.0))
+    known = replace(BLANK, besides=(*noisy, Beside("gpt", 900, 1e-3, 0.0)))
+    found, unmeasured = without_unmeasured(known)
+    assert unmeasured == ["tensor"] and {one.kind for one in found.besides} == {"gpt"}
+    assert len(found.besides) == 2, "of a kind that is measured, a size may add nothing"
 
 
 def test_rounds_have_their_medians():

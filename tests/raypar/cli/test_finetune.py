@@ -10,6 +10,7 @@ from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import export
 from raypar.cli.finetune import sft
 from raypar.config.finetuning import finetuning, lasting
+from raypar.planner.parameters import num_parameters
 from tests.support.examples import TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team
@@ -35,6 +36,8 @@ def test_a_model_learns_from_examples_and_goes_home(said, kept_actors, folder, t
     words = ("sft", "talks.jsonl", "--model", "model", "--mesh.pp", "2", "--steps", "2", "--microbatches", "2")
     code, out, _ = said(*words, "--dry-run")
     assert code == 0 and "18 pieces of examples" in out
+    frozen = num_parameters(rp.Llama(layers=2, hidden=16, heads=4, seq=64, vocab=260))
+    assert f"{frozen:,} frozen; a stage has " in out, "the model's, not the adapters'"
     code, out, err = said(*words, "--folder", "run", "--model.seq", "128", "--model.lora.rank", "2")
     assert code == 0, err
     code, out, err = said("ckpt", "export", "run", "home")
