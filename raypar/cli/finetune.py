@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
+from raypar.actors.specs.data import Examples
+from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.model import Llama
 from raypar.cli.data_conversion import convert_data
 from raypar.cli.examples import named_examples
 from raypar.cli.flags import HELP
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.train import Finished, Plan, TrainArgs, train
-from raypar.config.finetuning import finetuning, lasting, shortened
+from raypar.config.finetuning import finetuning, lasting, settings_of, shortened
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,7 @@ _HELP = f"""usage: {_USAGE} [flags]
 
 EXAMPLES is a file of examples, or files with a weight behind each: talks.jsonl 0.7 facts.jsonl 0.3.
 FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
-The other flags are those of raypar train, without its RECIPE:"""
+The other flags, with the defaults of an adapted Llama:"""
 
 
 def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
@@ -43,7 +46,8 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     """
     if HELP & {*words}:
         sys.stdout.write(f"{_HELP}\n")
-        parse(TrainArgs, ["--help"], "train", "Train a model.", "gpt-small")  # ends the process
+        shown = settings_of(Llama(seq=512, lora=Lora()), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
+        parse(TrainArgs, ["--help"], "sft", _WHAT, "sft", known={"sft": shown})  # ends the process
     left = list(words)
     if any(word.partition("=")[0] == "--resume" for word in left):
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])

@@ -40,6 +40,12 @@ class Parsed(Generic[A]):
     wrong: Sequence[Fault]
 
 
+_MORE = (
+    "Flags of parts that it has not: raypar train moe-small --help (--model.moe), raypar train llama-small --help, and "
+    "raypar sft --help (--model.lora, --data.template)."
+)
+
+
 def parse(
     kind: type[A],
     words: Sequence[str],
@@ -92,7 +98,7 @@ def parse(
                 args=sound,
                 default=kind(**parts),
                 prog=f"raypar {command}",
-                description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
+                description=f"{what} Flags change the recipe or the file; those below have the defaults of {base}. {_MORE}",
             )
         return Parsed(args, [*wrong, *faults])
 

@@ -11,7 +11,7 @@ from raypar.actors.data.text_files import TextError
 from raypar.actors.hugging_face.folder import read_config
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import GPT, Layers
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
@@ -46,15 +46,24 @@ def finetuning(path: str | Mapping[str, float], folder: str, *, adapters: bool =
         model = replace(model, seq=seq)
     else:
         model = replace(model, seq=seq, lora=Lora() if adapters else None)
-    return rooted(
-        Run(
-            model=model,
-            data=Examples(path, tokenizer=folder),
-            optim=AdamW(lr=_RATE if adapters else _FULL_RATE, decay="linear", final=0.0),
-            micro_batch_size=1,
-            microbatches=8,
-            folder="auto",
-        )
+    return rooted(settings_of(model, Examples(path, tokenizer=folder), adapters=adapters))
+
+
+def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) -> Run:
+    """Return a run that fine-tunes a model, with the settings that mostly do.
+
+    Args:
+        model: The model, with adapters if these learn.
+        data: The examples.
+        adapters: Whether low-rank adapters learn; else all weights.
+    """
+    return Run(
+        model=model,
+        data=data,
+        optim=AdamW(lr=_RATE if adapters else _FULL_RATE, decay="linear", final=0.0),
+        micro_batch_size=1,
+        microbatches=8,
+        folder="auto",
     )
 
 

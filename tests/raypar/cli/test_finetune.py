@@ -107,3 +107,10 @@ def test_help_is_that_of_the_command_whatever_is_missing(capsys):
     said = capsys.readouterr().out
     assert said.startswith("usage: raypar sft EXAMPLES --model FOLDER [flags]")
     assert "--microbatches" in said
+
+
+@pytest.mark.parametrize("flag", ["--model.lora.rank", "--model.lora.targets", "--data.template", "--data.learn"])
+def test_its_help_has_the_flags_of_fine_tuning(said, flag):
+    code, out, _ = said("sft", "--help")
+    assert code == 0 and flag in out
+    assert "2e-04" in out or "0.0002" in out, "the rate of adapters"
