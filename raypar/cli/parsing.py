@@ -98,7 +98,7 @@ def parse(
                 args=sound,
                 default=kind(**parts),
                 prog=f"raypar {command}",
-                description=f"{what} Flags change the recipe or the file; those below have the defaults of {base}. {_MORE}",
+                description=f"{what} Flags change the recipe or the file; defaults below are those of {base}. {_MORE}",
             )
         return Parsed(args, [*wrong, *faults])
 
