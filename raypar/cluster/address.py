@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 from ray.exceptions import AuthenticationError
+from ray.util.client import ray as client
 
 from raypar.actors.errors import first_line
 from raypar.cluster.ray_private import has_own_node, own_token
@@ -42,7 +43,8 @@ def demand_answer(address: str) -> None:
     if address in _WITHOUT_PORT:
         return
     if address.startswith(_CLIENT):
-        raise ConfigError([_through_a_proxy(address)])
+        host = address.removeprefix(_CLIENT).rpartition(":")[0] or "HOST"
+        raise ConfigError([_through_a_proxy(f"RAY_ADDRESS is {address!r}", host)])
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         right = f"{host or address}:{_PORT}"
@@ -140,12 +142,17 @@ def _as_a_job(host: str) -> str:
     )
 
 
-def _through_a_proxy(address: str) -> str:
-    host = address.removeprefix(_CLIENT).rpartition(":")[0] or "HOST"
+def _through_a_proxy(what: str, host: str) -> str:
     return (
-        f"RAY_ADDRESS is {address!r}, which is Ray Client: its driver is not in the cluster and can't hear the actors; "
+        f"{what}, which is Ray Client: its driver is not in the cluster and can't hear the actors; "
         f"on a machine of the cluster set RAY_ADDRESS={host}:{_PORT}, or from outside {_as_a_job(host)}"
     )
+
+
+def demand_driver() -> None:
+    """Raise ConfigError if this process is connected by Ray Client, as by ray.init("ray://...")."""
+    if client.is_connected():
+        raise ConfigError([_through_a_proxy("this process is connected by ray.init('ray://...')", "HOST")])
 
 
 def _warn_of_readers() -> None:

@@ -25,7 +25,7 @@ from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
-from raypar.cluster.address import demand_answer, unanswered
+from raypar.cluster.address import demand_answer, demand_driver, unanswered
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import Sigterm, patience
 from raypar.cluster.nodes import demand_alike, living_nodes
@@ -96,6 +96,7 @@ def start_actors(
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
+    demand_driver()
     if not ray.is_initialized() and (faults := list(room_faults(world.size + spares))):
         raise ConfigError(faults)
     with _own_sigterm():
@@ -305,6 +306,7 @@ def free_told() -> str:
 
 def _connect() -> bool:
     """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
+    demand_driver()
     silence_deaths()
     if ray.is_initialized():
         return False

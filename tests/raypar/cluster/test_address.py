@@ -133,6 +133,13 @@ def test_an_address_of_ray_client_is_refused_with_the_two_ways_that_work(monkeyp
     assert "RAY_ADDRESS=head.example:6379" in fault and "8265:127.0.0.1:8265 head.example, and give it a job" in fault
 
 
+def test_a_driver_that_ray_init_has_connected_by_ray_client_is_refused_in_the_same_words(monkeypatch):
+    monkeypatch.setattr(address.client, "is_connected", lambda: True)
+    with pytest.raises(ConfigError, match="which is Ray Client: its driver is not in the cluster") as caught:
+        ray_cluster._connect()
+    assert "this process is connected by ray.init('ray://...')" in str(caught.value)
+
+
 def test_a_driver_outside_of_a_cluster_that_answers_is_told_soon_where_to_run(monkeypatch):
     """This machine may run nodes of other clusters."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
