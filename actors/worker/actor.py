@@ -52,7 +52,7 @@ from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kep
 from raypar.schedules.action import Action
 
 
-class Hosted:
+class RayparActor:
     """Hosts a worker or a parameter server inside a Ray actor.
 
     It has only the methods that the driver calls. Ray wraps each method of an actor's class, which would slow down

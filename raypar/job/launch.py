@@ -33,6 +33,8 @@ from raypar.reporting.summary import log_plan
 
 log = logging.getLogger(__name__)
 
+_LONGEST_NAME = 40  # characters of a run folder's name that are part of its job's
+
 
 @checked_arguments
 def launch(
@@ -97,6 +99,12 @@ def launch_in(
         return _launched(run, programs, skeleton, found, wait_for_nodes, chaos, may_lack_folder=may_lack_folder)
 
 
+def _name_of(run: Run) -> str:
+    """Return the name of a job, with which its actors and its placement group begin in Ray's state and dashboard."""
+    folder = "" if run.folder is None else absolute(run.folder).name[:_LONGEST_NAME]
+    return "-".join(filter(None, ("raypar", folder, uuid.uuid4().hex[:8])))
+
+
 def _launched(
     run: Run,
     programs: Programs,
@@ -108,16 +116,16 @@ def _launched(
     may_lack_folder: bool,
 ) -> Job:
     """Launch a run that was checked."""
-    from raypar.actors.worker.actor import Hosted
+    from raypar.actors.worker.actor import RayparActor
 
     world = world_of(run)
-    name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
+    name, record = _name_of(run), Record(run)
     try:
         with on_screen():
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares, seen)
+        actors = start_actors(RayparActor, world, run.device, name, wait_for_nodes, run.spares, seen)
         try:
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

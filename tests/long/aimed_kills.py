@@ -122,7 +122,7 @@ def launches(kills: int, draw: random.Random) -> Counter[str]:
 
         def aim(delay: float = delay, over: threading.Event = over) -> None:
             while not over.is_set():
-                named = [pid for pid in descendants(os.getpid()) if "ray::Hosted" in command_line(pid)]
+                named = [pid for pid in descendants(os.getpid()) if "ray::RayparActor" in command_line(pid)]
                 if named:
                     time.sleep(delay)
                     with suppress(ProcessLookupError):

@@ -40,7 +40,7 @@ def lines_of(folder: Path) -> list[dict[str, float]]:
 
 def actors_of(driver: int) -> list[int]:
     """Return the actors below a driver, without Ray's agents, which look for its other servers for a minute."""
-    return [pid for pid in descendants(driver) if "ray::Hosted" in command_line(pid)]
+    return [pid for pid in descendants(driver) if "ray::RayparActor" in command_line(pid)]
 
 
 def begun(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:

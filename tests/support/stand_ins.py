@@ -79,7 +79,7 @@ def _end_process() -> None:
 
 @dataclass
 class StandIn:
-    """What one actor knows. Its methods are those of ``Hosted``, whose docstrings say what they are for.
+    """What one actor knows. Its methods are those of ``RayparActor``, whose docstrings say what they are for.
 
     Attributes:
         key: Which one it is.

@@ -17,7 +17,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.actor import Hosted
+from raypar.actors.worker.actor import RayparActor
 from raypar.actors.worker.members import member_of
 from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
@@ -40,7 +40,7 @@ def linears(count=4):
     return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
 
 
-class Local(Hosted):
+class Local(RayparActor):
     """An actor as Ray hosts it, but in a thread of this process and over local groups."""
 
     def __init__(self):

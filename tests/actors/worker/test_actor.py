@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.worker.actor import Hosted
+from raypar.actors.worker.actor import RayparActor
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import STEP
@@ -30,12 +30,12 @@ def called():
 
 def test_an_actor_has_what_the_driver_calls_and_nothing_else():
     """Ray wraps whatever the class has: a step would pay for each call of one method by another."""
-    assert functions(Hosted) <= {one or other for one, other in called()}
-    assert not issubclass(Hosted, Worker | Server)
+    assert functions(RayparActor) <= {one or other for one, other in called()}
+    assert not issubclass(RayparActor, Worker | Server)
 
 
 def test_whoever_takes_no_part_says_so():
-    hosted = Hosted.__new__(Hosted)
+    hosted = RayparActor.__new__(RayparActor)
     hosted._member, hosted._joined, hosted._keeper, hosted._handover = None, {}, None, None
     with pytest.raises(RuntimeError, match="this actor takes no part in a run: start it with a plan"):
         hosted.run("train", 0)

@@ -27,7 +27,7 @@ from tests.support.kernel import TELLS_EXITS
 from tests.support.process_tree import lives
 
 CRASH = """:job_id:01000000
-:actor_name:Hosted
+:actor_name:RayparActor
 loaded
 *** SIGSEGV received at time=1795618465 on cpu 0 ***
 PC: @     0x7fab6e985ad8  (unknown)  (unknown)
@@ -69,13 +69,15 @@ class Ended(Processes):
 def died(text):
     """An error of Ray with its text."""
     error = ActorDiedError()
-    error.error_msg = f"The actor died unexpectedly before finishing this task.\n\tclass_name: Hosted\n{text}"
+    error.error_msg = f"The actor died unexpectedly before finishing this task.\n\tclass_name: RayparActor\n{text}"
     return error
 
 
 def test_each_end_is_told_by_its_name():
     lost, raised = died("Worker exit detail: End of file. (1) the process was killed by the OOM killer"), died("")
-    raised.error_msg = "The actor died because of an error raised in its creation task, ray::Hosted()\nValueError: no"
+    raised.error_msg = (
+        "The actor died because of an error raised in its creation task, ray::A()\nValueError: no"
+    )
     memory = OutOfMemoryError("Memory on the node (IP: 1.2.3.4) was 4.93GB used / 23.54GB limit (0.2)\nMore")
     for error, exit_, kills, cause, is_short in (
         (lost, None, 0, "", False),
