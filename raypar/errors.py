@@ -17,6 +17,10 @@ class ConfigError(FaultsError, ValueError):
     """
 
 
+class RoomError(ConfigError):
+    """The cluster has no room for the run's actors, or had none in time: no mistake, and a later try may succeed."""
+
+
 class UnknownNameError(KeyError):
     """A name that a job does not have. The text says what it has."""
 

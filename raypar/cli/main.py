@@ -19,7 +19,7 @@ from raypar.cli.help_text import HELP
 if TYPE_CHECKING:
     from raypar.reporting.needs import Rows
 
-OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
+OK, DIFFERENT, MISTAKE, FAILED, NO_ROOM, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 5, 6, 130, 143
 _LONG = 80  # letters of a path that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
@@ -184,7 +184,7 @@ def _mistakes(faults: Sequence[str]) -> str:
 def _with_actors(command: str, words: list[str]) -> int:
     from raypar.actors.errors import NonFiniteError
     from raypar.cli import short_runs, train
-    from raypar.errors import ConfigError, JobError
+    from raypar.errors import ConfigError, JobError, RoomError
 
     try:
         if command == "verify":
@@ -219,6 +219,8 @@ def _with_actors(command: str, words: list[str]) -> int:
             return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
         said = _say(_table(outcome.rows), styled=True)
         return _fail(outcome.lost, FAILED) if outcome.lost else said
+    except RoomError as error:
+        return _fail(f"no room, no step was taken:\n{error}", NO_ROOM)
     except ConfigError as error:
         from raypar.cli.flags import named_as_typed
 

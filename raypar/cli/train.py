@@ -83,6 +83,8 @@ class TrainArgs(RunArgs):
     """GiB that each actor may take with --auto-microbatch, as on GPUs; 0: an equal part of what is free here"""
     wait_for_nodes: float = 0.0
     """seconds to wait for nodes if the cluster has too few CPUs, or loses those that the run needs (max_failures)"""
+    wait_for_room: float = 60.0
+    """seconds to wait for CPUs and GPUs that others have; then the exit code is 5, and a later try may succeed"""
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,9 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     else:
         faults += elsewhere
     faults += recovery_faults(run.max_failures) if right("max_failures") else ()
-    if not 0 <= args.wait_for_nodes < math.inf:
-        faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
+    for flag, seconds in (("nodes", args.wait_for_nodes), ("room", args.wait_for_room)):
+        if not 0 <= seconds < math.inf:
+            faults.append(f"--wait-for-{flag} is {seconds}: it must be a number of seconds, 0 or more")
     if not 0 <= args.room <= _MOST_ROOM:
         faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
@@ -264,7 +267,8 @@ def _trained(
         launches: Gets the seconds of the launch.
         may_lack_folder: Whether nodes may lack the run's folder, which nobody has named.
     """
-    from raypar.job.launch import launch_in  # imports torch and Ray
+    from raypar.cluster.ray_cluster import Waits  # imports torch and Ray
+    from raypar.job.launch import launch_in
     from raypar.reporting.run_folder.metrics_line import written
 
     began = time.perf_counter()
@@ -273,7 +277,7 @@ def _trained(
         whole_file("--trace", args.trace) as trace,
         launch_in(
             run,
-            args.wait_for_nodes,
+            Waits(args.wait_for_nodes, args.wait_for_room),
             begun,
             overwrite=args.overwrite,
             chaos=injected(args.chaos, run, schedule, begun)[0],

@@ -7,17 +7,23 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
@@ -33,7 +39,7 @@ from raypar.cluster.placement import Node, bundles_of, place, room_told, split_t
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.cluster.vacancies import Home
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError, JobError, RoomError
 from raypar.planner.host import num_slots, room_faults, starts_own_ray
 from raypar.schedules.float_sum import float_sum
 
@@ -56,12 +62,29 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     _PATIENCE: "90",  # seconds in which Ray's server has to start, 30 unless it is set
 }
-_PLACEMENT_SECONDS = 60.0
+ROOM_SECONDS = 60.0  # that a launch waits for resources that others have
+_SAY = 10.0  # seconds between two lines of what is waited for
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
+_MOST_HOLDERS = 4  # placement groups that are named
 _LOOK = 0.5  # seconds between two checks of the placement group
 _SHARING = f", which share the {num_cores()} cores of this machine"
+
+
+class Waits(NamedTuple):
+    """How many seconds a launch waits.
+
+    Attributes:
+        nodes: For nodes that an autoscaler adds or that come back, if there are too few.
+        room: For resources that others have.
+    """
+
+    nodes: float = 0.0
+    room: float = ROOM_SECONDS
+
+
+USUAL_WAITS = Waits()
 
 
 def start_actors(
@@ -69,11 +92,11 @@ def start_actors(
     world: World,
     device: DeviceChoice,
     job: str,
-    wait_for_nodes: float = 0.0,
+    waits: Waits = USUAL_WAITS,
     spares: int = 0,
     folder: Path | None = None,
 ) -> Actors:
-    """Start one actor for each rank of the world, all of them or none.
+    """Start one actor for each rank of the world, all of them or none, and return them.
 
     Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
     Each actor gets one CPU and the GPUs of ``gpu_share``.
@@ -83,29 +106,26 @@ def start_actors(
         world: The ranks.
         device: The run's setting: "auto", "cpu" or "cuda".
         job: The job's name, which begins the actors' names.
-        wait_for_nodes: Seconds to wait for nodes that an autoscaler adds or that come back, if there are too few.
+        waits: How long to wait for nodes and for room.
         spares: Number of further actors, which take the places of those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
 
-    Returns:
-        The actors.
-
     Raises:
-        ConfigError: If there is no room, no GPU where one is demanded, or a node that lacks what the run needs.
+        ConfigError: If there is no GPU where one is demanded, or a node that lacks what the run needs.
+        RoomError: If there is no room.
         JobError: If Ray does not start.
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
-    demand_driver()
     if not ray.is_initialized() and (faults := list(room_faults(world.size + spares))):
         raise ConfigError(faults)
     with _own_sigterm():
         owns = _connect()
     try:
-        nodes = _roomy(world, world.size + spares, grows=wait_for_nodes > 0)
+        nodes = _roomy(world, world.size + spares, grows=waits.nodes > 0)
         gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
-        share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
-        claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
+        share = gpu_share(device, world.size + spares, gpus, built=built, grows=waits.nodes > 0)
+        claim = _claim(world, nodes, share, grows=waits.nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
             crowds = owns and starts_own_ray() and world.size > num_cores()
@@ -113,7 +133,7 @@ def start_actors(
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
-            _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
+            _await(group, world, share, max(waits))
             create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
             handles = together(lambda its: create(*its), zip(claim.names(world, job), homes, strict=True))
         except BaseException:
@@ -124,24 +144,41 @@ def start_actors(
             ray.shutdown()
         raise
     claims = partial(_elsewhere, share)
-    return Actors(handles, group, owns, driver_id(), share.device, create, claims, homes, wait_for_nodes)
+    return Actors(handles, group, owns, driver_id(), share.device, create, claims, homes, waits.nodes)
 
 
 def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:
-    """Return the living nodes. Raises ConfigError if they have too few CPUs, and no other nodes are to come."""
+    """Return the living nodes. Raises RoomError if they have too few CPUs, and no other nodes are to come."""
     nodes = living_nodes()
     if not grows and float_sum(node.total.get("CPU", 0.0) for node in nodes) < actors:
-        raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
+        raise RoomError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
     return nodes
 
 
 def _await(group: PlacementGroup, world: World, share: Share, seconds: float) -> None:
-    """Wait until a placement group has its resources. Raises ConfigError if it has not in so many seconds."""
-    end = time.monotonic() + seconds
+    """Wait until a placement group has its resources, and say every 10 s for what. Raises RoomError after so many."""
+    begin = said = time.monotonic()
     while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
-        if time.monotonic() > end:
-            why = f"they were not free within {seconds:g} s"
-            raise ConfigError([_no_room(world, living_nodes(), why, share)])
+        if time.monotonic() - begin > seconds:
+            why = f"they were not free within {seconds:g} s; wait_for_room (--wait-for-room SECONDS) waits longer"
+            raise RoomError([f"{_no_room(world, living_nodes(), why, share)}{_holders(group)}"])
+        if time.monotonic() - said > _SAY:
+            said = time.monotonic()
+            left = f"waited for, {seconds - (said - begin):.0f} s are left"
+            log.info("%s%s", _no_room(world, living_nodes(), left, share), _holders(group))
+
+
+def _holders(own: PlacementGroup) -> str:
+    """Say which placement groups hold CPUs, those with most first; "" if none does."""
+    claims = (claim for claim in placement_group_table().values() if claim["state"] == "CREATED")
+    held = Counter[str]()
+    for claim in claims:
+        if claim["placement_group_id"] != own.id.hex():
+            held[claim["name"] or "a group without a name"] += round(
+                float_sum(bundle.get("CPU", 0.0) for bundle in claim["bundles"].values())
+            )
+    told = ", ".join(f"{name} {cpus}" for name, cpus in held.most_common(_MOST_HOLDERS) if cpus)
+    return f"; of the CPUs hold {told}" if told else ""
 
 
 @contextmanager
@@ -261,11 +298,11 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     come, Ray chooses when there is.
 
     Raises:
-        ConfigError: There is no room on the nodes even if all were free, and none are to come.
+        RoomError: There is no room on the nodes even if all were free, and none are to come.
     """
     whole, now = place(world, nodes, share, free=False), place(world, nodes, share)
     if whole.missing and not grows:
-        raise ConfigError([_no_room(world, nodes, _TOO_SMALL, share)])
+        raise RoomError([_no_room(world, nodes, _TOO_SMALL, share)])
     if now.is_worse_than(whole):
         bundles, bundle = bundles_of(world, share, whole=not whole.split)
         return _Claim(bundles, bundle, [], list(nodes))

@@ -14,7 +14,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.nodes import living_nodes, without_folder
-from raypar.cluster.ray_cluster import start_actors
+from raypar.cluster.ray_cluster import ROOM_SECONDS, Waits, start_actors
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
@@ -41,6 +41,7 @@ def launch(
     run: Run,
     *,
     wait_for_nodes: NotNegative = 0.0,
+    wait_for_room: NotNegative = ROOM_SECONDS,
     resume: str | PathLike[str] | Found | None = None,
     overwrite: bool = False,
     chaos: Sequence[InjectedFault] = (),
@@ -51,6 +52,7 @@ def launch(
         run: The run.
         wait_for_nodes: Seconds to wait for nodes: if the cluster is too small for the run, and later (max_failures) if
             one is lost without which the run can't go on. The autoscaler brings them, or they come back.
+        wait_for_room: Seconds to wait for CPUs and GPUs that others have now; what is waited for is logged.
         resume: Checkpoint to continue from, bitwise. For a run folder or a folder of checkpoints, the newest sound one.
             The mesh and the schedule may differ from the checkpoint's; the model, the kind of optimizer and the seed
             may not. None starts from new weights.
@@ -60,15 +62,17 @@ def launch(
 
     Raises:
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
+        RoomError: The cluster has no room for the actors, or had none in time. No actor was started.
         JobError: The actors could not be started.
     """
     chosen = run.folder == AUTO
-    return launch_in(run, wait_for_nodes, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen)
+    waits = Waits(wait_for_nodes, wait_for_room)
+    return launch_in(run, waits, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen)
 
 
 def launch_in(
     run: Run,
-    wait_for_nodes: float,
+    waits: Waits,
     resume: str | PathLike[str] | Found | None,
     *,
     overwrite: bool,
@@ -79,7 +83,7 @@ def launch_in(
 
     Args:
         run: As for ``launch``, like the following ones.
-        wait_for_nodes: Seconds.
+        waits: How long to wait for nodes and for room.
         resume: Checkpoint to continue from.
         overwrite: Whether the run replaces one that is in its folder.
         chaos: Faults that are injected.
@@ -96,7 +100,7 @@ def launch_in(
         log.warning("%s", told)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
-        return _launched(run, programs, skeleton, found, wait_for_nodes, chaos, may_lack_folder=may_lack_folder)
+        return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder)
 
 
 def _name_of(run: Run) -> str:
@@ -110,7 +114,7 @@ def _launched(
     programs: Programs,
     skeleton: Skeleton,
     found: Found | None,
-    wait_for_nodes: float,
+    waits: Waits,
     chaos: Sequence[InjectedFault],
     *,
     may_lack_folder: bool,
@@ -125,7 +129,7 @@ def _launched(
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(RayparActor, world, run.device, name, wait_for_nodes, run.spares, seen)
+        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen)
         try:
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

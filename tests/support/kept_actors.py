@@ -15,7 +15,7 @@ import ray
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster.actors import Actors
-from raypar.cluster.ray_cluster import start_actors
+from raypar.cluster.ray_cluster import USUAL_WAITS, start_actors
 from raypar.cluster.vacancies import succeeded
 
 
@@ -30,21 +30,21 @@ class Pool:
     def __init__(self):
         self.idle, self._started, self.standing = [], [], lambda: None
 
-    def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0, folder=None):
+    def start(self, hosted, world, device, job, waits=USUAL_WAITS, spares=0, folder=None):
         """Instead of ``start_actors``."""
         size = world.size + spares
         if size > len(self.idle):
             self.standing()
         missing = size - len(self.idle)
         if missing > 0:
-            new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes)
+            new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", waits)
             self._started.append(new)
             self.idle += zip(new.handles, new.homes, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[:size], self.idle[size:]
         kept = {"group": first.group, "driver": first.driver, "device": first.device}
         kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
-        kept |= {"wait_for_nodes": wait_for_nodes}
+        kept |= {"wait_for_nodes": waits.nodes}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)
 
     @contextmanager

@@ -75,9 +75,7 @@ def died(text):
 
 def test_each_end_is_told_by_its_name():
     lost, raised = died("Worker exit detail: End of file. (1) the process was killed by the OOM killer"), died("")
-    raised.error_msg = (
-        "The actor died because of an error raised in its creation task, ray::A()\nValueError: no"
-    )
+    raised.error_msg = "The actor died because of an error raised in its creation task, ray::A()\nValueError: no"
     memory = OutOfMemoryError("Memory on the node (IP: 1.2.3.4) was 4.93GB used / 23.54GB limit (0.2)\nMore")
     for error, exit_, kills, cause, is_short in (
         (lost, None, 0, "", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cluster.ray_cluster import _own_sigterm
+from raypar.errors import RoomError
 from tests.support.team import Team
 
 pytestmark = pytest.mark.usefixtures("by_value")
@@ -98,12 +100,13 @@ def later(seconds, act):
 
 
 @pytest.mark.parametrize("how", ["interrupted", "in vain"])
-def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
+def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, caplog, how):
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     claims = [claim for claim in placement_group_table().values() if claim["state"] == "CREATED"]
     held = sum(bundle["CPU"] for claim in claims for bundle in claim["bundles"].values())
-    names = {claim["name"] for claim in claims} | {""}
+    names = {claim["name"] for claim in claims} | {"", "a tenant"}
+    caplog.set_level(logging.INFO, "raypar")
 
     def claimed():
         return [claim["state"] for claim in placement_group_table().values() if claim["name"] not in names]
@@ -114,18 +117,21 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
         time.sleep(0.5)
         press()
 
-    start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}])
+    start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}], name="a tenant")
     assert taken.wait(30)
     try:
         if how == "interrupted":
             with later(0.2, press_while_it_waits), pytest.raises(KeyboardInterrupt):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         else:
-            monkeypatch.setattr("raypar.cluster.ray_cluster._PLACEMENT_SECONDS", 1.0)
-            with pytest.raises(
-                rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 16 \(1 free\).*within 1 s"
-            ):
-                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+            monkeypatch.setattr("raypar.cluster.ray_cluster._SAY", 0.5)
+            says = r"2 actors need 2 CPUs, the cluster has 16 \(1 free\).*within 2 s"
+            with pytest.raises(RoomError, match=says) as caught:
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2), wait_for_room=2.0)
+            holds = f"; of the CPUs hold a tenant {15 - held:.0f}"
+            assert holds in str(caught.value)
+            waits = [text for text in caplog.messages if "waited for, " in text]
+            assert waits and all(holds in text for text in waits)
         assert time.monotonic() - start < 10, "Ctrl-C was not heard"
         assert set(claimed()) == {"REMOVED"}
     finally:
