@@ -264,6 +264,14 @@ def test_a_pattern_without_quotes_is_one_fault_and_nothing_is_converted(said, ba
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_size_is_no_recipe_and_says_its_flags(said):
+    (fault,) = faults_of(said, "plan", "llama-8b")
+    assert "as in llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8" in fault
+    assert "did you mean" not in fault
+    (fault,) = faults_of(said, "plan", "gpt-1.3B")
+    assert "as in gpt-small --model.layers 24" in fault
+
+
 @pytest.mark.parametrize(("common", "name"), [("learning_rate", "lr"), ("d_model", "hidden"), ("n_head", "heads")])
 def test_names_of_other_programs_are_known_in_files_and_constructors(said, tmp_path, common, name):
     part = "optim" if name == "lr" else "model"
@@ -271,3 +279,13 @@ def test_names_of_other_programs_are_known_in_files_and_constructors(said, tmp_p
     demand(faults_of(said, "train", tmp_path / "mine.toml"), f"{part}.{common} is not a field: did you mean {name!r}?")
     with pytest.raises(TypeError, match=f"did you mean {name}"):
         (rp.AdamW if part == "optim" else rp.GPT)(**{common: 1})
+
+
+def test_what_is_not_there_is_named_as_it_was_typed(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for words in (("chat", "gone"), ("generate", "gone", "x"), ("eval", "gone"), ("ckpt", "export", "gone", "x")):
+        code, _, err = said(*words)
+        assert code == 2 and "there is no 'gone': correct the path\n" in err
+    code, _, err = said("chat", "empty")
+    assert code == 2 and err.endswith("\n'empty': there is no sound checkpoint in it: give another folder\n")
