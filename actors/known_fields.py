@@ -12,6 +12,19 @@ from raypar.schedules.nearest_name import nearest
 
 T = TypeVar("T")
 
+COMMON_NAMES = {  # what other programs call fields, and what they are here
+    "learning_rate": "lr",
+    "batch_size": "micro_batch_size",
+    "num_layers": "layers",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "num_heads": "heads",
+    "hidden_size": "hidden",
+    "d_model": "hidden",
+    "max_seq_len": "seq",
+    "context_length": "seq",
+}
+
 _FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a class, its fields
 _INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it has in place of fields of other classes
 
@@ -64,10 +77,11 @@ def unknown_faults(name: str, given: Iterable[str]) -> Iterator[str]:
         if field in names:
             continue
         others = [other for other, theirs in _FIELDS.items() if field in theirs]
-        close = nearest(field, names)
+        common = COMMON_NAMES.get(field)
+        close = common if common in names else nearest(field, names)
         if field in instead:
             guess = f"it has {instead[field]}"
-        elif others and (close is None or close.strip("s") != field.strip("s")):
+        elif others and common not in names and (close is None or close.strip("s") != field.strip("s")):
             guess = f"{' and '.join(others)} {'has' if len(others) == 1 else 'have'} one"
         elif close:
             guess = f"did you mean {close}?"

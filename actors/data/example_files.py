@@ -28,12 +28,13 @@ from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.packing import Int64s
 from raypar.actors.data.saved_dataset import is_saved, shards_of, splits_in
 from raypar.actors.data.text_files import TextError
-from raypar.actors.data.tokenizer import Mask
+from raypar.actors.data.tokenizer import Mask, Tokenizer
 from raypar.actors.files import WholeFile, expanded, write_whole
 from raypar.actors.specs.data import Examples
 
 log = logging.getLogger(__name__)
 
+_ANNOUNCED = set[Path]()  # entries whose conversion was logged; one that fails is tried again by the next check
 _FORMAT = 2  # part of every key: raise it when the conversion changes
 
 
@@ -85,16 +86,15 @@ def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by
     except ExampleError as error:
         raise TextError([str(error)]) from error
     try:
-        files = _files(setting, path)
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        key = hashlib.sha256(repr((_FORMAT, stats, tokenizer.key, spec.learn)).encode()).hexdigest()[:32]
-        folder = expanded(spec.cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute()
-        home = folder / "examples" / key
+        files = files_of(setting, path)
+        home = _entry(files, spec, tokenizer)
         facts = _read_facts(home)
         if facts is None:
             home.parent.mkdir(parents=True, exist_ok=True)
-            count = "1 file" if len(files) == 1 else f"{len(files)} files"
-            log.info("converting %s %r to tokens, once: %s", setting, path, count)
+            if home not in _ANNOUNCED:
+                _ANNOUNCED.add(home)
+                count = "1 file" if len(files) == 1 else f"{len(files)} files"
+                log.info("converting %s %r to tokens, once: %s", setting, path, count)
             facts = _convert(files, conversion, home, convert)
             write_whole(home.with_suffix(".json"), [memoryview(json.dumps(asdict(facts), indent=1).encode())])
     except TextError as error:
@@ -110,8 +110,41 @@ def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by
     return Converted(ids, learned, np.fromfile(home.with_suffix(".ends"), "<i8"), facts)
 
 
-def _files(setting: str, path: str) -> list[Path]:
-    """List the files that a path names, sorted. Raises ExampleError."""
+def has_entry(setting: str, path: str, spec: Examples) -> bool:
+    """Return whether the cache has the examples of a path, so that to open them writes nothing; True if it can't be
+    known.
+
+    Args:
+        setting: "path" or "val_path".
+        path: The path.
+        spec: The data.
+    """
+    try:
+        tokenizer = ExampleConversion(spec.tokenizer, spec.template, spec.learn).opened
+        tokenizer.template  # noqa: B018  (the key depends on it)
+        return _read_facts(_entry(files_of(setting, path), spec, tokenizer)) is not None
+    except (OSError, ValueError):
+        return True
+
+
+def _entry(files: Sequence[Path], spec: Examples, tokenizer: Tokenizer) -> Path:
+    """Return where the cache has examples, without a suffix. Raises OSError."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr((_FORMAT, stats, tokenizer.key, spec.learn)).encode()).hexdigest()[:32]
+    folder = expanded(spec.cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute()
+    return folder / "examples" / key
+
+
+def files_of(setting: str, path: str) -> list[Path]:
+    """List the files that a path names, sorted.
+
+    Args:
+        setting: "path", or "val_path", which takes another split of a saved dataset.
+        path: A file, folder, glob, or folder of ``datasets.save_to_disk``.
+
+    Raises:
+        ExampleError: There is none, or one is of a kind that is not read.
+    """
     target = expanded(path)
     if target.is_file():
         found = [target]

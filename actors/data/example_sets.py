@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raypar.actors.data.conversion import Convert, by_size
-from raypar.actors.data.example_files import Converted, open_examples
+from raypar.actors.data.example_files import Converted, files_of, has_entry, open_examples
 from raypar.actors.data.mixing import LARGEST
 from raypar.actors.data.packing import Int64s
 from raypar.actors.data.text_files import TextError
@@ -70,6 +70,37 @@ def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, 
         for which in (0, 1)
     )
     return train, held
+
+
+def are_converted(spec: Examples) -> bool:
+    """Return whether the cache has all of the data, so that to open it writes nothing; True if it can't be opened.
+
+    Args:
+        spec: The data.
+    """
+    return all(has_entry(setting, path, spec) for setting, path in _settings(spec))
+
+
+def missing_files(spec: Examples) -> list[str]:
+    """Return which paths of the data name no files that are read, without a look into the files.
+
+    Args:
+        spec: The data.
+    """
+    faults = list[str]()
+    for setting, path in _settings(spec):
+        try:
+            files_of(setting, path)
+        except (OSError, ValueError) as error:
+            faults.append(f"{setting}: {error}")
+    return faults
+
+
+def _settings(spec: Examples) -> list[tuple[str, str]]:
+    """Return the paths of the data, each after what the user calls it."""
+    one = spec.path if isinstance(spec.path, str) else None
+    train = [(f"path[{path!r}]", path) for path in spec.path] if one is None else [("path", one)]
+    return [*train, *([] if spec.val_path is None else [("val_path", spec.val_path)])]
 
 
 def _weight_faults(weights: Mapping[str, float]) -> list[str]:

@@ -102,7 +102,8 @@ def _chat(messages: Any, first: int, template: Template | None, record: Mapping[
             fix = "a message has a role, and a content or tool_calls"
             raise ExampleError(f"has message {number} {_brief(message)}: {fix}")
     if template is None:
-        raise ExampleError("has messages, and there is no chat template: give data.tokenizer a folder that has one")
+        fix = "give data.tokenizer a folder that has one, or data.template a file with one (--data.template FILE)"
+        raise ExampleError(f"has messages, and there is no chat template: {fix}")
     answers = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
     names = "tools", "documents", "chat_template_kwargs"
     more = {name: _parsed(name, record[name]) for name in names if record.get(name) is not None}

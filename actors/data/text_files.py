@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,17 @@ import numpy as np
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
 from raypar.actors.data.text_conversion import TextConversion, Tokens, tokenizer_file
-from raypar.actors.data.text_sources import SKIPPED, SourceFile, blocks_of, chunks_of, is_text, reason_of, source_files
+from raypar.actors.data.text_sources import (
+    SKIPPED,
+    SourceFile,
+    blocks_of,
+    chunks_of,
+    is_text,
+    reason_of,
+    source_files,
+    why_no_text,
+    why_skipped,
+)
 from raypar.actors.errors import FaultsError
 from raypar.actors.files import WholeFile, expanded, read_named, write_whole
 from raypar.actors.specs.data import Text
@@ -30,6 +40,7 @@ from raypar.actors.specs.data import Text
 log = logging.getLogger(__name__)
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
+_MOST_NAMED = 5  # files that a message names
 _MOST_TOKENIZER = 1 << 30  # bytes of a tokenizer file
 
 
@@ -105,10 +116,11 @@ def open_tokens(
         try:
             taken = files if entry.is_bin else [file for file in files if file.size and is_text(file)]
             log.info("converting %s %r to tokens, once: %s", setting, path, _told(files, taken))
-            if entry.is_bin:
-                facts = _scan(files[0])
-            else:
+            if not entry.is_bin:
+                _warn_of_encodings(path, taken)
                 facts = _convert(taken, conversion, entry.tokenizer or "", data, convert)
+            else:
+                facts = _scan(files[0])
             write_whole(entry.facts, [memoryview(json.dumps(asdict(facts), indent=1).encode())])
         except ConversionError as error:
             raise TextError([f"{setting}: {path!r} is not converted: {error}"]) from error
@@ -133,8 +145,28 @@ def _entry(setting: str, path: str, tokenizer: str | None, cache: str | None, fa
 def _told(files: list[SourceFile], taken: list[SourceFile]) -> str:
     """Say how many files and bytes are converted, and how many files are left out."""
     count = "1 file" if len(taken) == 1 else f"{len(taken)} files"
-    skipped = f" ({len(files) - len(taken)} without text skipped)" if len(taken) < len(files) else ""
-    return f"{count}, {sum(file.size for file in taken):,} bytes{skipped}"
+    size = f"{count}, {sum(file.size for file in taken):,} bytes"
+    read = {file.name for file in taken}
+    skipped = [file for file in files if file.name not in read]
+    if not skipped:
+        return size
+    return f"{size} ({len(skipped)} without text skipped: {_named(skipped, why_skipped)})"
+
+
+def _warn_of_encodings(path: str, taken: list[SourceFile]) -> None:
+    """Log a warning that names files that are learned though they are not UTF-8."""
+    wrong = {file.name: why for file in taken if not file.named and (why := why_no_text(file))}
+    files = [file for file in taken if file.name in wrong]
+    if files:
+        many = "1 file of it is" if len(files) == 1 else f"{len(files)} files of it are"
+        told = _named(files, lambda file: wrong[file.name])
+        log.warning("%r: %s not UTF-8, and learned with the wrong characters: %s", path, many, told)
+
+
+def _named(files: list[SourceFile], why: Callable[[SourceFile], str]) -> str:
+    """Name the first files, each with what is said of it, and count the others."""
+    more = f"; and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
+    return "; ".join(f"{file.name} {why(file)}" for file in files[:_MOST_NAMED]) + more
 
 
 def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:

@@ -61,7 +61,7 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
     if path.endswith(".bin") and files and files[0].size % 2:
         faults.append(f"{setting}: {path!r} has an odd size, {files[0].size} bytes: write its tokens as uint16")
     if not locked and not path.endswith(".bin"):
-        faults += [f"{setting}: {path!r} {why}" for file in files if file.named for why in _no_text(file)]
+        faults += [f"{setting}: {path!r} {why}" for file in files if file.named and (why := why_no_text(file))]
     return files
 
 
@@ -85,6 +85,15 @@ def is_text(file: SourceFile) -> bool:
     """Return whether a file that is not empty is read: those that the user has named, and those without a NUL."""
     with open_named(file.path) as source:
         return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
+
+
+def why_skipped(file: SourceFile) -> str:
+    """Return why a file below a folder or a glob is not read, and what to do."""
+    if not file.size:
+        return "is empty"
+    if file.path.suffix == ".bin":
+        return "is a .bin file, which is named by its own path"
+    return why_no_text(file).partition(": give ")[0]
 
 
 def reason_of(error: Exception) -> str:
@@ -127,28 +136,32 @@ def blocks_of(file: SourceFile) -> Iterator[bytes]:
         raise OSError(f"{file.path} changed while it was being read")
 
 
-def _no_text(file: SourceFile) -> Iterator[str]:
-    """Yield why a file is no UTF-8 text, by its first 64 KiB, and what to do."""
+def why_no_text(file: SourceFile) -> str:
+    """Return why a file is no UTF-8 text, by its first 64 KiB, and what to do; "" if it is."""
     with open_named(file.path) as source:
         head = source.read(_HEAD)
     zeros = head.count(0)
     half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0
-    is_text = not any(byte < 32 and byte not in _SPACES for byte in set(head) - {0})
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or (half == zeros and 5 * zeros > len(head) and is_text):
-        yield f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
-    elif zeros:
-        yield f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"
-    else:
-        try:
-            codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD)
-        except UnicodeDecodeError as error:
-            strange = sum(byte < 32 and byte not in _SPACES for byte in head) + sum(127 <= byte < 160 for byte in head)
-            where = f"byte {error.start} ({head[error.start]:#04x}) is not UTF-8"
-            if 100 * strange > len(head):
-                yield f"is no text: {where}: give a text file, or uint16 tokens in a file named .bin"
-            else:
-                fix = f"iconv -f LATIN1 -t UTF-8 {file.path.name} > utf8.txt"
-                yield f"is text in another encoding, perhaps latin-1: {where}: {fix}"
+    is_wide = half == zeros and 5 * zeros > len(head) and not any(_is_strange(byte) for byte in set(head) - {0})
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or is_wide:
+        return f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
+    if zeros:
+        return f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD)
+    except UnicodeDecodeError as error:
+        strange = sum(_is_strange(byte) or 127 <= byte < 160 for byte in head)
+        where = f"byte {error.start} ({head[error.start]:#04x}) is not UTF-8"
+        if 100 * strange > len(head):
+            return f"is no text: {where}: give a text file, or uint16 tokens in a file named .bin"
+        fix = f"iconv -f LATIN1 -t UTF-8 {file.path.name} > utf8.txt"
+        return f"is text in another encoding, perhaps latin-1: {where}: {fix}"
+    return ""
+
+
+def _is_strange(byte: int) -> bool:
+    """Return whether a byte is a control character that no text has."""
+    return byte < 32 and byte not in _SPACES
 
 
 def _find(path: str, target: Path) -> tuple[Path, list[str]]:

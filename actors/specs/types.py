@@ -18,6 +18,7 @@ Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reach
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
 KEPT = 4  # number of training steps whose events an actor keeps
 LEARNED = "learned tokens"
+TOKENS = ("tokens", LEARNED)  # units of throughput that are tokens
 ELEMENTS = ("tokens", "targets", LEARNED)  # units of throughput that are elements of targets; all others are samples
 
 

@@ -48,44 +48,46 @@ _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
 )
 
 
-def find(path: Path) -> Found:
+def find(path: Path, typed: str | None = None) -> Found:
     """Find a checkpoint.
 
     Args:
         path: A checkpoint, or a run folder or folder of checkpoints, whose newest sound checkpoint is meant.
+        typed: What the user calls it where nothing is resumed; None for a run that goes on.
 
     Raises:
         ConfigError: There is no sound checkpoint.
     """
     home = absolute(path)
     if others := instead_of(home):
-        raise ConfigError([f"resume: {others}"])
+        raise ConfigError([others if typed else f"resume: {others}"])
+    if typed and not os.path.lexists(home):
+        raise ConfigError([f"there is no {typed!r}: correct the path"])
     path = checkpoints_in(home)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
         found = Found(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
-        busy = _unsaved(home) if not one and not path.exists() else ""
+        what = repr(typed) if typed else what
+        busy = _unsaved(home, typed) if not one and not path.exists() else ""
         raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
-    if found is None and (busy := _unsaved(home)):
-        raise ConfigError([busy])
     if found is None:
-        fix = "give another folder, or start anew, without resume"
-        raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: {fix}"])
+        fix = "give another folder" + ("" if typed else ", or start anew, without resume")
+        lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {fix}"
+        raise ConfigError([_unsaved(home, typed) or lack])
     return found
 
 
-def _unsaved(home: Path) -> str:
+def _unsaved(home: Path, typed: str | None) -> str:
     """Say that a run is under way in a folder that has no checkpoint yet; "" if none is."""
     try:
         busy = is_under_way(home)
     except OSError:
         busy = False
     fix = "wait for its first one (save_every says when), or end it, or give another folder"
-    return (
-        f"resume {str(home)!r}: it holds a run that is under way and has saved no checkpoint yet: {fix}" if busy else ""
-    )
+    what = repr(typed) if typed else f"resume {str(home)!r}"
+    return f"{what}: it holds a run that is under way and has saved no checkpoint yet: {fix}" if busy else ""
 
 
 class Prepared(NamedTuple):

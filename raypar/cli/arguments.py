@@ -46,3 +46,8 @@ def parsed(blank: A, words: Sequence[str], command: str, what: str, missing: str
     if told := [*told, *args.faults()]:
         raise ConfigError(told)
     return args
+
+
+def given(count: int) -> str:
+    """Say how many words without a flag are given, where they are too few or too many."""
+    return "1 word is given" if count == 1 else f"{count} words are given"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import tyro
@@ -17,6 +18,7 @@ from raypar.cli.output_files import file_faults, whole_file
 from raypar.cli.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import Loaded, schedule_entry, takes_costs
 from raypar.errors import ConfigError
+from raypar.paths import holds_run
 from raypar.reporting.html.markup import NUMBER, document, element, joined, note, section, table
 from raypar.schedules.action import SENDS
 from raypar.schedules.drawing.cells import lines, padded, widest
@@ -26,6 +28,7 @@ from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.versions import Staleness, staleness
 
+_SIZES = "ranks x microbatches of a step"
 _FIGURES = (
     "makespan of a step",
     "bubble",
@@ -62,6 +65,9 @@ class CompareArgs(SizeArgs):
 
     def faults(self) -> list[str]:
         """Return which values are out of range."""
+        if runs := [word for word in self.schedules if holds_run(Path(word))]:
+            words = " ".join(map(quote, self.schedules))
+            return [f"{runs[0]!r} is a run folder, and no schedule: to compare runs, raypar report {words}"]
         few = ["compare takes two schedules or more: give names, such as 1f1b pipedream, or files"]
         wrong = [
             *(few if len(self.schedules) < 2 else []),
@@ -91,6 +97,11 @@ class Side:
     def sizes(self) -> tuple[int, int, int]:
         """Ranks, stages, and microbatches of a step: only rows of equal sizes are compared."""
         return self.loaded.num_ranks, self.loaded.num_stages, self.loaded.microbatches_a_step
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Pipeline ranks, and microbatches of a step: figures of others are those of other work."""
+        return self.loaded.num_pipeline_ranks, self.loaded.microbatches_a_step
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -131,7 +142,7 @@ def compare(words: Sequence[str]) -> str:
         raise ConfigError(list(dict.fromkeys(faults)))
     if args.out is None:
         told = [f"{title}\n" + "\n".join(f"    {line}" for line in body) for title, body in _told(sides)]
-        return "\n\n".join([_table(sides), *told])
+        return "\n\n".join([*_unlike(sides), _table(sides), *told])
     with whole_file("--out", args.out) as write:
         write(_page(args, sides))
     return f"{len(sides)} schedules are compared in {args.out}"
@@ -181,12 +192,27 @@ def _unused(args: CompareArgs, sides: Sequence[Side]) -> Iterator[str]:
         yield f"--chunks {args.chunks}: none of the schedules can have as many stages a rank: leave --chunks out"
 
 
+def _unlike(sides: Sequence[Side]) -> list[str]:
+    """Return what to read before figures of schedules of several sizes, and how to get one; [] if they have one."""
+    if len({side.work for side in sides}) == 1:
+        return []
+    files = {side.work for side in sides if Path(side.word).suffix == ".csv"}
+    (ranks, microbatches), *others = files or {(0, 0)}
+    fix = f": give --ranks {ranks} --microbatches {microbatches}" if ranks and not others else ""
+    return [f"these schedules have other ranks or microbatches, so their figures are not of the same work{fix}"]
+
+
+def _rows(sides: Sequence[Side]) -> list[tuple[str, ...]]:
+    """Return the rows of a table, each with its name: the sizes where they differ, then the figures."""
+    sizes = [(_SIZES, *(" x ".join(map(str, side.work)) for side in sides))] if _unlike(sides) else []
+    return [*sizes, *zip(_FIGURES, *(side.cells for side in sides), strict=True)]
+
+
 def _table(sides: Sequence[Side]) -> str:
-    heads = [side.word for side in sides]
-    columns = [[head, *side.cells] for head, side in zip(heads, sides, strict=True)]
+    names, *columns = zip(("", *(side.word for side in sides)), *_rows(sides), strict=True)
     aligned = [padded(zip(column), widest(column)) for column in columns]
     rows = [[cell for (cell,) in row] for row in zip(*aligned, strict=True)]
-    return "\n".join(lines(["", *_FIGURES], rows))
+    return "\n".join(lines([*names], rows))
 
 
 def _told(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:
@@ -196,9 +222,9 @@ def _told(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:
             yield f"{side.word}, {side.loaded.stream} steps", side.stale.lines()
     for place, side in enumerate(sides[1:], start=1):
         other = next((one for one in sides[:place] if one.sizes == side.sizes), None)
-        if other is None:
-            yield side.word, ["no schedule before it has its ranks, stages and microbatches: its rows are not compared"]
-        else:
+        if other is None and side.work in {one.work for one in sides[:place]}:
+            yield side.word, ["no schedule before it has its stages: its rows are not compared"]
+        elif other is not None:
             yield f"{other.word} and {side.word}, where each rank first differs", _differences(other, side)
 
 
@@ -221,9 +247,9 @@ def _differences(one: Side, other: Side) -> list[str]:
 def _page(args: CompareArgs, sides: Sequence[Side]) -> str:
     title = f"Schedules {', '.join(side.word for side in sides)}"
     costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g} for all layers of a rank, link {args.link:g}"
-    rows = zip(_FIGURES, *(side.cells for side in sides), strict=True)
+    unlike = [note(f"{text[0].upper()}{text[1:]}.") for text in _unlike(sides)]
     heads, kinds = ("", *(side.word for side in sides)), ("", *(NUMBER for _ in sides))
-    head = section("Side by side", table(heads, rows, kinds), note(f"{costs}."))
+    head = section("Side by side", *unlike, table(heads, _rows(sides), kinds), note(f"{costs}."))
     told = [section(name, element("ul", *(element("li", line) for line in body))) for name, body in _told(sides)]
     drawn = [section(side.word, picture(side.timeline)) for side in sides]
     return document(title, joined(element("h1", title), head, *told, *drawn))

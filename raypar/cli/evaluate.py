@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.arguments import parsed
+from raypar.cli.arguments import given, parsed
 from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
@@ -51,7 +52,7 @@ class EvalArgs:
     def faults(self) -> Iterator[str]:
         """Yield which words are missing or too many, and which numbers are out of range."""
         if len(self.words) not in (1, 2):
-            yield f"{len(self.words)} words are given: raypar eval RUN|FOLDER [DATA]"
+            yield f"{given(len(self.words))}: raypar eval RUN|FOLDER [DATA]"
         if self.steps < 1:
             yield f"--steps is {self.steps}: it must be at least 1"
 
@@ -70,9 +71,13 @@ def evaluate(words: Sequence[str]) -> Rows:
     run, found = evaluated(args)
     from raypar.job.launch import launch  # imports torch and Ray
 
-    with launch(run, resume=found) as job:
-        told = job.evaluate(args.steps)
-    unit = "" if told.loss is None else " nats a token"
+    try:
+        with launch(run, resume=found) as job:
+            told = job.evaluate(args.steps)
+    except ConfigError as error:
+        named = [re.sub(r"^data\.(val_)?path: ", "", fault) for fault in error.faults]  # DATA is both of them
+        raise ConfigError(list(dict.fromkeys(named if args.words[1:] else error.faults))) from error
+    unit = " nats a token" if told.loss is not None and told.perplexity is not None else ""
     rows = [("loss", f"{loss_text(told.loss)}{unit}"), ("tokens", f"{told.tokens:,}")]
     if told.perplexity is not None:
         rows.append(("perplexity", f"{told.perplexity:.2f}"))

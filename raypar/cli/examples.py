@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 
 
 def named_examples(words: Sequence[str], usage: str) -> tuple[str | dict[str, float], list[str]]:
@@ -24,6 +26,8 @@ def named_examples(words: Sequence[str], usage: str) -> tuple[str | dict[str, fl
         for path, told in pairs
         if not _is_weight(told)
     ]
+    if faults and len(files := [word for word in words if Path(word).is_file()]) == len(words):
+        faults = [f"{len(files)} files have no weights: give a pattern in quotes, {pattern_of(files)}, or weights"]
     faults += [f"{path!r} is named twice: give it one weight" for path in {*paths} if paths.count(path) > 1]
     return {} if faults else {path: float(told) for path, told in pairs}, faults
 
@@ -33,3 +37,16 @@ def _is_weight(word: str) -> bool:
         return 0 < float(word) < float("inf")
     except ValueError:
         return False
+
+
+def pattern_of(files: Sequence[str]) -> str:
+    """Return a pattern that matches files, in quotes, as a shell has to leave it.
+
+    Args:
+        files: Paths, one at least.
+    """
+    folders = {str(Path(file).parent) for file in files}
+    endings = {Path(file).suffix for file in files}
+    names = f"*{endings.pop()}" if len(endings) == 1 else "*"
+    below = names if len(folders) == 1 else f"**/{names}"
+    return f"'{Path(os.path.commonpath([*map(os.path.abspath, folders)] if len(folders) > 1 else [*folders])) / below}'"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
+from raypar.actors.data.example_sets import missing_files
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama
@@ -61,8 +62,13 @@ def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
     left = left[len(named) :]
     full = [word.lower() for word in left]
     adapters = "--model.lora=none" not in full and ("--model.lora", "none") not in pairwise(full)
-    start = finetuning(path, folder, adapters=adapters)
+    try:
+        start = finetuning(path, folder, adapters=adapters)
+    except ConfigError as error:
+        raise ConfigError([*(f"data.{fault}" for fault in missing_files(Examples(path))), *error.faults]) from error
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
+    if flags.wrong:
+        return train(left, terminal, start)  # which raises them, with all else that is wrong
     steps = flags.args.steps if [*values_of("--steps", left)] else None
     convert_data(flags.args.run())
     if (notice := shortened(flags.args.run())) is not None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from raypar.actors.known_fields import unknown_faults
+from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.cli.examples import pattern_of
 from raypar.config.fields import Fault
 from raypar.config.recipes import RECIPES
 from raypar.schedules.nearest_name import nearest
@@ -29,6 +30,7 @@ _ELSEWHERE = {  # what other programs call flags, and what is here in its place
     "epochs": "a run has --steps; the dry run says how many passes over the data they are",
     "gpus": "actors are the product of --mesh.pp, --mesh.dp, --mesh.cp and --mesh.tp, each with a device of its own",
 }
+_FILES = {"data.path", "data.val_path"}  # of which a pattern without quotes gives several
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
 
 
@@ -58,6 +60,9 @@ class _Flag:
         return [f"--{name}", *self.values]
 
 
+_NO_FLAG = _Flag("", "", (), None)
+
+
 def read_flags(
     kind: type, words: Sequence[str], default: object, wrong: Sequence[Fault] = ()
 ) -> tuple[list[str], list[Fault]]:
@@ -77,19 +82,30 @@ def read_flags(
     if HELP & set(words):
         return [*words], []
     sound, alone, faults, known = list[str](), list[str](), list[Fault](), {fault.path for fault in wrong}
+    before, strays = _NO_FLAG, dict[str, list[str]]()
     for flag in _grouped(kind, words, default):
         if isinstance(flag, str):
-            alone.append(flag)
-        elif flag.path not in known:
+            is_stray = before.path in _FILES and not _is_base(flag) and Path(flag).is_file()
+            (strays.setdefault(before.typed, [*before.values]) if is_stray else alone).append(flag)
+            continue
+        before = flag
+        if flag.path not in known:
             told = list(_faults_of(kind, flag, default))
             faults += [Fault(flag.path, text, of_type=True) for text in told]
             sound += [] if told else flag.words()
+    faults += [Fault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
     name, told_as = _alone(kind)
     most = _most_words(get_type_hints(kind)[name]) if name else 0
     for word in alone[most:]:
         fix = f"only one {told_as} is read" if name else "all that is read are flags"
         faults.append(Fault(name, f"{word!r} is a word too many: {fix}", of_type=True))
     return [*alone[:most], *sound], faults
+
+
+def _unquoted(typed: str, files: Sequence[str]) -> str:
+    """Say that several files follow a flag that takes one, as after a pattern that the shell has read."""
+    fix = f"for several files give a pattern in quotes, {typed} {pattern_of(files)}"
+    return f"{typed} takes one word, and {len(files)} files are given: {fix}"
 
 
 def named_as_typed(faults: Iterable[str], words: Sequence[str]) -> list[str]:
@@ -268,7 +284,8 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         return
     paths = [*_paths(kind, default)]
     beside = [path for path in paths if path.rpartition(".")[0] == part]
-    same = [path for path in paths if path.rpartition(".")[2] == name]
+    same = [path for path in paths if path.rpartition(".")[2] in (name, COMMON_NAMES.get(name))]
+    begun = [path for path in paths if len(name) > 1 and path.startswith(flag.path)]
     inside = [path for path in paths if path.startswith(f"{flag.path}.")]
     if "mesh.pp" in paths and name.removeprefix("num_") in _ELSEWHERE:
         fix = _ELSEWHERE[name.removeprefix("num_")]
@@ -276,6 +293,8 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         fix = f"give its parts, {_listed(inside)}"
     elif same:
         fix = f"did you mean {' or '.join(map(_spelled, same))}?"
+    elif begun:
+        fix = f"did you mean {' or '.join(map(_spelled, begun[:3]))}?"
     elif part and beside:
         close = nearest(name, [path.rpartition(".")[2] for path in beside], cutoff=0.5)
         fix = f"did you mean {_spelled(f'{part}.{close}')}? There are {_listed(beside)}" if close else _listed(beside)

@@ -20,7 +20,7 @@ from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.arguments import parsed
+from raypar.cli.arguments import given, parsed
 from raypar.cli.conversation import Conversation
 from raypar.cli.resuming import checkpoint_or_folder, its_run
 from raypar.config.hugging_face import HF
@@ -76,7 +76,7 @@ class ChatArgs:
     def faults(self) -> Iterator[str]:
         """Yield which words are missing or too many, and which numbers are out of range."""
         if len(self.words) != 1:
-            yield f"{len(self.words)} words are given: raypar chat RUN|FOLDER"
+            yield f"{given(len(self.words))}: raypar chat RUN|FOLDER"
         yield from self._wrong_numbers()
 
     def _wrong_numbers(self) -> Iterator[str]:
@@ -111,7 +111,7 @@ class GenerateArgs(ChatArgs):
     def faults(self) -> Iterator[str]:
         """Yield which words are missing, and which numbers are out of range."""
         if len(self.words) < 2:
-            yield f'{len(self.words)} words are given: raypar generate RUN|FOLDER "PROMPT" ...'
+            yield f'{given(len(self.words))}: raypar generate RUN|FOLDER "PROMPT" ...'
         yield from self._wrong_numbers()
 
 

@@ -35,12 +35,13 @@ def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
         return None, error.faults
 
 
-def checkpoint_at(path: Path, *, ema: bool) -> Found:
+def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> Found:
     """Return the checkpoint at a path: of a run the newest one, and if ``ema`` with its averages as its weights.
 
     Args:
         path: A run folder, a folder of checkpoints, or a checkpoint.
         ema: Whether the moving averages of the weights are asked for, which a run with ema keeps.
+        typed: What the user calls it; "" for its path.
 
     Raises:
         ConfigError: There is no checkpoint, or it has no averages.
@@ -48,7 +49,8 @@ def checkpoint_at(path: Path, *, ema: bool) -> Found:
     from raypar.checkpoint.averaged import averaged
     from raypar.checkpoint.resume import find  # imports numpy
 
-    return averaged(find(path)) if ema else find(path)
+    found = find(path, typed or str(path))
+    return averaged(found) if ema else found
 
 
 def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
@@ -59,7 +61,7 @@ def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
     """
     path = absolute(source)
     if not (path / _CONFIG).exists():
-        return checkpoint_at(path, ema=ema)
+        return checkpoint_at(path, ema=ema, typed=source)
     if ema:
         raise ConfigError([f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"])
     return None

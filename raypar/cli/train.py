@@ -155,7 +155,8 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
             run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False, room=args.room)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
-    convert_data(run)
+    if not wrong:
+        convert_data(run)
     chosen_folder = run.folder == AUTO
     try:
         schedule = _checked(run, args, begun, wrong, words)

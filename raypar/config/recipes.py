@@ -103,6 +103,18 @@ def _in_a_folder(name: object) -> str:
     return "; for a model of Hugging Face give its folder: --model.hf FOLDER, or rp.HF(folder)" if is_model else ""
 
 
+def _sized(name: object) -> str:
+    """Return how a model of another size is given, if the name ends in a number of parameters; "" for other names."""
+    is_size = isinstance(name, str) and re.search(r"\d[bm]$", name.lower())
+    if not is_size:
+        return ""
+    if "llama" in str(name).lower():
+        flags = "llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8"
+    else:
+        flags = "gpt-small --model.layers 24 --model.hidden 2048 --model.heads 16"
+    return f"sizes are flags of the model, as in {flags} --model.seq 2048 --model.vocab 50304; "
+
+
 def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -116,7 +128,7 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """
     if name not in [*RECIPES]:
         close = nearest(str(name), RECIPES)
-        guess = f"did you mean {close!r}? " if close else ""
+        guess = _sized(name) or (f"did you mean {close!r}? " if close else "")
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}{_in_a_folder(name)}"])
     laid_out = {} if layout is None else fields_of(layout)
     if both := [field for field in laid_out if field in changes]:

@@ -80,7 +80,8 @@ def check_run(
     own = _own_faults(run)
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
     faults = [*(fault.text for fault in wrong), *(fault.text + hint(run, fault.path) for fault in own)]
-    programs, compared = _compared(run, skeleton, right_fields([*wrong, *own]), resumed, overwrite=overwrite)
+    right = right_fields([*wrong, *own])
+    programs, compared = _compared(run, skeleton, right, resumed, overwrite=overwrite, typed=not wrong)
     faults += compared
     if own and not wrong and (pair := mended(run, own)) is not None:
         faults += [fault for fault in _besides(pair, resumed, overwrite=overwrite) if fault not in faults]
@@ -110,9 +111,18 @@ def _besides(pair: tuple[Run, Run], resumed: Path | None, *, overwrite: bool) ->
 
 
 def _compared(
-    run: Run, skeleton: Skeleton, right: Callable[..., bool], resumed: Path | None, *, overwrite: bool
+    run: Run,
+    skeleton: Skeleton,
+    right: Callable[..., bool],
+    resumed: Path | None,
+    *,
+    overwrite: bool,
+    typed: bool = True,
 ) -> tuple[Programs | None, list[str]]:
-    """Return a run's programs, None if there are none, and what is wrong with several of its fields together."""
+    """Return a run's programs, None if there are none, and what is wrong with several of its fields together.
+
+    Data are converted only if all words of the run were understood (``typed``).
+    """
     faults = list[str]()
     if isinstance(run.model, Transformer):
         faults += run.model.faults(right)
@@ -141,7 +151,7 @@ def _compared(
         faults += weight_faults(run.model, skeleton)  # with adapters, checkpoints have only what learns
         if resumed is None and isinstance(run.model, Transformer):
             faults += adapter_folder_faults(run.model, skeleton)
-    faults += data_faults(run, right) if right("data") else ()
+    faults += data_faults(run, right, converts=typed) if right("data") else ()
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     return programs, faults
 

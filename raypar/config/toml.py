@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
-from raypar.actors.known_fields import is_none
+from raypar.actors.known_fields import COMMON_NAMES, is_none
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.optim import SGD, AdamW, Muon
@@ -375,5 +375,6 @@ def _hint(key: str, names: Iterable[str], part: str) -> str:
 
 def _guess(key: str, names: Iterable[str]) -> str:
     known = sorted(names)
-    close = nearest(key, known, cutoff=0.5)
+    common = COMMON_NAMES.get(key)
+    close = common if common in known else nearest(key, known, cutoff=0.5)
     return f": did you mean {close!r}?" if close else f": known are {', '.join(known)}"

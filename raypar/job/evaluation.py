@@ -15,7 +15,7 @@ from raypar.errors import ConfigError
 from raypar.job.averages import demand_averages
 from raypar.job.target_bytes import target_bytes
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.perplexity import is_cross_entropy
+from raypar.reporting.perplexity import are_tokens, is_cross_entropy
 from raypar.reporting.report import losses_of, mean_loss
 
 
@@ -75,6 +75,7 @@ class Evaluations:
             tokens,
             seconds,
             is_cross_entropy=is_cross_entropy(self.run),
+            of_tokens=are_tokens(self.run),
             is_averaged=ema,
             num_bytes=target_bytes(self.run, steps, tokens),
             metrics=_means(self.run.model.metrics if isinstance(self.run.model, Layers) else (), measured),

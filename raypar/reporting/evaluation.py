@@ -24,6 +24,7 @@ class Evaluation:
         is_cross_entropy: Whether the loss is known to be a cross-entropy.
         is_averaged: Whether it is that of the averages of the weights.
         num_bytes: Bytes of the text that the targets stand for, special tokens for none; None if that is not known.
+        of_tokens: Whether the targets are tokens, of which a perplexity is reported.
         metrics: The user's metrics (``rp.Layers(metrics=...)``), by name; None where nothing was counted.
     """
 
@@ -34,6 +35,7 @@ class Evaluation:
     is_cross_entropy: bool = True
     is_averaged: bool = False
     num_bytes: int | None = None
+    of_tokens: bool = True
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
@@ -43,8 +45,10 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float | None:
-        """The exponential of the loss, at most that of 700, which is still finite; None if it says nothing."""
-        return math.exp(min(self.loss, 700.0)) if self.is_cross_entropy and self.loss is not None else None
+        """The exponential of a cross-entropy of tokens, at most that of 700, which is still finite; None of others."""
+        if not self.is_cross_entropy or not self.of_tokens or self.loss is None:
+            return None
+        return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 
 from raypar.actors.data.example_batches import example_faults
+from raypar.actors.data.example_sets import are_converted
+from raypar.actors.data.text_files import is_converted
 from raypar.actors.data.token_batches import data_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
@@ -16,12 +18,13 @@ from raypar.config.validate.model import length_faults
 _UNREAD = "data.lengths is given, but only experts of GPT and Llama read it, and model is Layers: leave it out"
 
 
-def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
+def data_faults(run: Run, right: Callable[..., bool], *, converts: bool = True) -> list[str]:
     """Return the faults of the data. A size of the model that is itself wrong is not compared with the data.
 
     Args:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
+        converts: Whether data that the cache has not are converted to look for faults in them.
     """
     if isinstance(run.data, Batches):
         from raypar.config.validate.batches import batches_faults  # imports torch
@@ -36,6 +39,8 @@ def data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
         ]
     folder = run.model.hf if right("model.hf") else None
     vocab = run.model.vocab if right("model.vocab") else sys.maxsize
+    if not converts and not (are_converted(run.data) if isinstance(run.data, Examples) else is_converted(run.data)):
+        return [*packing_faults(run)] if isinstance(run.data, Examples) else []
     if isinstance(run.data, Examples):
         return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab, folder))]
     return [f"data.{fault}" for fault in text_faults(run.data, seq, vocab, folder)]

@@ -37,7 +37,7 @@ def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> Found:
 
     Args:
         gpus: Number of devices.
-        gpu: Their name.
+        gpu: Their name, in any case.
         nodes: Number of nodes; 0: as many as devices of this kind usually fill.
         between: Name of the link between nodes; "" for the usual one.
     """
@@ -46,6 +46,7 @@ def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> Found:
         faults.append(f"gpus is {gpus}: give 1 or more")
     if nodes < 0:
         faults.append(f"nodes is {nodes}: give 1 or more, or leave it out")
+    gpu = gpu.lower()
     if gpu in DEVICES and gpus > 0 and nodes >= 0:
         usual = min(gpus, DEVICES[gpu].each_node)
         count = nodes or -(-gpus // usual)
@@ -129,7 +130,7 @@ def _device(given: object, faults: list[str]) -> Device | None:
         return None
     if isinstance(given, str):
         faults += device_faults(given)
-        return DEVICES.get(given)
+        return DEVICES.get(given.lower())
     if not isinstance(given, Mapping):
         faults.append(f"device is {given!r}: give a name or a table")
         return None

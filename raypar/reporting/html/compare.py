@@ -106,7 +106,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     """Draw every figure that at least one run has, all runs in one chart."""
     units = sorted({one.history.unit for one in runs})
     unit = " or ".join(units)
-    perplexed = [one for one in runs if one.history.is_cross_entropy]
+    perplexed = [one for one in runs if one.history.has_perplexity]
     drawn: list[tuple[str, Markup]] = []
 
     def chart(

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from raypar.actors.specs.loss_name import names_cross_entropy
-from raypar.actors.specs.types import ELEMENTS, LEARNED
+from raypar.actors.specs.types import ELEMENTS, LEARNED, TOKENS
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -58,9 +58,11 @@ class History:
         return str(named) if known else "targets"
 
     @property
-    def is_cross_entropy(self) -> bool:
-        """Whether the loss is a cross-entropy, so that exp(loss) is a perplexity."""
+    def has_perplexity(self) -> bool:
+        """Whether the loss is a cross-entropy of tokens, so that exp(loss) is a perplexity."""
         model = self.config.get("model", {})
+        if not (isinstance(model.get("seq"), int) or "layers" in model or self.config.get("unit") in TOKENS):
+            return False
         return "layers" in model or names_cross_entropy(str(model.get("loss")))
 
     def count(self, line: dict[str, Any]) -> int:
@@ -159,7 +161,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         rows.append(("train loss", loss_text(history.steps[-1]["loss"])))
     if history.evaluations:
         rows.append(("validation loss", loss_text(history.evaluations[-1]["val_loss"])))
-        if history.is_cross_entropy and history.evaluations[-1]["val_loss"] is not None:
+        if history.has_perplexity and history.evaluations[-1]["val_loss"] is not None:
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
         if (bits := history.evaluations[-1].get("bits_per_byte")) is not None:
             rows.append(("bits per byte", significant(bits)))

@@ -64,10 +64,10 @@ def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
 
 
 def progress(history: History, marks: Sequence[Mark]) -> Markup:
-    """Draw what was seen and, where the loss is a cross-entropy, the perplexity over steps."""
+    """Draw what was seen and, where the loss is a cross-entropy of tokens, the perplexity over steps."""
     seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
-    if not history.is_cross_entropy:
-        told = "Left out: the loss is not known to be a cross-entropy, so that exp(loss) says nothing."
+    if not history.has_perplexity:
+        told = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
         return _pair(seen, section("Perplexity", note(told)))
     lines = [Line("train, smoothed", [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))])]
     if history.evaluations:

@@ -67,8 +67,26 @@ def test_what_is_converted_is_said(folder, tmp_path, caplog):
         tokens_of(folder, tmp_path)
         tokens_of(folder / "z.txt", tmp_path)
     (all_of, one) = caplog.messages
-    assert all_of.endswith("to tokens, once: 3 files, 15 bytes (2 without text skipped)")
+    assert all_of.endswith(
+        "to tokens, once: 3 files, 15 bytes (2 without text skipped: "
+        "ids.bin is a .bin file, which is named by its own path; picture.png is no text: byte 4 is NUL)"
+    )
     assert one.endswith("to tokens, once: 1 file, 4 bytes")
+
+
+def test_files_in_other_encodings_are_named(folder, tmp_path, caplog):
+    (folder / "wide.txt").write_text("sixteen bits", "utf-16")
+    for number in range(7):
+        (folder / f"old{number}.txt").write_text("déjà vu", "latin-1")
+    with caplog.at_level("INFO", logger="raypar"):
+        tokens_of(folder, tmp_path)
+    said, warned = caplog.records
+    fix = "wide.txt is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 wide.txt > utf8.txt)"
+    assert "3 without text skipped: " in said.getMessage() and said.getMessage().endswith(fix)
+    assert warned.levelname == "WARNING"
+    text = warned.getMessage()
+    assert "7 files of it are not UTF-8, and learned with the wrong characters: old0.txt is text in another enc" in text
+    assert "iconv -f LATIN1 -t UTF-8 old4.txt" in text and "old5.txt" not in text and text.endswith("; and 2 more")
 
 
 def test_glob_finds_files_at_every_depth(folder, tmp_path, monkeypatch):

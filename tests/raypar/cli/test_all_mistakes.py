@@ -175,6 +175,9 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         ),
         (["--no-such-flag", "1", "2"], "--no-such-flag is no flag: see --help for all flags"),
         (["another"], "'another' is a word too many: only one RECIPE|FILE.toml is read"),
+        (["--max", "3"], "--max is no flag: did you mean --max-failures?"),
+        (["--learning-rate", "3"], "--learning-rate is no flag: did you mean --optim.lr?"),
+        (["--model.n-layer", "3"], "--model.n-layer is no flag: did you mean --model.layers?"),
         (["--steps"], "--steps has no value: give a whole number"),
         (["--steps="], "--steps has no value: give a whole number"),
     ],
@@ -241,3 +244,48 @@ def test_the_other_commands_tell_all_too(said, command):
         "--steps is '2.5'",
         "mesh.tp 3 does not divide",
     )
+
+
+@pytest.mark.parametrize("base", [(), ("gpt-tiny",)])
+def test_a_pattern_without_quotes_is_one_fault_and_nothing_is_converted(said, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    files = [f"texts/{name}.txt" for name in "abc"]
+    for file in files:
+        (tmp_path / file).write_text("a text " * 99)
+    code, _, err = said("train", *base, "--data.path", *files)
+    told = "--data.path takes one word, and 3 files are given: for several files give a pattern in quotes, "
+    assert (code, err.splitlines()[1]) == (2, f"{told}--data.path 'texts/*.txt'")
+    code, _, err = said("train", *base, "--data.path", files[0], "--stepz", "3")
+    assert code == 2 and "--stepz" in err and "converting" not in err
+    code, _, err = said("sft", *files, "--model", "gone")
+    assert code == 2 and "3 files have no weights: give a pattern in quotes, 'texts/*.txt', or weights" in err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_size_is_no_recipe_and_says_its_flags(said):
+    (fault,) = faults_of(said, "plan", "llama-8b")
+    assert "as in llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8" in fault
+    assert "did you mean" not in fault
+    (fault,) = faults_of(said, "plan", "gpt-1.3B")
+    assert "as in gpt-small --model.layers 24" in fault
+
+
+@pytest.mark.parametrize(("common", "name"), [("learning_rate", "lr"), ("d_model", "hidden"), ("n_head", "heads")])
+def test_names_of_other_programs_are_known_in_files_and_constructors(said, tmp_path, common, name):
+    part = "optim" if name == "lr" else "model"
+    (tmp_path / "mine.toml").write_text(f'recipe = "gpt-tiny"\n[{part}]\n{common} = 1\n')
+    demand(faults_of(said, "train", tmp_path / "mine.toml"), f"{part}.{common} is not a field: did you mean {name!r}?")
+    with pytest.raises(TypeError, match=f"did you mean {name}"):
+        (rp.AdamW if part == "optim" else rp.GPT)(**{common: 1})
+
+
+def test_what_is_not_there_is_named_as_it_was_typed(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for words in (("chat", "gone"), ("generate", "gone", "x"), ("eval", "gone"), ("ckpt", "export", "gone", "x")):
+        code, _, err = said(*words)
+        assert code == 2 and "there is no 'gone': correct the path\n" in err
+    code, _, err = said("chat", "empty")
+    assert code == 2 and err.endswith("\n'empty': there is no sound checkpoint in it: give another folder\n")

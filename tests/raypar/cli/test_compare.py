@@ -36,7 +36,7 @@ def test_each_figure_is_that_of_the_schedule():
         }
     assert "pipedream, 5 steps\n    " + "\n    ".join(staleness(schedules[1]).lines()) in below
     assert "1F4 computes with version 0, 2F4 with version 1" in below, "the smallest trace"
-    assert below.endswith("no schedule before it has its ranks, stages and microbatches: its rows are not compared")
+    assert below.endswith("no schedule before it has its stages: its rows are not compared")
 
 
 def test_the_first_place_of_each_rank_is_told_where_rows_differ(tmp_path):
@@ -96,3 +96,24 @@ def test_the_mistakes_of_all_are_told(tmp_path, monkeypatch, words, told):
     assert len(caught.value.faults) == len(told), caught.value.faults
     for text, start in zip(caught.value.faults, told, strict=True):
         assert text.startswith(start)
+
+
+def test_other_sizes_are_shown_and_said_first(tmp_path):
+    edited = tmp_path / "lazy.csv"
+    edited.write_text(to_csv(build("1f1b", 2, 6)))
+    said, table, *rest = compare(["1f1b", str(edited)]).split("\n\n")
+    assert said.endswith("their figures are not of the same work: give --ranks 2 --microbatches 6")
+    assert [line.split()[-6:] for line in table.splitlines()][1] == ["4", "x", "8", "2", "x", "6"]
+    assert rest == []
+    same = compare(["1f1b", str(edited), "--ranks", "2", "--microbatches", "6"])
+    assert "ranks x microbatches" not in same and "where each rank first differs" in same
+
+
+def test_run_folders_are_sent_to_the_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").touch()
+    with pytest.raises(ConfigError) as caught:
+        compare(["a", "b"])
+    assert caught.value.faults == ["'a' is a run folder, and no schedule: to compare runs, raypar report a b"]

@@ -11,7 +11,7 @@ from raypar.checkpoint.hugging_face import export
 from raypar.cli.finetune import sft
 from raypar.config.finetuning import finetuning, lasting
 from raypar.planner.parameters import num_parameters
-from tests.support.examples import TALK, made_jsonl, made_tokenizer
+from tests.support.examples import CHATML, TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team
 
@@ -70,6 +70,19 @@ def test_the_fix_for_a_model_over_bytes_is_one(said, tmp_path):
     assert code == 0 and "pieces of examples" in out, err
 
 
+def test_without_a_template_both_ways_out_are_said_once(said, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("chat_template", "other"))
+    path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20))
+    code, _, err = said("sft", path, "--model", folder, "--dry-run")
+    assert code == 2 and "a folder that has one, or data.template a file with one (--data.template FILE)" in err
+    assert err.count("converting path") == 1, err
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    code, _, err = said("sft", path, "--model", folder, "--dry-run", "--data.template", tmp_path / "chatml.jinja")
+    assert code == 0, err
+
+
 @pytest.mark.long
 def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, folder, tmp_path):
     path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
@@ -93,6 +106,7 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
         ),
         (("x.jsonl",), "--model is missing, the folder of a model of Hugging Face"),
         (("x.jsonl", "--model", "gone"), "model.hf 'gone': '"),
+        (("x.jsonl", "--model", "gone"), "2 mistakes, no step was taken:\n- data.path: 'x.jsonl' has no file of"),
         (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),
     ],
 )

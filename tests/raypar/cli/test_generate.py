@@ -22,7 +22,7 @@ def test_all_mistakes_are_told_before_actors_start(said, saved):
     code, out, err = said("generate", saved, "--temperature", "-1", "--top-p", "2", "--top-k", "0", "--mesh.cpp", "2")
     assert (code, out) == (2, "")
     for text in (
-        '1 words are given: raypar generate RUN|FOLDER "PROMPT" ...',
+        '1 word is given: raypar generate RUN|FOLDER "PROMPT" ...',
         "--temperature is -1: it must be at least 0",
         "--top-p is 2: it must be more than 0 and at most 1",
         "--top-k is 0: it must be at least 1",

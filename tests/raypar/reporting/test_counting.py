@@ -26,6 +26,9 @@ def test_a_person_reads_step_1_first():
     )
     own = repr(replace(AFTER, is_cross_entropy=False))
     assert own == "<Evaluation after step 1: mean of the model's loss 2.0, 64 targets, 0.5 s>"
+    images = replace(AFTER, of_tokens=False)
+    assert repr(images) == "<Evaluation after step 1: cross-entropy 2.0 nats, 64 targets, 0.5 s>"
+    assert images.to_dict()["perplexity"] is None
 
 
 def test_a_program_reads_both_numbers():
