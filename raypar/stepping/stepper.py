@@ -273,7 +273,7 @@ class Stepper:
         Weights, optimizer state and buffers are restored bitwise.
         """
         with patience(f"rewinding step {self.step + 1}") as ctrl_c:
-            self._undo()
+            self._take_back()
             self._board, self._note = Board(self._proposed), ""
             self._guard(self._recorder.start)
         ctrl_c.heed()
@@ -282,7 +282,7 @@ class Stepper:
     def abort(self) -> None:
         """Give the step up: everything is as it was before it, and the job can go on."""
         with patience(f"giving step {self.step + 1} up") as ctrl_c:
-            self._undo()
+            self._take_back()
             self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins the next one")
         ctrl_c.heed()
 
@@ -292,7 +292,7 @@ class Stepper:
 
     # --- internals ---
 
-    def _undo(self) -> None:
+    def _take_back(self) -> None:
         """Make the actors restore their state of the start of the step."""
         self._demand_midway()
         self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step + 1}"))

@@ -72,7 +72,7 @@ def faults_of(path):
         ({"actions": ("F999999999",)}, "it has no inputs of F999999999"),
         ({"format": "raypar recording 9"}, "it is 'raypar recording 9'"),
         ({"model": {"heads": 0}}, "model.heads is 0: it must be at least 1"),
-        ({"model": {"heads": 3}}, "use 2 heads"),
+        ({"model": {"heads": 3}}, "set model.heads to 2"),
         ({"model": {"hidden": 10**7, "heads": 1}}, "float32[8] in the recording, float32[10000000] in the model"),
         ({"model": {"hidden": 10**30}}, "it must be at most 1e+07"),
         ({"model": {"layers": -4}}, "model.layers is -4"),
