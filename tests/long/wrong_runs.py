@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -53,6 +55,8 @@ def main() -> int:
     logging.disable(logging.WARNING)  # not the progress of each run
     warnings.simplefilter("ignore")
     rounds, rules, wrongs, start, launched = Counter[int](), set[str](), 0, time.perf_counter(), 0
+    here = tempfile.TemporaryDirectory(prefix="raypar-wrong-runs-")
+    os.chdir(here.name)  # a fault may be a folder's name
     for case in range(given.first, given.first + given.cases):
         wrong = wrong_run(case)
         rules.update(rule_of(fault) for plant in wrong.plants for fault in plant.faults)
@@ -68,6 +72,8 @@ def main() -> int:
         f"faults; without faults are {times_words} rounds of fixes; {launched} were launched; "
         f"{time.perf_counter() - start:.0f} s"
     )
+    os.chdir("/")
+    here.cleanup()
     return int(wrongs > 0)
 
 
