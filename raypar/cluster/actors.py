@@ -30,7 +30,7 @@ class Actors:
 
     Attributes:
         handles: The Ray actor handles, by rank, and then those of actors without one; None where one is missing.
-        group: The placement group.
+        group: The placement group; None if it is one of others, which stays.
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
         driver: This process's worker id in Ray, which tells one connection from another.
         device: The kind of device that the actors compute on.
@@ -42,7 +42,7 @@ class Actors:
     """
 
     handles: list[Any]
-    group: PlacementGroup
+    group: PlacementGroup | None
     owns_cluster: bool
     driver: str
     device: DeviceKind
@@ -221,7 +221,8 @@ class Actors:
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
-            for group in dict.fromkeys((self.group, *(home.group for home in self.homes))):
+            claimed = [home.group for home in self.homes if home.is_claimed]
+            for group in dict.fromkeys((*filter(None, [self.group]), *claimed)):
                 if not _try(remove_placement_group, group):
                     break  # a Ray that does not answer takes a minute to say so, for each of them
         finally:

@@ -33,6 +33,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer, demand_driver, unanswered
 from raypar.cluster.devices import Share, demand_build, gpu_share
+from raypar.cluster.given_group import bundles_of_group, captured, chosen_bundles, free_bundles, too_small
 from raypar.cluster.interrupts import Sigterm, patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
@@ -95,6 +96,7 @@ def start_actors(
     waits: Waits = USUAL_WAITS,
     spares: int = 0,
     folder: Path | None = None,
+    group: PlacementGroup | None = None,
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
 
@@ -109,6 +111,7 @@ def start_actors(
         waits: How long to wait for nodes and for room.
         spares: Number of further actors, which take the places of those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
+        group: The placement group in which they are to be; None for that of this task, if it has room, or a new one.
 
     Raises:
         ConfigError: If there is no GPU where one is demanded, or a node that lacks what the run needs.
@@ -123,28 +126,34 @@ def start_actors(
         owns = _connect()
     try:
         nodes = _roomy(world, world.size + spares, grows=waits.nodes > 0)
-        gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
-        share = gpu_share(device, world.size + spares, gpus, built=built, grows=waits.nodes > 0)
-        claim = _claim(world, nodes, share, grows=waits.nodes > 0).with_spares(spares, share)
+        share = gpu_share(device, world.size + spares, _num_gpus(nodes, group), built=built, grows=waits.nodes > 0)
+        claim = _inside(group or captured(), world, nodes, share, spares, waits.room if group else None)
+        claim = claim or _claim(world, nodes, share, grows=waits.nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
-            group = claim.made(job)
+            made = claim.made(job)
             crowds = owns and starts_own_ray() and world.size > num_cores()
             log.info("starting %d actors%s", world.size + spares, _SHARING if crowds else "")
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
-            _await(group, world, share, max(waits))
-            create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
+            _await(made, world, share, max(waits))
+            create, homes = partial(_actor, _remote(hosted, share)), claim.homes(made)
             handles = together(lambda its: create(*its), zip(claim.names(world, job), homes, strict=True))
         except BaseException:
-            remove_placement_group(group)
+            claim.give_back(made)
             raise
     except BaseException:
         if owns:
             ray.shutdown()
         raise
     claims = partial(_elsewhere, share)
-    return Actors(handles, group, owns, driver_id(), share.device, create, claims, homes, waits.nodes)
+    return Actors(handles, claim.own(made), owns, driver_id(), share.device, create, claims, homes, waits.nodes)
+
+
+def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
+    """Return the number of GPUs of a placement group, or of all nodes."""
+    totals = [node.total for node in nodes] if group is None else bundles_of_group(group).values()
+    return int(float_sum(total.get("GPU", 0.0) for total in totals))
 
 
 def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:
@@ -258,6 +267,7 @@ class _Claim:
         pins: The node on which each bundle must be; empty if Ray is to choose.
         nodes: The nodes that may get actors.
         spares: The bundles of spare actors, on any node.
+        given: The placement group of others that is used in place of a new one; None for a new one.
     """
 
     bundles: list[dict[str, float]]
@@ -265,6 +275,7 @@ class _Claim:
     pins: list[Node]
     nodes: list[Node]
     spares: Sequence[int] = ()
+    given: PlacementGroup | None = None
 
     def with_spares(self, count: int, share: Share) -> _Claim:
         """Return the claim with a bundle for each of so many spare actors besides."""
@@ -278,17 +289,60 @@ class _Claim:
 
     def names(self, world: World, job: str) -> list[str]:
         """Return the name of each rank's actor, and then those of spare actors."""
-        names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in self.spares)]
+        spares = range(world.size, world.size + len(self.spares))
+        names = [*map(world.label, range(world.size)), *(f"spare {number}" for number in spares)]
         return [f"{job} {name}" for name in names]
 
     def made(self, job: str) -> PlacementGroup:
-        """Claim it of Ray."""
+        """Claim it of Ray, unless it is given."""
+        if self.given is not None:
+            return self.given
         pins: list[dict[str, str]] = [{_NODE_ID: node.id} for node in self.pins]
         if pins:
             pins += [{}] * len(self.spares)
         claim: Any = placement_group  # its type annotations lack None
         made: PlacementGroup = claim(self.bundles, strategy="PACK", name=job, bundle_label_selector=pins or None)
         return made
+
+    def own(self, made: PlacementGroup) -> PlacementGroup | None:
+        """Return the placement group that was made, if it was not given."""
+        return None if self.given else made
+
+    def give_back(self, made: PlacementGroup) -> None:
+        """Remove the placement group that was made; not one that was given."""
+        if self.given is None:
+            remove_placement_group(made)
+
+
+def _inside(
+    group: PlacementGroup | None, world: World, nodes: Sequence[Node], share: Share, spares: int, seconds: float | None
+) -> _Claim | None:
+    """Place the actors in a placement group of others; None if there is none, or this task's has no room for them.
+
+    Args:
+        group: The group; None if none is given, and this process is no task of one.
+        world: The ranks.
+        nodes: The living nodes.
+        share: The resources of an actor.
+        spares: Number of spare actors.
+        seconds: How long to wait until its bundles are free; None if it was not asked for.
+
+    Raises:
+        ConfigError: It was removed, or is none of this cluster.
+        RoomError: It has no room, or had none in time.
+    """
+    if group is None:
+        return None
+    bundles, begin, actors = bundles_of_group(group), time.monotonic(), world.size + spares
+    while len(chosen := chosen_bundles(free := free_bundles(group, bundles), share, actors)) < actors:
+        if seconds is None:
+            log.info("the placement group of this task has room for %d of %d actors: they get one", len(chosen), actors)
+            return None
+        never = len(chosen_bundles(bundles, share, actors)) < actors
+        if never or time.monotonic() - begin > seconds:
+            raise RoomError([too_small(group, bundles, free, share, actors)])
+        time.sleep(_LOOK)
+    return _Claim([], chosen[: world.size], [], list(nodes), chosen[world.size :], group)
 
 
 def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) -> _Claim:

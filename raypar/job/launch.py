@@ -13,6 +13,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
+from raypar.cluster.given_group import PlacementGroup
 from raypar.cluster.nodes import living_nodes, without_folder
 from raypar.cluster.ray_cluster import ROOM_SECONDS, Waits, start_actors
 from raypar.config.arguments import checked_arguments
@@ -42,6 +43,7 @@ def launch(
     *,
     wait_for_nodes: NotNegative = 0.0,
     wait_for_room: NotNegative = ROOM_SECONDS,
+    placement_group: PlacementGroup | None = None,
     resume: str | PathLike[str] | Found | None = None,
     overwrite: bool = False,
     chaos: Sequence[InjectedFault] = (),
@@ -53,6 +55,8 @@ def launch(
         wait_for_nodes: Seconds to wait for nodes: if the cluster is too small for the run, and later (max_failures) if
             one is lost without which the run can't go on. The autoscaler brings them, or they come back.
         wait_for_room: Seconds to wait for CPUs and GPUs that others have now; what is waited for is logged.
+        placement_group: The placement group of Ray's in which the actors are to be, and which stays when they end; None
+            for that of the task or actor that launches (as of a Tune trial), if it has room for them, else a new one.
         resume: Checkpoint to continue from, bitwise. For a run folder or a folder of checkpoints, the newest sound one.
             The mesh and the schedule may differ from the checkpoint's; the model, the kind of optimizer and the seed
             may not. None starts from new weights.
@@ -67,7 +71,9 @@ def launch(
     """
     chosen = run.folder == AUTO
     waits = Waits(wait_for_nodes, wait_for_room)
-    return launch_in(run, waits, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen)
+    return launch_in(
+        run, waits, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen, group=placement_group
+    )
 
 
 def launch_in(
@@ -78,6 +84,7 @@ def launch_in(
     overwrite: bool,
     chaos: Sequence[InjectedFault],
     may_lack_folder: bool,
+    group: PlacementGroup | None = None,
 ) -> Job:
     """Launch a run, as ``launch``.
 
@@ -89,6 +96,7 @@ def launch_in(
         chaos: Faults that are injected.
         may_lack_folder: Whether nodes may lack the run's folder: nobody has named it. Then this process alone writes
             there, and no checkpoint is saved.
+        group: The placement group in which the actors are to be.
     """
     convert_on_cluster(run)
     run, programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
@@ -100,7 +108,7 @@ def launch_in(
         log.warning("%s", told)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
-        return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder)
+        return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder, group=group)
 
 
 def _name_of(run: Run) -> str:
@@ -118,6 +126,7 @@ def _launched(
     chaos: Sequence[InjectedFault],
     *,
     may_lack_folder: bool,
+    group: PlacementGroup | None,
 ) -> Job:
     """Launch a run that was checked."""
     from raypar.actors.worker.actor import RayparActor
@@ -129,7 +138,7 @@ def _launched(
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen)
+        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group)
         try:
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

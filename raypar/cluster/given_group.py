@@ -1,0 +1,88 @@
+"""Actors in a placement group that others have made, as a Tune trial's or a quota's: which of its bundles have room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup as PlacementGroup
+from ray.util.placement_group import get_current_placement_group, placement_group_table
+
+from raypar.cluster.devices import Share
+from raypar.cluster.placement import room, wants
+from raypar.cluster.ray_private import free_resources
+from raypar.errors import ConfigError
+
+_FIX = "give one that is there and has room, or leave placement_group out"
+Bundles = Mapping[int, Mapping[str, float]]  # the resources of each bundle, by its number
+
+
+def captured() -> PlacementGroup | None:
+    """Return the placement group in which this process's own tasks are to run; None if it is in none, or a driver."""
+    return get_current_placement_group()
+
+
+def bundles_of_group(group: PlacementGroup) -> Bundles:
+    """Return the bundles of a placement group that is there.
+
+    Args:
+        group: The group.
+
+    Raises:
+        ConfigError: It was removed, or is none of this cluster.
+    """
+    table: dict[str, Any] = placement_group_table(group)
+    if not table or table.get("state") == "REMOVED":
+        state = "was removed" if table else "is none of this cluster"
+        raise ConfigError([f"placement_group {group.id.hex()} {state}: {_FIX}"])
+    bundles: Bundles = table["bundles"]
+    return bundles
+
+
+def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
+    """Return what is free of the bundles of a placement group, which this process's task has a part of, say."""
+    nodes, own = free_resources(), group.id.hex()
+    if nodes is None:
+        return bundles
+    free: dict[str, float] = {}
+    for node in nodes.values():
+        for name, amount in node.items():
+            free[name] = free.get(name, 0.0) + amount
+    return {
+        number: {kind: free.get(f"{kind}_group_{number}_{own}", 0.0) for kind in resources}
+        for number, resources in bundles.items()
+    }
+
+
+def chosen_bundles(bundles: Bundles, share: Share, actors: int) -> Sequence[int]:
+    """Return a bundle for each actor, one bundle full before the next; fewer where there is no room for all.
+
+    Args:
+        bundles: What each bundle has for them.
+        share: The resources of an actor.
+        actors: Number of actors.
+    """
+    chosen = [number for number, resources in sorted(bundles.items()) for _ in range(room(resources, share))]
+    return chosen[:actors]
+
+
+def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Share, actors: int) -> str:
+    """Say what a placement group has, where as many actors need more.
+
+    Args:
+        group: The group.
+        bundles: Its bundles.
+        free: What is free of them.
+        share: The resources of an actor.
+        actors: Number of actors.
+    """
+    has = "; ".join(
+        f"bundle {number} "
+        + " and ".join(f"{amount:g} {kind}s ({free[number].get(kind, 0.0):g} free)" for kind, amount in its.items())
+        for number, its in sorted(bundles.items())
+    )
+    each = " and ".join(f"{amount:g} {kind}" for kind, amount in wants(share).items())
+    return (
+        f"placement_group {group.id.hex()} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
+        f"each with {each} ({has}): make it larger, use a smaller mesh, or leave placement_group out"
+    )
