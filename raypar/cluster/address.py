@@ -138,7 +138,8 @@ def _as_a_job(host: str) -> str:
     """Say how a machine outside of a cluster gives it a job, whose dashboard listens to its own machine alone."""
     return (
         f"open a tunnel, ssh -N -L 8265:127.0.0.1:8265 {host}, and give it a job: RAY_AUTH_MODE=token ray job submit "
-        "--address http://127.0.0.1:8265 --working-dir . -- raypar train ..."
+        "--address http://127.0.0.1:8265 --working-dir . --runtime-env-json "
+        """'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}' -- raypar train ..."""
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -41,6 +43,9 @@ from raypar.schedules.versions import staleness
 
 log = logging.getLogger(__name__)
 _MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
+_STOP_WAIT, _USUAL_WAIT = "RAY_JOB_STOP_WAIT_TIME_S", 3  # of Ray's job supervisor, and what it is if it is not set
+_OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # is in the environment of what ray job submit has started
+_SAVE = 2.0  # seconds for a checkpoint at the end
 
 
 def plan_rows(
@@ -96,7 +101,7 @@ def plan_rows(
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
-        *(("advice", told) for told in _advice(run, schedule, prediction)),
+        *(("advice", told) for told in (*_advice(run, schedule, prediction), *_stop_advice(run, prediction.step))),
     ]
 
 
@@ -116,6 +121,26 @@ def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[st
     """Yield the rules of thumb that a run's pipeline breaks; without flushes there is no bubble in each step."""
     if not schedule.stream:
         yield from pipeline_advice(run.mesh.pp, run.microbatches, prediction.timeline.bubble, "more microbatches")
+
+
+def _stop_advice(run: Run, step: float) -> Iterator[str]:
+    """Yield what saves a run that `ray job stop` ends, where this process is a job whose steps take longer than that.
+
+    Args:
+        run: The run.
+        step: Predicted seconds of a step.
+    """
+    if _OF_A_JOB not in os.environ or run.folder is None:
+        return
+    given = os.environ.get(_STOP_WAIT, "")
+    wait = int(given) if given.isdigit() else _USUAL_WAIT
+    if step + _SAVE > wait:
+        fits = 60 * math.ceil((step + _SAVE) / 60)
+        setting = f'{{"env_vars": {{"{_STOP_WAIT}": "{fits}"}}}}'
+        yield (
+            f"ray job stop kills after {wait} s, and a step of {step:.1f} s and its checkpoint may take longer: submit "
+            f"with --runtime-env-json '{setting}', so that a run that is stopped is saved"
+        )
 
 
 def _time_told(steps: int, prediction: Prediction) -> str:

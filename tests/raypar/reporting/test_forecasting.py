@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -186,3 +187,27 @@ def test_a_folder_of_before_has_none(tmp_path):
     (tmp_path / "run" / FORECAST).unlink()
     assert read(tmp_path / "run").forecast is None
     assert "The folder has no prediction" in page(read(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("set_to", "folder", "is_advised"),
+    [(None, "runs/a", True), ("5", "runs/a", True), ("900", "runs/a", False), ("5", None, False)],
+)
+def test_a_job_of_long_steps_is_advised_to_be_given_time_when_it_is_stopped(monkeypatch, set_to, folder, is_advised):
+    run = replace(RUN, model=replace(RUN.model, layers=400, hidden=2048, heads=16), folder=folder)
+
+    def advised():
+        rows = plan_rows(run, check_run(run)["train"])
+        return [told for name, told in rows if name == "advice" and told.startswith("ray job stop kills after")]
+
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert not advised(), "this is no job of ray job submit"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    if set_to is not None:
+        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", set_to)
+    assert len(advised()) == is_advised
+    for told in advised():
+        assert f"after {set_to or 3} s" in told
+        setting = told.partition("--runtime-env-json '")[2].partition("'")[0]
+        assert int(json.loads(setting)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
