@@ -53,7 +53,7 @@ def _model_faults(run: Run, right: Callable[..., bool], named: str) -> Iterator[
     if not right("model.seq"):
         return
     if model.seq % run.token_slices:
-        yield f"{named}, but model.seq is {model.seq}: set it to {divisors_near(run.token_slices, model.seq)}"
+        yield f"{named}, but model.seq is {model.seq}: set token_slices to {divisors_near(run.token_slices, model.seq)}"
     elif run.sequence_parallel and right("mesh.tp") and model.seq // run.token_slices % run.mesh.tensor_ranks:
         each = model.seq // run.token_slices
         yield f"{named}, so that a slice has {each} tokens, which mesh.tp does not divide: give fewer slices"

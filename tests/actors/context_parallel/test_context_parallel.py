@@ -151,8 +151,8 @@ def test_another_number_of_parts_reads_what_one_has_written(there, here, tmp_pat
 
 
 FAULTS = [
-    ({"cp": 3}, {}, r"context 'ring' cuts a sequence into 6 pieces, but model\.seq is 16: use 12 or 18"),
-    ({"cp": 3}, {"context": "rsa"}, r"mesh\.cp 3: .* into 3 pieces, but model\.seq is 16: use 15 or 18"),
+    ({"cp": 3}, {}, r"context 'ring' cuts a sequence into 6 pieces, but model\.seq is 16: set model\.seq to 12 or 18"),
+    ({"cp": 3}, {"context": "rsa"}, r"mesh\.cp 3: .* into 3 pieces, but model\.seq is 16: set model\.seq to 15 or 18"),
     ({"cp": 4, "tp": 4}, {"context": "ulysses"}, r"does not divide model\.heads 4: use 16 heads, or context 'ring'"),
     ({"cp": 8, "tp": 4}, {"sequence_parallel": True}, r"mesh\.cp x mesh\.tp = 32 does not divide model\.seq 16"),
     ({"cp": 2}, {"model": Layers(list, len)}, r"the user's own Layers can't be divided by tokens"),

@@ -209,7 +209,7 @@ def test_checkpoints_go_to_other_layouts_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"mesh": Mesh(dp=2, expert_actors=3)}, "use 3 or 6 experts, or set mesh.expert_actors to 2"),
+        ({"mesh": Mesh(dp=2, expert_actors=3)}, "set model.moe.experts to 3 or 6, or set mesh.expert_actors to 2"),
         ({"mesh": Mesh(expert_actors=-1)}, "mesh.expert_actors is -1: it must be at least 0"),
         ({"mesh": Mesh(dp=2, ep=2, expert_actors=2)}, "experts are on actors of their own or on ranks"),
         ({"mesh": Mesh(tp=2, etp=2, expert_actors=2)}, "an expert is whole on its actor: leave mesh.etp out"),

@@ -200,7 +200,10 @@ def test_experts_that_no_other_actor_has_are_never_gathered():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"mesh": Mesh(dp=3, ep=3)}, "mesh.ep 3 does not divide the 4 experts of a layer: use 3 or 6 experts, or set"),
+        (
+            {"mesh": Mesh(dp=3, ep=3)},
+            "divide the 4 experts of a layer: set model.moe.experts to 3 or 6, or set",
+        ),
         ({"mesh": Mesh(dp=2, ep=2), "model": recipe("gpt-tiny").model}, "the model has no experts to divide"),
         ({"mesh": Mesh(dp=2, ep=4)}, "mesh.ep is 4, which does not divide dp x cp = 2: use 2, say"),
         ({"mesh": Mesh(dp=4, shard=2, ep=2)}, "raypar has no experts on several actors with hybrid sharding yet"),

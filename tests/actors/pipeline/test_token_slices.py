@@ -127,7 +127,7 @@ FAULTS = {
         {"model": rp.Layers(lambda: [torch.nn.Linear(2, 2)], torch.nn.functional.mse_loss)},
         "own layers compute",
     ),
-    "seq": ({"token_slices": 5}, "model.seq is 12: give a number of slices that divides it"),
+    "seq": ({"token_slices": 5}, "model.seq is 12: set token_slices to 4 or 6"),
     "dropout": ({"model": rp.GPT(**SIZES, dropout=0.1)}, "set model.dropout to 0"),
     "moe": ({"model": rp.GPT(**SIZES, moe=rp.MoE(experts=2))}, "set model.moe to None"),
     "cp": ({"mesh": rp.Mesh(pp=1, cp=2)}, "with mesh.cp actors hold parts of a sequence"),

@@ -160,7 +160,10 @@ def test_replicas_and_shorter_streams():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"schedule": "zb-v"}, "has 6 stages on 3 ranks, and without a flush each rank has one: take zb-h2, say"),
+        (
+            {"schedule": "zb-v"},
+            "and without a flush each rank has one: set schedule to 'zb-h2', say",
+        ),
         (
             {"order": "dynamic", "executor": "tasks"},
             "in schedule 'zb-h2' with flush_every=3 every stage updates by itself",

@@ -108,7 +108,7 @@ FAULTS = {
     "order": ({"executor": "tasks", "order": "dynamic"}, "set order to 'row'"),
     "backward": ({"backward": "split"}, "set backward to 'whole'"),
     "checks": ({"mesh": rp.Mesh(pp=2, dp=2), "zero": 0, "recheck_every": 1}, "set recheck_every to 0"),
-    "fp16": ({"precision": rp.Precision("fp16")}, "compute in bf16 or fp32"),
+    "fp16": ({"precision": rp.Precision("fp16")}, "set precision.compute to 'bf16' or 'fp32'"),
     "experts": ({"model": rp.recipe("moe-tiny").model}, "set model.moe to None"),
     "tied": ({"model": rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=64, tied=True)}, "set model.tied to False"),
     "snapshots": ({"max_failures": 1, "snapshot_every": 3}, "set it to 1 or a multiple of 4"),

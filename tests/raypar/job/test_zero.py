@@ -53,7 +53,7 @@ def test_there_are_levels_0_to_3(zero):
 def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
     run = tiny(mesh=rp.Mesh(pp=2), zero=3, zero_resident=1)
     assert rp.faults(run) == [
-        "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more",
+        "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more, or leave zero out",
         "zero_resident is 1, but zero_gather is 'microbatch', which frees weights behind every action: set zero_gather "
         "to 'step', or leave zero_resident out",
     ]
@@ -61,7 +61,7 @@ def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
         "zero_units is 2, but zero is 1: only zero 3 and offload 'parameters' gather weights, leave it out"
     ]
     assert rp.faults(tiny(mesh=rp.Mesh(dp=4, shard=3), zero=2)) == [
-        "mesh.shard is 3, which does not divide the 4 replicas: use 2, say"
+        "mesh.shard is 3, which does not divide 4 replicas (dp x cp): set it to 2, say"
     ]
 
 

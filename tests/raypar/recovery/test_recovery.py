@@ -154,7 +154,10 @@ def test_a_flipped_bit_is_found_named_and_undone(kept_actors):
 
 def test_settings_that_would_do_nothing_are_told():
     for changes, why in (
-        ({"check_every": 3}, "check_every is 3, but there is one replica, so nothing to compare: set it to 0"),
+        (
+            {"check_every": 3},
+            "there is one replica (dp x cp), so nothing to compare: set it to 0",
+        ),
         ({"check_every": 3, "mesh": rp.Mesh(dp=2), "zero": 3}, "but zero is 3, so no two actors hold the same"),
         ({"check_every": 3, "mesh": rp.Mesh(dp=2)}, "so set snapshot_every to 3 or a multiple"),
     ):
