@@ -55,7 +55,8 @@ def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(mon
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", remove)
-    Actors(["a", "b"], "group", True, "me", "cpu", homes=[SimpleNamespace(group=one) for one in "xy"]).end()
+    homes = [SimpleNamespace(group=one, is_claimed=True) for one in "xy"]
+    Actors(["a", "b"], "group", True, "me", "cpu", homes=homes).end()
     assert asked == ["group"]
 
 
@@ -68,6 +69,7 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
 
     monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
+    monkeypatch.setattr(ray_cluster, "captured", lambda: None)
     room = {"CPU": 4.0}
     monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room, "")])
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
