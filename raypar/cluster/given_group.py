@@ -72,7 +72,7 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Sha
     Args:
         group: The group.
         bundles: Its bundles.
-        free: What is free of them.
+        free: What is free of them; all of it, if they are too small in any case.
         share: The resources of an actor.
         actors: Number of actors.
     """

@@ -69,6 +69,7 @@ _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
 _MOST_HOLDERS = 4  # placement groups that are named
+_SETTLES = 5.0  # seconds after which Ray's view of what is free has a placement group that was just made
 _LOOK = 0.5  # seconds between two checks of the placement group
 _SHARING = f", which share the {num_cores()} cores of this machine"
 
@@ -334,14 +335,15 @@ def _inside(
     if group is None:
         return None
     bundles, begin, actors = bundles_of_group(group), time.monotonic(), world.size + spares
+    fits = len(chosen_bundles(bundles, share, actors)) == actors
     while len(chosen := chosen_bundles(free := free_bundles(group, bundles), share, actors)) < actors:
-        if seconds is None:
-            log.info("the placement group of this task has room for %d of %d actors: they get one", len(chosen), actors)
+        if fits and time.monotonic() - begin < (_SETTLES if seconds is None else max(seconds, _SETTLES)):
+            time.sleep(_LOOK)
+        elif seconds is None:
+            log.info("the placement group of this task has no room for %d actors: they get one of their own", actors)
             return None
-        never = len(chosen_bundles(bundles, share, actors)) < actors
-        if never or time.monotonic() - begin > seconds:
-            raise RoomError([too_small(group, bundles, free, share, actors)])
-        time.sleep(_LOOK)
+        else:
+            raise RoomError([too_small(group, bundles, free if fits else bundles, share, actors)])
     return _Claim([], chosen[: world.size], [], list(nodes), chosen[world.size :], group)
 
 
