@@ -213,11 +213,11 @@ class Actors:
         (handles, self.handles), (vacancies, self.vacancies) = (self.handles, []), (self.vacancies, [])
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
-        try:
-            if is_lost and self.owns_cluster:
+        if is_lost:
+            if self.owns_cluster:
                 end_without_server()
-            if is_lost:
-                return
+            return
+        try:
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
@@ -227,7 +227,7 @@ class Actors:
                     break  # a Ray that does not answer takes a minute to say so, for each of them
         finally:
             if self.owns_cluster:
-                ray.shutdown()  # a second one does nothing
+                ray.shutdown()
 
 
 def driver_id() -> str:

@@ -187,8 +187,8 @@ def _holders(own: PlacementGroup) -> str:
             held[claim["name"] or "a group without a name"] += round(
                 float_sum(bundle.get("CPU", 0.0) for bundle in claim["bundles"].values())
             )
-    told = ", ".join(f"{name} {cpus}" for name, cpus in held.most_common(_MOST_HOLDERS) if cpus)
-    return f"; of the CPUs hold {told}" if told else ""
+    most = ", ".join(f"{name} {cpus}" for name, cpus in held.most_common(_MOST_HOLDERS) if cpus)
+    return f"; of the CPUs hold {most}" if most else ""
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def plan_rows(
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
-        *(("advice", told) for told in (*_advice(run, schedule, prediction), *_stop_advice(run, prediction.step))),
+        *(("advice", text) for text in (*_advice(run, schedule, prediction), *_stop_advice(run, prediction.step))),
     ]
 
 

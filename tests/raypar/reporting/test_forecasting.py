@@ -198,7 +198,7 @@ def test_a_job_of_long_steps_is_advised_to_be_given_time_when_it_is_stopped(monk
 
     def advised():
         rows = plan_rows(run, check_run(run)["train"])
-        return [told for name, told in rows if name == "advice" and told.startswith("ray job stop kills after")]
+        return [text for name, text in rows if name == "advice" and text.startswith("ray job stop kills after")]
 
     monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
@@ -207,7 +207,7 @@ def test_a_job_of_long_steps_is_advised_to_be_given_time_when_it_is_stopped(monk
     if set_to is not None:
         monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", set_to)
     assert len(advised()) == is_advised
-    for told in advised():
-        assert f"after {set_to or 3} s" in told
-        setting = told.partition("--runtime-env-json '")[2].partition("'")[0]
+    for text in advised():
+        assert f"after {set_to or 3} s" in text
+        setting = text.partition("--runtime-env-json '")[2].partition("'")[0]
         assert int(json.loads(setting)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
