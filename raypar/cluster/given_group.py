@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import room, wants
-from raypar.cluster.ray_private import free_resources
+from raypar.cluster.ray_private import free_resources, held_resources
 from raypar.errors import ConfigError
 
 _FIX = "give one that is there and has room, or leave placement_group out"
@@ -40,16 +41,23 @@ def bundles_of_group(group: PlacementGroup) -> Bundles:
 
 
 def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
-    """Return what is free of the bundles of a placement group, which this process's task has a part of, say."""
+    """Return what is free of the bundles of a placement group, which this process's task has a part of, say.
+
+    Ray's view of that is old for a moment, and counts what a waiting task has as free. So this task's part is known.
+    """
     nodes, own = free_resources(), group.id.hex()
     if nodes is None:
         return bundles
-    free: dict[str, float] = {}
+    free, held = Counter[str](), held_resources()
     for node in nodes.values():
-        for name, amount in node.items():
-            free[name] = free.get(name, 0.0) + amount
+        free.update(node)
+
+    def left(number: int, kind: str, amount: float) -> float:
+        name = f"{kind}_group_{number}_{own}"
+        return min(free[name], amount - held.get(name, 0.0))
+
     return {
-        number: {kind: free.get(f"{kind}_group_{number}_{own}", 0.0) for kind in resources}
+        number: {kind: left(number, kind, amount) for kind, amount in resources.items()}
         for number, resources in bundles.items()
     }
 

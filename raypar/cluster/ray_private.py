@@ -39,6 +39,7 @@ _FOR_RAY = "ray"  # below this user's folder
 _MOST_NAMES = 100  # folders that others may have made under the names of ours
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
+_WORKER, _HELD = "global_worker", "resource_ids"
 _DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
@@ -189,6 +190,19 @@ def free_resources() -> dict[str, dict[str, float]] | None:
         log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
         return None
     return {str(node): dict(resources) for node, resources in tell().items()}
+
+
+def held_resources() -> dict[str, float]:
+    """Return what this process's task or actor has taken of its node, by Ray's names; nothing for a driver.
+
+    The names are those with the number of a bundle and the id of its placement group, which the public
+    ``get_assigned_resources`` leaves out. Retry at upgrades.
+    """
+    worker: Any = getattr(ray._private.worker, _WORKER, None)
+    tell: Any = getattr(getattr(worker, "core_worker", None), _HELD, None)
+    if tell is None:
+        return {}
+    return {str(name): sum(amount for _, amount in parts) for name, parts in tell().items()}
 
 
 def draining_nodes() -> dict[str, float]:

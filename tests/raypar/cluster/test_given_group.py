@@ -8,8 +8,9 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raypar as rp
+from raypar.cluster import given_group
 from raypar.cluster.devices import Share
-from raypar.cluster.given_group import chosen_bundles
+from raypar.cluster.given_group import chosen_bundles, free_bundles
 from raypar.errors import RoomError
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -69,6 +70,13 @@ def test_a_group_of_the_task_without_room_is_left_for_one_of_the_jobs_own(group)
     inside = PlacementGroupSchedulingStrategy(group, 1, placement_group_capture_child_tasks=True)
     found = ray.get(trial.options(scheduling_strategy=inside).remote(), timeout=60)
     assert len(found) == 1 and group.id.hex() not in found
+
+
+def test_what_the_task_has_is_never_free_for_its_actors(group, monkeypatch):
+    whole = {f"CPU_group_{number}_{group.id.hex()}": amount for number, amount in enumerate((1.0, 2.0))}
+    monkeypatch.setattr(given_group, "free_resources", lambda: {"a node": whole})  # as before the task was there
+    monkeypatch.setattr(given_group, "held_resources", lambda: {f"CPU_group_1_{group.id.hex()}": 2.0})
+    assert free_bundles(group, {0: {"CPU": 1.0}, 1: {"CPU": 2.0}}) == {0: {"CPU": 1.0}, 1: {"CPU": 0.0}}
 
 
 def test_a_group_that_is_too_small_says_what_each_bundle_has(group):
