@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.moe import MoE
     from raypar.actors.specs.optim import SGD, AdamW, Muon
     from raypar.actors.specs.precision import LossScale, Precision
+    from raypar.actors.specs.resources import Resources
     from raypar.actors.specs.rope_scaling import RopeScaling
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
@@ -80,6 +81,7 @@ _HOMES = {
     "raypar.actors.specs.moe": ("MoE",),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
+    "raypar.actors.specs.resources": ("Resources",),
     "raypar.actors.specs.rope_scaling": ("RopeScaling",),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
@@ -151,6 +153,7 @@ __all__ = [
     "RelayoutLostError",
     "Replayed",
     "Report",
+    "Resources",
     "RopeScaling",
     "RouterLoad",
     "Run",

@@ -17,6 +17,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, TaskOrder, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
@@ -181,12 +182,19 @@ class Run:
     compile: bool = False
     """let torch's compiler make each layer's forward and backward: other bits, some minutes at the start, and on CPUs a
     C++ compiler; where it fails, layers are computed as they are, and one line says so"""
-    threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """CPU threads of an actor"""
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None
+    """CPU threads of an actor; None: as many as it has CPUs (resources.cpus), one at least"""
+    resources: Resources = field(default_factory=Resources)
+    """what each actor takes of its node, and on which nodes it may be: ``Resources(cpus=4, memory="8GiB")``"""
     device: DeviceChoice = "auto"
     """device of the actors: cpu; cuda: GPUs, shared if there are too few; auto: GPUs if each actor gets its own"""
     timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
+
+    @property
+    def num_threads(self) -> int:
+        """Number of CPU threads with which an actor computes."""
+        return self.resources.threads if self.threads is None else self.threads
 
     @property
     def counts_skips(self) -> bool:

@@ -55,7 +55,7 @@ class Server:
     """
 
     def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
-        torch.set_num_threads(plan.run.threads)
+        torch.set_num_threads(plan.run.num_threads)
         self.seat = seat = Seat(plan, groups, place)
         world, train = seat.world, plan.programs["train"]
         index = world.server_index(plan.rank)

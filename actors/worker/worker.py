@@ -66,7 +66,7 @@ class Worker:
     """
 
     def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
-        torch.set_num_threads(plan.run.threads)
+        torch.set_num_threads(plan.run.num_threads)
         torch.set_grad_enabled(True)
         self.seat = seat = Seat(plan, groups, place)
         self.parts = assemble(seat)

@@ -53,7 +53,7 @@ def placed(run: Run) -> str:
     where = f"on the cluster at {os.environ.get('RAY_ADDRESS', '')}"
     try:
         with connected() as nodes:
-            found = foreseen(world_of(run), nodes, run.device)
+            found = foreseen(world_of(run), nodes, run.device, run.resources)
     except ConfigError as error:
         found = error.faults
     return "\n".join([f"{where}:", *(f"  {line}" for line in found)])

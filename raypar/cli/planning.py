@@ -20,7 +20,7 @@ from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
 from raypar.cli.run_args import RunArgs
 from raypar.cluster.devices import Share
-from raypar.cluster.placement import Node, place, told
+from raypar.cluster.placement import RACK, Node, place, told
 from raypar.config.fields import Fault
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import changed_of, toml_of
@@ -270,7 +270,7 @@ def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
         return
     has = {"CPU": float(cluster.each_node + 1), "GPU": float(cluster.each_node)}
     nodes = [
-        Node(str(index), f"node {index}", f"node {index}", has, has, _rack(index, cluster))
+        Node(str(index), f"node {index}", f"node {index}", has, has, {RACK: _rack(index, cluster)})
         for index in range(cluster.nodes)
     ]
     lines = [*told(world, place(world, nodes, Share("cuda", 1.0)), nodes)]

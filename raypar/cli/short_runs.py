@@ -60,6 +60,6 @@ def _check(run: Run, wrong: Sequence[Fault]) -> None:
     right = right_fields([*wrong, *field_faults(run)])
     faults += recovery_faults(run.max_failures) if right("max_failures") else ()
     if right("mesh", "data_parallel", "servers", "zero"):
-        faults += room_faults(world_of(run).size)
+        faults += room_faults(world_of(run).size, run.resources.cpus)
     if faults:
         raise ConfigError(faults)

@@ -234,7 +234,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if not on_paper and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
-        faults += room_faults(world_of(run).size + run.spares)
+        faults += room_faults(world_of(run).size + run.spares, run.resources.cpus)
     if schedule is not None:
         faults += memory_faults(run, schedule)
     if (faults or args.dry_run) and right("folder"):  # otherwise the launch looks for them

@@ -10,14 +10,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_lasting
 from raypar.cluster.own_ray import end_without_server
 from raypar.cluster.together import together
-from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, nodes_of, succeeded
+from raypar.cluster.vacancies import ClaimOne, Create, Home, Vacancy, nodes_of, succeeded
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers
@@ -30,7 +30,6 @@ class Actors:
 
     Attributes:
         handles: The Ray actor handles, by rank, and then those of actors without one; None where one is missing.
-        group: The placement group; None if it is one of others, which stays.
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
         driver: This process's worker id in Ray, which tells one connection from another.
         device: The kind of device that the actors compute on.
@@ -42,12 +41,11 @@ class Actors:
     """
 
     handles: list[Any]
-    group: PlacementGroup | None
     owns_cluster: bool
     driver: str
     device: DeviceKind
     create: Create | None = None
-    claim: Claim | None = None
+    claim: ClaimOne | None = None
     homes: list[Home] = field(default_factory=list)
     wait_for_nodes: float = 0.0
     vacancies: list[Vacancy] = field(default_factory=list)
@@ -142,7 +140,7 @@ class Actors:
             count: Number of actors.
             name: The new actors' name in Ray's dashboard, to which numbers are added.
         """
-        before = list(self.vacancies)
+        before, first = list(self.vacancies), len(self.handles)
         for _ in range(count - self.present - len(before)):
             self._claim_for(name, None)
         if self.wait_for(count, self.wait_for_nodes):
@@ -150,11 +148,11 @@ class Actors:
         for vacancy in [one for one in self.vacancies if one not in before]:
             self.vacancies.remove(vacancy)
             _try(Vacancy.close, vacancy)
-        self.shrink(count)
+        self.shrink(first)
         return False
 
     def shrink(self, first: int) -> None:
-        """End the actors without a rank whose homes were claimed for them alone, so that others get their room.
+        """End the actors without a rank whose homes the job has claimed, so that others get their room.
 
         Args:
             first: The number of the first actor that may end.
@@ -201,7 +199,7 @@ class Actors:
         return ray.is_initialized() and driver_id() == self.driver
 
     def end(self, *, is_lost: bool = False) -> None:
-        """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
+        """Kill the actors, remove their placement groups, and leave Ray if the job connected to it.
 
         What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
         nothing.
@@ -221,8 +219,7 @@ class Actors:
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
                 _try(Vacancy.close, vacancy)
-            claimed = [home.group for home in self.homes if home.is_claimed]
-            for group in dict.fromkeys((*filter(None, [self.group]), *claimed)):
+            for group in dict.fromkeys(home.group for home in self.homes if home.is_claimed):
                 if not _try(remove_placement_group, group):
                     break  # a Ray that does not answer takes a minute to say so, for each of them
         finally:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
+_NO_GPU = "use device 'cpu', add a node with GPUs, or wait for nodes"
 _UNITS = 10_000  # the units in which Ray counts fractions of a GPU
 
 
@@ -20,10 +23,41 @@ class Share:
     Attributes:
         device: The kind of device.
         gpus: Number of GPUs: 1, a fraction if actors share a GPU, 0 on CPUs.
+        cpus: Number of CPUs.
+        others: How much of other resources, by Ray's names; memory in bytes.
+        labels: What a node's labels must be, as Ray selects nodes.
     """
 
     device: DeviceKind
     gpus: float
+    cpus: float = 1.0
+    others: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def share_of(choice: DeviceChoice, resources: Resources, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+    """Return what each actor of a run takes; see ``gpu_share``.
+
+    Args:
+        choice: The run's device, like the following ones.
+        resources: Its resources.
+        actors: Number of actors.
+        gpus: Number of GPUs that there are.
+        built: Whether torch is built with CUDA.
+        grows: Whether there may be more nodes.
+
+    Raises:
+        ConfigError: GPUs are asked for, and there can be none.
+    """
+    if resources.gpus is None:
+        device = gpu_share(choice, actors, gpus, built=built, grows=grows)
+    else:
+        demand_build("cuda", built=built)
+        if not gpus and not grows:
+            raise ConfigError([f"resources.gpus is {resources.gpus:g}, but the cluster has no GPU: {_NO_GPU}"])
+        log.info("computing on GPUs, %g for each actor", resources.gpus)
+        device = Share("cuda", resources.gpus)
+    return replace(device, cpus=resources.cpus, others=resources.others, labels=dict(resources.labels))
 
 
 def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
@@ -44,9 +78,7 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
     """
     demand_build(choice, built=built)
     if choice == "cuda" and not gpus and not grows:
-        raise ConfigError(
-            ["device is 'cuda', but the cluster has no GPU: use device 'cpu', add a node with GPUs, or wait for nodes"]
-        )
+        raise ConfigError([f"device is 'cuda', but the cluster has no GPU: {_NO_GPU}"])
     if choice == "cpu" or (choice == "auto" and not (built and gpus >= actors)):
         why = f" ({_why(built)})" if choice == "auto" and gpus else ""
         log.info("computing on CPUs%s", why)

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup as PlacementGroup
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
 from raypar.cluster.devices import Share
-from raypar.cluster.placement import room, wants
+from raypar.cluster.placement import amount_told, free_part, room, wants
 from raypar.cluster.ray_private import free_resources, held_resources
 from raypar.errors import ConfigError
 
@@ -86,10 +86,13 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Sha
     """
     has = "; ".join(
         f"bundle {number} "
-        + " and ".join(f"{amount:g} {kind}s ({free[number].get(kind, 0.0):g} free)" for kind, amount in its.items())
+        + " and ".join(
+            f"{amount_told(kind, amount)} ({free_part(kind, free[number].get(kind, 0.0))} free)"
+            for kind, amount in its.items()
+        )
         for number, its in sorted(bundles.items())
     )
-    each = " and ".join(f"{amount:g} {kind}" for kind, amount in wants(share).items())
+    each = " and ".join(amount_told(kind, amount) for kind, amount in wants(share).items())
     return (
         f"placement_group {group.id.hex()} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
         f"each with {each} ({has}): make it larger, use a smaller mesh, or leave placement_group out"

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.cluster.placement import RACK, Node
+from raypar.cluster.placement import Node
 from raypar.cluster.probes import reason_of
 from raypar.cluster.ray_private import draining_nodes, free_resources
 from raypar.errors import ConfigError
@@ -34,7 +34,7 @@ def living_nodes() -> list[Node]:
             labels = node.get("Labels") or {}
             left = total if free is None else free.get(its, {})
             name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
-            found.append(Node(its, name, address, total, left, labels.get(RACK, "")))
+            found.append(Node(its, name, address, total, left, dict(labels)))
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
 
 

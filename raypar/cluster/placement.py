@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from raypar.actors.mesh.mesh import AXES, Axis
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.resources import PlacementStrategy
 from raypar.cluster.devices import Share
 
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
@@ -34,7 +35,7 @@ class Node:
         address: Its IP address.
         total: What it has, by Ray's names: CPU, GPU and others.
         free: What of that is free.
-        rack: The value of its label ``rack``; "" without one.
+        labels: Its labels; that named ``rack`` says in which rack it is.
     """
 
     id: str
@@ -42,7 +43,12 @@ class Node:
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float]
-    rack: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rack(self) -> str:
+        """The value of its label ``rack``; "" without one."""
+        return self.labels.get(RACK, "")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})" if self.name != self.address else self.name
@@ -72,39 +78,65 @@ class Placement:
 
 def wants(share: Share) -> dict[str, float]:
     """Return what an actor takes of its node."""
-    return {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
+    return {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {}) | dict(share.others)
 
 
 def room(resources: Mapping[str, float], share: Share) -> int:
     """Return how many actors resources are enough for. A part of a GPU lies on one GPU."""
-    found = math.floor(resources.get("CPU", 0.0) + _EPSILON)
+    found = min(
+        math.floor(resources.get(name, 0.0) / amount + _EPSILON)
+        for name, amount in wants(share).items()
+        if name != "GPU"
+    )
     if share.gpus:
         each = math.floor(1 / share.gpus + _EPSILON)
         found = min(found, math.floor(resources.get("GPU", 0.0) + _EPSILON) * each)
     return max(0, found)
 
 
-def place(world: World, nodes: Sequence[Node], share: Share, *, free: bool = True) -> Placement:
+def may_have(node: Node, share: Share) -> bool:
+    """Return whether a node's labels are what actors ask for."""
+    return all(is_selected(node.labels.get(name), wanted) for name, wanted in share.labels.items())
+
+
+def is_selected(value: str | None, wanted: str) -> bool:
+    """Return whether Ray selects a node by one of its labels.
+
+    Args:
+        value: The value of the label; None if the node has none.
+        wanted: A word, !word, in(a,b) or !in(a,b).
+    """
+    excludes, wanted = wanted.startswith("!"), wanted.removeprefix("!")
+    several = wanted.startswith("in(") and wanted.endswith(")")
+    words = [word.strip() for word in wanted[3:-1].split(",")] if several else [wanted]
+    return (value in words) != excludes
+
+
+def place(
+    world: World, nodes: Sequence[Node], share: Share, strategy: PlacementStrategy = "PACK", *, free: bool = True
+) -> Placement:
     """Place the actors of a world.
 
     Args:
         world: The world.
         nodes: The nodes.
         share: What each actor takes.
+        strategy: Whether few nodes are to have them, or many.
         free: Whether only what is free counts; False counts what the nodes have in all.
     """
-    left = {node.id: room(node.free if free else node.total, share) for node in nodes}
+    left = {node.id: room(node.free if free else node.total, share) if may_have(node, share) else 0 for node in nodes}
     found = _Filling(world, nodes, left)
-    found.settle_workers()
-    for rank in range(world.mesh.size, world.size):  # expert actors and servers
-        found.settle((rank,), ())
+    if strategy == "PACK":
+        found.settle_workers()
+        for rank in range(world.mesh.size, world.size):  # expert actors and servers
+            found.settle((rank,), ())
+    elif strategy == "STRICT_PACK":
+        found.settle(tuple(range(world.size)), ())
+    else:
+        found.spread(blocks_of(world), again=strategy == "SPREAD")
     placed = tuple(found.of.get(rank) for rank in range(world.size))
-    split = []
-    for first in range(0, world.mesh.size, world.mesh.tensor_ranks):
-        group = tuple(range(first, first + world.mesh.tensor_ranks))
-        its = {node.id for rank in group if (node := placed[rank]) is not None}
-        if len(its) > 1:
-            split.append(group)
+    on = [None if node is None else node.id for node in placed]
+    split = [ranks for ranks in blocks_of(world) if len({on[rank] for rank in ranks} - {None}) > 1]
     return Placement(placed, tuple(split))
 
 
@@ -135,6 +167,10 @@ class _Rooms:
     def largest(self) -> Node:
         """Return the node with the most room, of several the first."""
         return self._nodes[self._sorted[bisect_left(self._sorted, (self._sorted[-1][0], -1))][1]]
+
+    def close(self, node: Node) -> None:
+        """Note that no more actors go on a node."""
+        self.take(node, self._left[node.id])
 
     def take(self, node: Node, count: int) -> None:
         """Note that so many actors go on a node, if it is one of these."""
@@ -195,6 +231,25 @@ class _Filling:
                 self.settle(part, ladder[1:], among)
             rest -= len(part)
 
+    def spread(self, blocks: Sequence[tuple[int, ...]], *, again: bool) -> None:
+        """Place blocks of ranks, each on the node with the most room.
+
+        Args:
+            blocks: The blocks.
+            again: Whether a node may get several of them.
+        """
+        taken = set[str]()
+        for ranks in blocks:
+            node = self._everywhere.largest()
+            if not self._everywhere.has(node, len(ranks)):
+                if again:
+                    self.settle(ranks, _LADDER)
+                continue
+            self._put(ranks, node)
+            if not again and node.id not in taken:
+                taken.add(node.id)
+                self._everywhere.close(node)
+
     def _parts(self, ranks: tuple[int, ...], axis: Axis) -> list[tuple[int, ...]]:
         parts: dict[int, list[int]] = {}
         for rank in ranks:
@@ -208,21 +263,18 @@ class _Filling:
         self.of.update(dict.fromkeys(ranks, node))
 
 
-def bundles_of(world: World, share: Share, *, whole: bool) -> tuple[list[dict[str, float]], list[int]]:
-    """Return the bundles of a placement group whose nodes Ray is to choose, and the bundle of each rank.
+def blocks_of(world: World, split: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    """Return the ranks of a world in blocks that are to be on one node each: tensor groups, and all others alone.
 
     Args:
         world: The world.
-        share: What each actor takes.
-        whole: Whether a tensor group shares a bundle, which is always on one node. Only where actors take whole GPUs
-            or CPUs, as the resources of a bundle come from one GPU.
+        split: Tensor groups that are on several nodes, whose ranks are alone, too.
     """
-    mesh, each = world.mesh, wants(share)
-    together = mesh.tensor_ranks if whole and share.gpus in (0.0, 1.0) else 1
-    bundle = {name: amount * together for name, amount in each.items()}
-    groups = mesh.size // together
-    of = [rank // together if rank < mesh.size else groups + rank - mesh.size for rank in range(world.size)]
-    return [bundle] * groups + [each] * (world.size - mesh.size), of
+    mesh, blocks = world.mesh, list[tuple[int, ...]]()
+    for first in range(0, mesh.size, mesh.tensor_ranks):
+        group = tuple(range(first, first + mesh.tensor_ranks))
+        blocks += [(rank,) for rank in group] if group in split else [group]
+    return blocks + [(rank,) for rank in range(mesh.size, world.size)]
 
 
 def told(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
@@ -257,9 +309,29 @@ def room_told(nodes: Sequence[Node], share: Share) -> str:
     return ", ".join(f"{node} has {_has(node, share)}" for node in nodes)
 
 
+def amount_told(name: str, amount: float) -> str:
+    """Say how much of a resource something is, as "2 CPUs" and "8.0 GiB memory"."""
+    if name == "memory":
+        return f"{amount / 2**30:.1f} GiB memory"
+    plural = "s" if name in ("CPU", "GPU") and amount != 1 else ""
+    return f"{amount:g} {name}{plural}"
+
+
 def _has(node: Node, share: Share) -> str:
-    units = ["CPU", "GPU"] if share.gpus else ["CPU"]
     amounts = " and ".join(
-        f"{node.total.get(unit, 0.0):g} {unit}s ({node.free.get(unit, 0.0):g} free)" for unit in units
+        f"{amount_told(unit, node.total.get(unit, 0.0))} ({free_part(unit, node.free.get(unit, 0.0))} free)"
+        for unit in wants(share)
     )
+    unlike = [
+        f"{name}={node.labels.get(name, '')}"
+        for name, wanted in share.labels.items()
+        if not is_selected(node.labels.get(name), wanted)
+    ]
+    if unlike:
+        return f"the label{'s' if len(unlike) > 1 else ''} {' and '.join(unlike)}: room for 0"
     return f"{amounts}: room for {room(node.total, share)}"
+
+
+def free_part(name: str, amount: float) -> str:
+    """Say how much of a resource is free."""
+    return f"{amount / 2**30:.1f}" if name == "memory" else f"{amount:g}"

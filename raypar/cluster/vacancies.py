@@ -25,21 +25,29 @@ class Home:
     Attributes:
         group: A placement group.
         bundle: The number of a bundle in it.
-        node: Ray's id of the node on which it is; "" if Ray has chosen it.
-        is_claimed: Whether the group is of this actor alone, and so is given back with the home.
+        node: Ray's id of the node on which it is; "" in a group of others, which Ray may move.
+        in_use: The numbers of the group's bundles that are homes, for all homes of the group together; None if the
+            group is one of others.
         is_left: Whether its node is taken away, and so another actor is to come elsewhere in the place of this one.
     """
 
     group: PlacementGroup
     bundle: int
     node: str = ""
-    is_claimed: bool = False
+    in_use: set[int] | None = None
     is_left: bool = False
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the group is of this job, which gives it back."""
+        return self.in_use is not None
+
     def give_back(self) -> None:
-        """Give the home back, if it was claimed for this actor: Ray would keep it, also for no one, and move it."""
-        if self.is_claimed:
-            remove_placement_group(self.group)
+        """Give the home back, and with the last one the group: Ray would keep it, also for no one, and move it."""
+        if self.in_use is not None:
+            self.in_use.discard(self.bundle)
+            if not self.in_use:
+                remove_placement_group(self.group)
 
 
 def nodes_of(homes: Iterable[Home]) -> list[str]:
@@ -57,7 +65,7 @@ def nodes_of(homes: Iterable[Home]) -> list[str]:
 
 
 Create = Callable[[str, Home], Any]  # creates an actor of a name in a home
-Claim = Callable[[str], PlacementGroup]  # claims a home on any node for an actor of a name, without waiting
+ClaimOne = Callable[[str], PlacementGroup]  # claims a home on any node for an actor of a name, without waiting
 
 
 class Vacancy:
@@ -77,7 +85,7 @@ class Vacancy:
         awaited: The object ref of what is waited for: a home, or the first answer of an actor.
     """
 
-    def __init__(self, name: str, home: Home | None, create: Create, claim: Claim, starting: Any = None) -> None:
+    def __init__(self, name: str, home: Home | None, create: Create, claim: ClaimOne, starting: Any = None) -> None:
         self._name, self._create, self._claim = name, create, claim
         self._handle: Any = None
         self._claimed: PlacementGroup | None = None  # as long as it is not a home yet
@@ -107,7 +115,7 @@ class Vacancy:
         if self._handle is None:
             if has_come and self._claimed is not None:
                 (node,) = placement_group_table(self._claimed)["bundles_to_node_id"].values()
-                self._start(Home(self._claimed, 0, node, is_claimed=True), _ELSEWHERE)
+                self._start(Home(self._claimed, 0, node, {0}), _ELSEWHERE)
                 self._in_time = self._in_time if self._had_room else self._until
                 self._had_room = True
         elif has_come and succeeded(self.awaited):

@@ -40,6 +40,7 @@ _WORDS = _RANGES | {
     "iterable_type": "a list",
     "sequence_str": "a list",
     "Predicate str.isprintable failed": "of characters that can be printed, without line ends and tabs",
+    "Predicate is_size failed": "a number of bytes with its unit, as '8GiB' or '500MB'",
     "Predicate is_grid failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (depth last) or '3d:2x2x2'",
 }
 
@@ -50,6 +51,7 @@ _CLASSES = {
     "InjectedFault": "a fault, such as rp.chaos.kill('pp=1', at='1B3')",
     "PathLike": "a path",
     "Precision": "a Precision, such as rp.Precision('bf16')",
+    "Resources": "Resources, such as rp.Resources(cpus=4, memory='8GiB')",
     "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
     "Sequence": "a list",
 }
@@ -67,6 +69,8 @@ _DICTIONARIES = {  # the same of dictionaries
     "model.plan": "{'layers.0': 'column', 'layers.2': 'row'}",
     "model.metrics": "{'accuracy': lambda output, target: (output.argmax(1) == target).float().mean()}",
     "optim.rates": "{'head.*': 0.5}",
+    "resources.custom": "{'fast_disk': 1}",
+    "resources.labels": "{'region': 'us-west'}",
     "tile": "{'blocks.*.mlp.*': 8, 'head.out': 4}",
     "expert_order": "{'blocks.0.mlp.experts': '1 0'}",
 }

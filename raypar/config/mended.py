@@ -9,12 +9,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.precision import LossScale, Precision
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.config.fields import Fault, value_faults
 
 # Values that are tried beside a field's usual one, for which those that it can't have are passed over.
 _OTHERS: tuple[Any, ...] = (2, 1, 3, 0.5, 0.25, 1.5, "2", True, False, None, ())
-_PARTS: tuple[Any, ...] = (Mesh(pp=2, dp=2, cp=2, tp=2), Precision("bf16"), LossScale("on"), Examples("2"))
+_PARTS: tuple[Any, ...] = (
+    Mesh(pp=2, dp=2, cp=2, tp=2),
+    Precision("bf16"),
+    LossScale("on"),
+    Examples("2"),
+    Resources(2.0),
+)
 _SEVERAL: tuple[Any, ...] = ({"embed.*": 1.0}, {"embed.*": "0"}, ("embed.*",), (0.5, 0.5))
 _FUNCTIONS = ("data.fn", "data.validate", "data.lengths", "data.path")  # instead of which other data are taken
 

@@ -12,6 +12,7 @@ from raypar.actors.models.partition import split_faults
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import Fault, field_faults, right_fields
@@ -43,6 +44,7 @@ from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
+from raypar.config.validate.resources import resource_faults
 from raypar.config.validate.servers import server_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
@@ -132,6 +134,7 @@ def _compared(
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += [*precision_faults(run, right), *uneven_faults(run, right), *lora_faults(run, right)]
     faults += [*average_faults(run, right), *slice_faults(run, right), *host_faults(run, right)]
+    faults += resource_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(
             run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
@@ -255,18 +258,18 @@ def unrecorded(run: Run) -> Run:
     return replace(run, folder=None, save_every=0, track=())
 
 
-def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
+def reset_faults(run: Run, device: DeviceKind, resources: Resources | None = None) -> Iterator[str]:
     """Yield the reasons why a run cannot start on existing actors.
 
     Args:
         run: The run.
-        actors: Number of actors.
         device: Device on which they compute.
+        resources: What they have taken of their nodes; None if it is what the run asks for.
     """
-    if (wanted := world_of(run).size) > actors:
-        yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
+    if resources is not None and run.resources != resources:
+        yield "reset keeps the actors, which can't take other resources: leave resources as they are, or launch anew"
     yield from order_on(run, device)
 
 

@@ -82,13 +82,13 @@ def _warn_of_first_batches(run: Run) -> None:
         warn_of_loss(trial, skeleton)
 
 
-def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: int, device: DeviceKind) -> Prepared:
+def replacement(run: Run, resume: str | PathLike[str] | Found | None, before: Run, device: DeviceKind) -> Prepared:
     """Check a run that replaces another one, as ``prepared`` does, and that it can start on the same actors.
 
     Args:
         run: The run.
         resume: Checkpoint to continue from; None for a new run.
-        actors: Number of actors.
+        before: The run that it replaces.
         device: Device on which they compute.
 
     Raises:
@@ -96,7 +96,7 @@ def replacement(run: Run, resume: str | PathLike[str] | Found | None, actors: in
     """
     begun = prepared(run, resume)
     if faults := [
-        *reset_faults(begun.run, actors, device),
+        *reset_faults(begun.run, device, before.resources),
         *memory_faults(begun.run, begun.programs["train"], begun.skeleton, replaces=True),
     ]:
         raise ConfigError(faults)

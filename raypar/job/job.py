@@ -56,7 +56,7 @@ class Job:
     Attributes:
         run: The run that was launched, or that the job was reset to.
         device: The device that the actors compute on: "cpu" or "cuda".
-        num_actors: Number of actors, spares among them. A run that the job was reset to may use fewer.
+        num_actors: Number of actors, spares among them. A run may use fewer.
         schedule: The schedule of a training step, the same object that is drawn, checked, simulated, stepped and run.
         next_step: Number of the next step, counted from 0: the number of steps taken. Texts count steps from 1.
     """
@@ -335,17 +335,20 @@ class Job:
 
     # --- its life ---
 
-    def reset(self, run: Run, *, resume: str | PathLike[str] | Found | None = None) -> None:
+    def reset(self, run: Run, *, resume: str | PathLike[str] | Found | None = None, keep_idle: bool = False) -> None:
         """Replace the run by another one on the same actors, which keep their nodes, GPUs and names.
 
         Args:
-            run: The new run. It may need fewer actors, the others are then idle.
+            run: The new run. Where it needs more actors, they are started.
             resume: Checkpoint to continue from, as in ``launch``.
+            keep_idle: Whether actors that it does not need stay, for a later run that does; else they end, and others
+                get their room.
 
         Raises:
-            ConfigError: The run has faults. The present run goes on unchanged.
+            ConfigError: The run has faults, or there is no room for its actors. The present run goes on unchanged.
         """
-        self._loading.replace(run, resume)
+        self._loading.replace(run, resume, keep_idle=keep_idle)
+        self.num_actors = self._lifetime.actors.present
 
     def relayout(self, run: Run | None = None, **changes: Any) -> Relayout:
         """Go on with the run in another layout: mesh, ZeRO, precision, schedule. Its state goes from actor to actor.

@@ -138,7 +138,7 @@ def _launched(
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group)
+        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, run.resources)
         try:
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(
@@ -148,7 +148,7 @@ def _launched(
                     folder,
                 )
                 run = replace(run, folder=None)
-            if faults := [*reset_faults(run, actors.present, actors.device)]:
+            if faults := [*reset_faults(run, actors.device)]:
                 raise ConfigError(faults)
             return Job(run, programs, skeleton, actors, name, record, found, chaos)
         except BaseException:

@@ -12,6 +12,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found
+from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import RelayoutLostError
@@ -21,7 +22,7 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.other_layout import other_layout
 from raypar.job.rebalance import Loads, rebalanced
-from raypar.job.relayout import Relayout, relaid, unmoved
+from raypar.job.relayout import Relayout, demand_actors, relaid, unmoved
 from raypar.job.run_folders import put_aside, settled
 from raypar.job.standing import Standing
 from raypar.job.starter import Starter
@@ -70,16 +71,20 @@ class Loading:
         self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
         self.loop.begin(0 if found is None else found.manifest.step, self._name)
 
-    def replace(self, run: Run, resume: str | PathLike[str] | Found | None) -> None:
+    def replace(self, run: Run, resume: str | PathLike[str] | Found | None, *, keep_idle: bool = False) -> None:
         """Replace the run by another one on the same actors, as ``Job.reset`` does."""
         self.loop.demand_ready()
         with self.loop.unlocked():
-            run, programs, skeleton, found = replacement(run, resume, self._lifetime.actors.present, self._device)
+            run, programs, skeleton, found = replacement(run, resume, self.loop.loaded.run, self._device)
+        actors, size = self._lifetime.actors, world_of(run).size
+        demand_actors(actors, size, self._name, "reset")
         run, calls = settled(run), self.loop.loaded.calls
         if self.loop.loaded.run.max_failures:  # one that has died since the last step is replaced as in a step
             self.loop.between_steps(lambda: calls.all("progress", what="the end of the run before"), "a reset")
         self.loop.leave(run.folder)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
+        if not keep_idle:
+            actors.shrink(size + run.spares)
 
     def relayout(self, to: Run | None, changes: Mapping[str, Any]) -> Relayout:
         """Go on with the run in another layout, as ``Job.relayout`` does."""

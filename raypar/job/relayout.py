@@ -85,7 +85,7 @@ def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Rel
         JobError: It failed; the run can be recovered.
     """
     start, before = time.monotonic(), standing.layouts.whole.run
-    launched = _demand_actors(actors, layout, standing.name)
+    launched = demand_actors(actors, layout.world.size, standing.name, "relayout")
     whole = Layouts(layout, standing.loaded.skeleton)
     holds, sent, state = _moved(standing, actors, layout, step)
     standing.commit(whole, holds)
@@ -166,15 +166,25 @@ def differences(before: Run, after: Run) -> tuple[str, str]:
     return " ".join(was) or "those before", " ".join(now) or alone
 
 
-def _demand_actors(actors: Actors, layout: Layout, name: str) -> int:
-    """Start the actors that are too few, and return their number. Raises ConfigError if there is no room for them."""
-    missing = layout.world.size - actors.present
+def demand_actors(actors: Actors, count: int, name: str, what: str) -> int:
+    """Start the actors that are too few, and return their number.
+
+    Args:
+        actors: The job's actors.
+        count: Number of actors that are needed.
+        name: The job's name.
+        what: What they are needed for, for the message.
+
+    Raises:
+        ConfigError: There is no room for them.
+    """
+    missing = count - actors.present
     if missing <= 0:
         return 0
-    if not actors.grow(layout.world.size, f"{name} further"):
+    if not actors.grow(count, f"{name} further"):
         fix = "use a smaller mesh, or a larger cluster"
-        need = f"{layout.world.size} actors are needed, {missing} more than there are"
-        raise ConfigError([f"relayout: mesh: {need}, and no node has room for them ({free_told()}): {fix}"])
+        need = f"{count} actors are needed, {missing} more than there are"
+        raise ConfigError([f"{what}: mesh: {need}, and no node has room for them ({free_told()}): {fix}"])
     return missing
 
 

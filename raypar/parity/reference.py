@@ -112,7 +112,7 @@ def train_plainly(run: Run, order: Sequence[int] | None = None, *, exact: bool =
     Returns:
         The losses, gradient norms, gradients and weights.
     """
-    with _threads(run.threads), in_float64() if exact else nullcontext():
+    with _threads(run.num_threads), in_float64() if exact else nullcontext():
         plain = _Plain(run, order, exact=exact)
         losses, norms, gradients = [], [], dict[str, Tensor | None]()
         for step in range(run.steps):
@@ -136,7 +136,7 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary
     Returns:
         The step's tensors.
     """
-    with _threads(run.threads):
+    with _threads(run.num_threads):
         plain = _Plain(run)
         for number in range(step):
             plain.step(number)

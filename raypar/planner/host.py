@@ -31,11 +31,20 @@ def starts_own_ray() -> bool:
     return not os.environ.get("RAY_ADDRESS")
 
 
-def room_faults(num_actors: int) -> Iterator[str]:
-    """Yield a fault if a launch would start a Ray of our own that has no room for so many actors."""
-    if starts_own_ray() and num_actors > num_slots():
-        here = f"the {num_slots()} that this machine of {num_cores()} cores takes"
-        yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
+def room_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
+    """Yield a fault if a launch would start a Ray of our own that has no room for so many actors.
+
+    Args:
+        num_actors: Number of actors.
+        cpus: What each takes of the CPUs of Ray.
+    """
+    most = int(num_slots() / cpus)
+    if starts_own_ray() and num_actors > most:
+        each = "" if cpus == 1 else f" with resources.cpus={cpus:g}"
+        here = f"the {most} that this machine of {num_cores()} cores takes{each}"
+        fewer = "" if cpus <= 1 else ", fewer CPUs"
+        fix = f"use a smaller mesh{fewer}, or set RAY_ADDRESS to a cluster"
+        yield f"mesh: {num_actors} actors are more than {here}: {fix}"
 
 
 @cache

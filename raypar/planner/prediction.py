@@ -157,8 +157,8 @@ def misfits(run: Run, calibration: Calibration) -> list[str]:
     found, again = [*_not_measured(run)], "raypar calibrate measures anew"
     if calibration.device != (kind := device_kind(run.device)):
         found.append(f"the calibration is of device {calibration.device!r}, and the run is for {kind!r}: {again}")
-    if calibration.threads != run.threads:
-        told = f"the calibration is of threads={calibration.threads} an actor, and the run has {run.threads}"
+    if calibration.threads != run.num_threads:
+        told = f"the calibration is of threads={calibration.threads} an actor, and the run has {run.num_threads}"
         found.append(f"{told}: threads={calibration.threads} is predicted in seconds")
     if computes_here(run.device) and calibration.origin.cores != (cores := num_cores()):
         found.append(f"the calibration is of {calibration.origin.cores} cores, and here are {cores}: {again}")

@@ -245,7 +245,7 @@ class Recorder:
                 model=plain_of(self._run)["model"],
                 seed=self._run.seed,
                 recompute=self._run.recompute,
-                threads=self._run.threads,
+                threads=self._run.num_threads,
                 device=self._device,
             )
             write_recording(path, about, tensors)

@@ -39,7 +39,7 @@ def runs_of(seed: int, actors: int) -> Iterator[tuple[str, rp.Run]]:
 
 def differences_on(job: Job, run: rp.Run) -> list[str]:
     """Train a run on the actors of a job, and return what it has that the oracle has not, a line each."""
-    job.reset(run)
+    job.reset(run, keep_idle=True)
     first = whole(dict(job.weights()))
     if run.model.lora is not None:
         first |= frozen_weights(run.model, run.seed)

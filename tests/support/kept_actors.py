@@ -30,7 +30,7 @@ class Pool:
     def __init__(self):
         self.idle, self._started, self.standing = [], [], lambda: None
 
-    def start(self, hosted, world, device, job, waits=USUAL_WAITS, spares=0, folder=None, group=None):
+    def start(self, hosted, world, device, job, waits=USUAL_WAITS, spares=0, folder=None, group=None, resources=None):
         """Instead of ``start_actors``."""
         size = world.size + spares
         if size > len(self.idle):
@@ -39,10 +39,11 @@ class Pool:
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", waits)
             self._started.append(new)
-            self.idle += zip(new.handles, new.homes, strict=True)
+            kept = [replace(home, in_use=None) for home in new.homes]  # they are the pool's, not a job's
+            self.idle += zip(new.handles, kept, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[:size], self.idle[size:]
-        kept = {"group": first.group, "driver": first.driver, "device": first.device}
+        kept = {"driver": first.driver, "device": first.device}
         kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
         kept |= {"wait_for_nodes": waits.nodes}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)

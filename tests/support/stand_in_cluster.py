@@ -56,14 +56,18 @@ class Group:
 
     Args:
         nodes: The node of each of its bundles.
-        there: What its ``ready`` returns.
+        first: How many bundles were claimed before.
     """
 
-    def __init__(self, nodes: list[str], there: Any) -> None:
-        self.nodes, self._there = nodes, there
+    def __init__(self, nodes: list[str], first: int) -> None:
+        self.nodes, self.first = nodes, first
+        self.id = self
+
+    def hex(self) -> str:
+        return f"group of {self.first}"
 
     def ready(self) -> Any:
-        return self._there
+        return ray.put(True)
 
     def wait(self, seconds: float) -> bool:
         return True
@@ -114,6 +118,7 @@ class StandInCluster:
             for at in range(-(-actors // PER_NODE))
         ]
         self._further = count()
+        self._claimed = 0  # bundles
         self.asked, self.handles, self._groups = Counter[str](), dict[int, StandInHandle](), list[Group]()
 
     @contextmanager
@@ -131,7 +136,7 @@ class StandInCluster:
 
     def replaced(self) -> dict[str, Any]:
         """Return what takes the place of Ray's functions, by the names of raypar that they have."""
-        seen, removed, table = RayWithStandIns(self), self.remove, _table
+        seen, removed, table = RayWithStandIns(self), self.remove, self.table
         return {
             "cluster.actors.ray": seen,
             "cluster.actors.is_lasting": lambda node: True,
@@ -143,15 +148,12 @@ class StandInCluster:
             "cluster.witnesses._start": self.witness,
             "cluster.ray_cluster.living_nodes": lambda: list(self._nodes),
             "cluster.ray_cluster.demand_alike": lambda *_: None,
-            "cluster.ray_cluster.placement_group": self.claim,
-            "cluster.ray_cluster.remove_placement_group": removed,
+            "cluster.claims.placement_group": self.claim,
+            "cluster.claims.remove_placement_group": removed,
+            "cluster.claims.placement_group_table": table,
             "cluster.ray_cluster._remote": lambda *_: ActorClass(self),
             "job.launch.start_actors": start_actors,  # where a test has launches take actors that are kept
         }
-
-    def there(self) -> Any:
-        """Return the object ref of something that is there."""
-        return ray.put(True)
 
     def last_return(self) -> float:
         """When a stand-in that shares a process has returned last, in seconds of ``time.perf_counter``."""
@@ -161,8 +163,16 @@ class StandInCluster:
         """Instead of Ray's ``placement_group``."""
         self.asked["claim"] += 1
         pins = options.get("bundle_label_selector") or [{}] * len(bundles)
-        self._groups.append(Group([next(iter(pin.values()), "") or self._next_node() for pin in pins], self.there()))
+        nodes = [next(iter(pin.values()), "") or self._next_node() for pin in pins]
+        self._groups.append(Group(nodes, self._claimed))
+        self._claimed += len(bundles)
         return self._groups[-1]
+
+    def table(self, group: Group | None = None) -> dict[str, Any]:
+        """Instead of Ray's ``placement_group_table``."""
+        if group is None:
+            return {one.hex(): self.table(one) for one in self._groups}
+        return {"bundles_to_node_id": dict(enumerate(group.nodes))}
 
     def remove(self, group: Group) -> None:
         """Instead of Ray's ``remove_placement_group``."""
@@ -172,12 +182,11 @@ class StandInCluster:
         """Create a stand-in; those of a node share a process, unless they have their own."""
         self.asked["create"] += 1
         group, bundle = where.placement_group, where.placement_group_bundle_index
-        key, is_alone = Key(next(_NUMBERS), group.nodes[bundle]), False
-        if group is self._groups[0] and bundle not in self.handles:  # those of a launch, in the order of their ranks
-            is_alone = bundle in self._own
-        process = self._own[bundle] if is_alone else self._shared[bundle // PER_NODE % len(self._shared)]
+        key, rank = Key(next(_NUMBERS), group.nodes[bundle]), group.first + bundle  # a launch claims in their order
+        is_alone = rank in self._own and rank not in self.handles
+        process = self._own[rank] if is_alone else self._shared[rank // PER_NODE % len(self._shared)]
         handle = StandInHandle(process, key, is_alone=is_alone)
-        self.handles.setdefault(bundle if group is self._groups[0] else -1 - key.number, handle)
+        self.handles.setdefault(rank, handle)
         return handle
 
     def witness(self, node: str) -> StandInHandle:
@@ -209,8 +218,3 @@ class ActorClass:
 
     def remote(self) -> StandInHandle:
         return self._cluster.create(self._where)
-
-
-def _table(group: Group) -> dict[str, Any]:
-    """Instead of Ray's ``placement_group_table``."""
-    return {"bundles_to_node_id": dict(enumerate(group.nodes))}

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.mesh.world import World
 from raypar.cluster.devices import Share, gpu_share
-from raypar.cluster.placement import bundles_of
 from raypar.config.run import check_run, reset_faults
 from raypar.job.plans import plans_of
 
@@ -91,15 +89,6 @@ def test_sharing_is_warned_of(caplog):
     assert record.getMessage().startswith("3 actors share 2 GPUs, up to 2 one: their tensors go through the host")
 
 
-def test_the_bundles_of_workers_and_servers():
-    world = World(rp.Mesh(pp=2, tp=2), servers=1)
-    assert bundles_of(world, CPU, whole=True)[0] == [{"CPU": 2.0}] * 2 + [{"CPU": 1.0}] * 2
-    assert bundles_of(world, WHOLE, whole=True)[0] == [{"CPU": 2.0, "GPU": 2.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}] * 2
-    assert bundles_of(world, WHOLE, whole=True)[1] == [0, 0, 1, 1, 2, 3]
-    assert bundles_of(world, WHOLE, whole=False) == ([{"CPU": 1.0, "GPU": 1.0}] * 6, list(range(6)))
-    assert bundles_of(world, Share("cuda", 0.5), whole=True)[0] == [{"CPU": 1.0, "GPU": 0.5}] * 6
-
-
 PLACED = """
 import json, sys
 import ray, torch
@@ -157,7 +146,7 @@ def test_verifying_on_a_gpu_needs_one_in_this_process(monkeypatch):
 
 @pytest.mark.parametrize(("device", "fits"), [("auto", True), ("cpu", True), ("cuda", False)])
 def test_a_reset_keeps_the_device(device, fits):
-    faults = list(reset_faults(rp.recipe("gpt-tiny", device=device), 2, "cpu"))
+    faults = list(reset_faults(rp.recipe("gpt-tiny", device=device), "cpu"))
     assert faults == ([] if fits else ["reset keeps the actors: device must stay 'cpu'; launch anew for 'cuda'"])
 
 

@@ -14,7 +14,7 @@ from raypar.cluster import ray_cluster
 from raypar.cluster.devices import Share
 from raypar.cluster.nodes import asked, demand_alike, living_nodes, versions_teller
 from raypar.cluster.placement import Node
-from raypar.errors import ConfigError
+from raypar.errors import ConfigError, RoomError
 
 CPU = Share("cpu", 0.0)
 
@@ -73,41 +73,81 @@ def test_without_what_is_free_all_of_a_node_counts(cluster, monkeypatch):
     assert here.free == here.total
 
 
-def test_a_claim_pins_every_actor_to_its_node_and_leaves_to_ray_what_is_not_free_yet(caplog):
-    world, share = World(rp.Mesh(pp=2, tp=2)), CPU
+def claim(world, nodes, share=CPU, strategy="PACK", *, grows=False):
+    """Return the blocks that would be claimed, and the node of each."""
+    found, _ = ray_cluster._claim(world, nodes, share, strategy, 1, "job", grows=grows)
+    return found._blocks, [one.removeprefix("id of ") for one in found._nodes]
+
+
+def test_a_claim_pins_every_block_to_its_node_and_leaves_to_ray_what_is_not_free_yet(caplog):
+    world, groups = World(rp.Mesh(pp=2, tp=2)), [(0, 1), (2, 3), (4,)]
     with caplog.at_level(logging.INFO, "raypar"):
-        claim = ray_cluster._claim(world, [node("a", 2.0), node("b", 3.0)], share, grows=False)
-    assert [one.name for one in claim.pins] == ["b", "b", "a", "a"]
-    assert claim.bundles == [{"CPU": 1.0}] * 4
+        assert claim(world, [node("a", 2.0), node("b", 3.0)]) == (groups, ["b", "a", ""])
     assert "actors on 2 nodes: a (10.0.0.1): pp=1 tp=0, pp=1 tp=1; b (10.0.0.1): pp=0 tp=0, pp=0 tp=1" in caplog.text
-    busy = ray_cluster._claim(world, [node("a", 2.0, 1.0), node("b", 3.0)], share, grows=False)
-    assert (busy.pins, busy.bundles, list(busy.bundle)) == ([], [{"CPU": 2.0}] * 2, [0, 0, 1, 1])
-    grows = ray_cluster._claim(world, [node("a", 1.0)], share, grows=True)
-    assert (grows.pins, grows.bundles) == ([], [{"CPU": 2.0}] * 2)
+    assert claim(world, [node("a", 2.0, 1.0), node("b", 3.0)]) == (groups, ["", "", ""])
+    assert claim(world, [node("a", 1.0)], grows=True) == (groups, ["", "", ""])
+
+
+def test_blocks_are_packed_or_spread_as_the_strategy_says():
+    world, nodes = World(rp.Mesh(pp=3)), [node("a", 4.0), node("b", 4.0), node("c", 2.0)]
+    each = [(0,), (1,), (2,), (3,)]
+    assert claim(world, nodes) == (each, ["a", "a", "a", ""])
+    assert claim(world, nodes, strategy="SPREAD") == (each, ["a", "b", "a", ""])
+    assert claim(world, nodes, strategy="STRICT_SPREAD") == (each, ["a", "b", "c", ""])
+    assert claim(world, nodes, strategy="STRICT_PACK") == (each, ["a", "a", "a", ""])
+    busy = [node("a", 2.0), node("b", 4.0, 2.0), node("c", 2.0, 0.0)]
+    assert claim(world, busy, strategy="STRICT_PACK") == ([(0, 1, 2), (3,)], ["", ""]), "one group, on one node"
+    assert claim(world, busy, strategy="STRICT_SPREAD") == (each, ["b", "a", "c", ""]), "c is waited for"
+    for strategy, few in (("STRICT_PACK", [node("a", 2.0), node("b", 2.0)]), ("STRICT_SPREAD", [node("a", 4.0)])):
+        with pytest.raises(RoomError, match=f"{strategy} wants .*: use a smaller mesh, or another placement_strategy"):
+            claim(world, few, strategy=strategy)
+
+
+def test_what_actors_take_decides_for_how_many_a_node_has_room():
+    share = Share("cpu", 0.0, 2.0, {"memory": 2.0**30, "disk": 0.5}, {"zone": "in(x,y)", "spot": "!true"})
+
+    def one(cpus=4.0, memory=4.0, disk=1.0, **labels):
+        has = {"CPU": cpus, "memory": memory * 2**30, "disk": disk}
+        return Node("n", "host", "10.0.0.1", has, has, labels)
+
+    world = World(rp.Mesh(pp=2))
+    assert claim(world, [one(zone="x")], share)[1] == ["n", "n", ""]
+    for wrong, says in [
+        (one(3.0, zone="x"), r"4 CPUs and 2.0 GiB memory and 1 disk on nodes with zone=in\(x,y\) and spot=!true, "),
+        (
+            one(memory=1.5, zone="y"),
+            r"host \(10.0.0.1\) has 4 CPUs \(4 free\) and 1.5 GiB memory \(1.5 free\) and 1 disk",
+        ),
+        (one(disk=0.5, zone="x"), "0.5 disk .*: room for 1"),
+        (one(zone="z"), "has the label zone=z: room for 0"),
+        (one(), "has the label zone=: room for 0"),
+        (one(zone="x", spot="true"), "has the label spot=true: room for 0"),
+    ]:
+        with pytest.raises(RoomError, match=says):
+            claim(world, [wrong], share)
 
 
 def test_what_no_node_has_is_told_at_once_with_each_node():
     with pytest.raises(ConfigError, match=r"mesh: 4 actors need 4 CPUs, the cluster has 3 \(3 free\) on 2 nodes \(a "):
-        ray_cluster._claim(World(rp.Mesh(pp=4)), [node("a", 2.0), node("b", 1.0)], CPU, grows=False)
+        claim(World(rp.Mesh(pp=4)), [node("a", 2.0), node("b", 1.0)])
     gpus = [Node("g", "g", "g", {"CPU": 1.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0})] * 2
-    with pytest.raises(ConfigError, match=r"g has 1 CPUs \(1 free\) and 4 GPUs \(4 free\): room for 1, g has"):
-        ray_cluster._claim(World(rp.Mesh(pp=4)), gpus, Share("cuda", 1.0), grows=False)
+    with pytest.raises(ConfigError, match=r"g has 1 CPU \(1 free\) and 4 GPUs \(4 free\): room for 1, g has"):
+        claim(World(rp.Mesh(pp=4)), gpus, Share("cuda", 1.0))
 
 
 def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplog):
     world = World(rp.Mesh(pp=2, tp=2))
     with caplog.at_level(logging.WARNING, "raypar"):
-        claim = ray_cluster._claim(world, [node("a", 1.0), node("b", 3.0)], CPU, grows=False)
-    assert sorted(one.name for one in claim.pins) == ["a", "b", "b", "b"]
+        assert sorted(claim(world, [node("a", 1.0), node("b", 3.0)])[1]) == ["", "a", "b", "b"]
     (warning,) = caplog.records
     assert "no node has room for its 2 actors" in warning.getMessage()
-    busy = ray_cluster._claim(world, [node("a", 1.0, 0.0), node("b", 3.0)], CPU, grows=False)
-    assert busy.bundles == [{"CPU": 1.0}] * 4, "whole tensor groups would wait forever"
+    (blocks, on) = claim(world, [node("a", 1.0, 0.0), node("b", 3.0)])
+    assert blocks[-3:] == [(2,), (3,), (4,)] and set(on) == {""}, "whole tensor groups would wait forever"
 
 
 def test_plan_says_what_would_wait(monkeypatch):
     cuda = SimpleNamespace(is_built=lambda: False)
     monkeypatch.setattr(ray_cluster, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))
-    lines = ray_cluster.foreseen(World(rp.Mesh(pp=2)), [node("a", 2.0, 1.0)], "auto")
+    lines = ray_cluster.foreseen(World(rp.Mesh(pp=2)), [node("a", 2.0, 1.0)], "auto", rp.Resources())
     assert lines[0] == "a (10.0.0.1): pp=0, pp=1"
     assert lines[1].endswith("it would wait until all are free, and Ray would choose")

@@ -15,7 +15,7 @@ CPU, GPU, HALF = Share("cpu", 0.0), Share("cuda", 1.0), Share("cuda", 0.5)
 def nodes_of(*cpus, gpus=0, racks=""):
     its = {"GPU": float(gpus)} if gpus else {}
     return [
-        Node(f"id{i}", f"n{i}", f"10.0.0.{i}", {"CPU": float(n), **its}, {"CPU": float(n), **its}, racks[i : i + 1])
+        Node(f"id{i}", f"n{i}", f"10.0.0.{i}", has := {"CPU": float(n), **its}, has, {"rack": racks[i : i + 1]})
         for i, n in enumerate(cpus)
     ]
 

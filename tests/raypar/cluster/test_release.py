@@ -13,9 +13,10 @@ from ray.exceptions import GetTimeoutError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster import actors as actors_module
-from raypar.cluster import ray_cluster
+from raypar.cluster import claims, ray_cluster
 from raypar.cluster.actors import Actors
 from raypar.cluster.placement import Node
+from raypar.cluster.vacancies import Home
 from raypar.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
-    actors = Actors(["a", "b"], "group", owns, "me", "cpu")
+    actors = Actors(["a", "b"], owns, "me", "cpu", homes=[Home("group", bundle, "n", {0, 1}) for bundle in range(2)])
     with caplog.at_level(logging.WARNING, "raypar"):
         actors.end()
     assert called == (["group"] if which == "kill" else ["a", "b"]) + ["shutdown"] * owns
@@ -55,28 +56,28 @@ def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(mon
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", remove)
-    homes = [SimpleNamespace(group=one, is_claimed=True) for one in "xy"]
-    Actors(["a", "b"], "group", True, "me", "cpu", homes=homes).end()
-    assert asked == ["group"]
+    homes = [Home(one, 0, "n", {0}) for one in "xy"]
+    Actors(["a", "b"], True, "me", "cpu", homes=homes).end()
+    assert asked == ["x"]
 
 
 def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
     removed = []
 
-    def claims(*_, **__):
-        os.kill(os.getpid(), signal.SIGINT)
-        return "group"
+    def claims_one(*_, name, **__):
+        os.kill(os.getpid(), signal.SIGINT) if name == "job pp=0" else None
+        return name
 
     monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
     monkeypatch.setattr(ray_cluster, "captured", lambda: None)
     room = {"CPU": 4.0}
-    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room, "")])
-    monkeypatch.setattr(ray_cluster, "placement_group", claims)
-    monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room)])
+    monkeypatch.setattr(claims, "placement_group", claims_one)
+    monkeypatch.setattr(claims, "remove_placement_group", removed.append)
     with pytest.raises(KeyboardInterrupt):
         ray_cluster.start_actors(object, World(Mesh(pp=2)), "cpu", "job")
-    assert removed == ["group"]
+    assert removed == ["job pp=1", "job pp=0"]
 
 
 def test_too_many_actors_start_no_ray(monkeypatch):

@@ -94,7 +94,7 @@ def test_plan_says_which_actor_goes_on_which_node_and_why_one_cannot(found):
     first, second, split = tensor.splitlines()[:3]
     assert (first, second) == ("  first (10.77.0.1): pp=0 tp=0", "  second (10.77.0.2): pp=0 tp=1")
     assert "the tensor group of pp=0 lies on first" in split
-    assert "mesh: 4 actors need 4 CPUs" in four and "second (10.77.0.2) has 1 CPUs (1 free): room for 1" in four
+    assert "mesh: 4 actors need 4 CPUs" in four and "second (10.77.0.2) has 1 CPU (1 free): room for 1" in four
 
 
 def test_the_doctor_examines_every_node_and_finds_the_head_open(found):
@@ -117,4 +117,4 @@ def test_a_folder_that_a_node_does_not_see_is_refused(found):
 def test_a_world_that_has_no_room_is_told_node_by_node(found):
     (fault,) = found["full"]
     assert fault.startswith("mesh: 3 actors need 3 CPUs, the cluster has 2 (2 free) on 2 nodes (")
-    assert "first (10.77.0.1) has 1 CPUs (1 free): room for 1, second (10.77.0.2) has 1 CPUs" in fault
+    assert "first (10.77.0.1) has 1 CPU (1 free): room for 1, second (10.77.0.2) has 1 CPU" in fault

@@ -99,7 +99,7 @@ def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     homes = [Home("group", bundle, "node") for bundle in range(3)]
-    actors = Actors(["a", "b", "c"], "group", False, "me", "cpu", fake.create, fake.claim, homes)
+    actors = Actors(["a", "b", "c"], False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(1, "another")
     assert (actors.handles, actors.present, fake.killed) == (["a", None, "c"], 2, ["b"])
     actors.look()
@@ -114,11 +114,11 @@ def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
 
 @pytest.mark.parametrize(("alive", "pinned", "stays"), [(True, "n", True), (False, "n", False), (False, "", True)])
 def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, monkeypatch, alive, pinned, stays):
-    """A bundle that is pinned to a node would wait for it forever; one that Ray has placed moves by itself."""
+    """A home on a node would wait for it forever; one in a group of others moves with that."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: alive)
     old = Home("group", 0, pinned)
-    actors = Actors(["dead"], "group", False, "me", "cpu", fake.create, fake.claim, [old])
+    actors = Actors(["dead"], False, "me", "cpu", fake.create, fake.claim, [old])
     actors.vacate(0, "a")
     assert [home for _, home in fake.created] == [old] * stays and actors.vacancies[0].has_room == stays
     assert not fake.removed, "it is one of the job's bundles"
@@ -128,8 +128,8 @@ def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
     """Ray would move it to the next node with room, and keep that for nobody."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: node != "gone")
-    homes = [Home("one", 0, "gone", is_claimed=True), Home("two", 0, "there", is_claimed=True)]
-    actors = Actors(["a", "b"], "group", False, "me", "cpu", fake.create, fake.claim, homes)
+    homes = [Home("one", 0, "gone", {0}), Home("two", 0, "there", {0})]
+    actors = Actors(["a", "b"], False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(0, "x")
     assert fake.removed == ["one"] and not actors.vacancies[0].has_room
     actors.vacate(1, "x")
@@ -144,7 +144,7 @@ def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeyp
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     alive, dead, starting = [fake.create(name, None) for name in "bcd"]
     homes = [Home("group", bundle, "node") for bundle in range(4)]
-    actors = Actors(["a", alive, dead, starting], "group", False, "me", "cpu", fake.create, fake.claim, homes)
+    actors = Actors(["a", alive, dead, starting], False, "me", "cpu", fake.create, fake.claim, homes)
     fake.come |= {1, 2}  # they have answered, the second by an error
     fake.died.add(2)
     actors.demand_answers(1, "spare")

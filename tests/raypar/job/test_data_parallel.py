@@ -171,6 +171,6 @@ def test_actors_take_any_part_in_the_runs_that_they_are_enough_for(job_on):
         job.reset(run)
         assert job.step().step == 0
         assert len(job.ledger()) == labels
-    with pytest.raises(rp.ConfigError, match=r"reset keeps the actors: the run needs \d+, there are \d; launch anew"):
-        job.reset(tiny(mesh=rp.Mesh(pp=4, dp=4)))
+    with pytest.raises(rp.ConfigError, match=r"reset: mesh: 32 actors are needed, \d+ more than there are, and no"):
+        job.reset(tiny(mesh=rp.Mesh(pp=4, dp=8)))
     assert job.step().step == 1, "it goes on"

@@ -161,7 +161,7 @@ def test_a_dynamic_order_that_can_not_be_is_refused():
         "order is 'dynamic', but executor is 'compiled', and its actors follow their rows by themselves",
         "order is 'dynamic', but zero is 3, and weights come for use in the order of the rows",
     ]
-    (fault,) = reset_faults(replace(TINY, executor="tasks", order="dynamic"), 2, "cuda")
+    (fault,) = reset_faults(replace(TINY, executor="tasks", order="dynamic"), "cuda")
     assert "messages of NCCL have no tags on GPUs: set order to 'row', or device to 'cpu'" in fault
 
 

@@ -1,0 +1,150 @@
+"""The placement groups that a job claims: one for each block of actors that is to be on one node.
+
+A group can't be made smaller, and Ray moves what it has on a node that is lost to another one, for which an autoscaler
+may add a node. So every block has a group of its own, which is given back with its last actor. Where groups are not all
+free at once, two launches could each have a part and wait for the other one's: one that waits gives its part back for a
+random time, if others wait too.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from raypar.actors.mesh.world import World
+from raypar.cluster.devices import Share
+from raypar.cluster.interrupts import patience
+from raypar.cluster.nodes import living_nodes
+from raypar.cluster.placement import wants
+from raypar.cluster.room import holders, no_room
+from raypar.cluster.vacancies import Home
+from raypar.errors import RoomError
+
+log = logging.getLogger(__name__)
+
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
+_SAY = 10.0  # seconds between two lines of what is waited for
+_LOOK = 0.5  # seconds between two checks of a placement group
+_HOLD = 5.0  # seconds for which a part of what is claimed is kept while others wait
+
+
+class Claim:
+    """The placement groups of a job's own. ``make`` asks Ray for them, ``wait`` waits until it has.
+
+    Args:
+        world: The ranks.
+        blocks: Their blocks, each of which is to be on one node.
+        nodes: Ray's id of the node on which each block must be; "" if Ray is to choose.
+        spares: Number of actors without a rank, which may be on any node.
+        share: What each actor takes.
+        job: The job's name, which begins the groups' names.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        blocks: Sequence[tuple[int, ...]],
+        nodes: Sequence[str],
+        spares: int,
+        share: Share,
+        job: str,
+    ) -> None:
+        self._world, self._share, self._job = world, share, job
+        self._blocks = [*blocks, *((number,) for number in range(world.size, world.size + spares))]
+        self._nodes = [*nodes, *[""] * spares]
+        self._groups = list[PlacementGroup]()
+
+    def make(self) -> None:
+        """Ask Ray for the groups, without waiting for them."""
+        with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
+            for block, node in zip(self._blocks, self._nodes, strict=True):
+                name = f"{self._job} {actor_name(self._world, block[0])}"
+                self._groups.append(claimed(name, self._share, len(block), node))
+        ctrl_c.heed()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all groups have their resources, and say every 10 s for what.
+
+        Raises:
+            RoomError: They are not free after so many seconds.
+        """
+        begin = said = held = time.monotonic()
+        while not self._have_room():
+            now = time.monotonic()
+            if now - begin > seconds:
+                why = f"they were not free within {seconds:g} s; wait_for_room (--wait-for-room SECONDS) waits longer"
+                raise RoomError([self._told(why)])
+            if now - said > _SAY:
+                said = now
+                log.info("%s", self._told(f"waited for, {seconds - (now - begin):.0f} s are left"))
+            if now - held > _HOLD and self._is_in_the_way():
+                self.give_back()
+                time.sleep(random.uniform(0.0, _HOLD))
+                self.make()
+                held = time.monotonic()
+
+    def homes(self) -> list[Home]:
+        """Return the home of each rank, and then those of actors without one. All groups have their resources.
+
+        Where Ray has chosen the nodes, blocks of a size are alike: ranks that follow each other get those of one node.
+        """
+        tables: dict[str, Any] = placement_group_table()
+        on = [tables[group.id.hex()]["bundles_to_node_id"][0] for group in self._groups]
+        found = dict[int, Home]()
+        for size in {len(block) for block in self._blocks}:
+            alike = [index for index, block in enumerate(self._blocks) if len(block) == size]
+            chosen = alike if any(self._nodes) else sorted(alike, key=lambda index: on[index])
+            for index, its in zip(alike, chosen, strict=True):
+                users = set(range(size))
+                for bundle, number in enumerate(self._blocks[index]):
+                    found[number] = Home(self._groups[its], bundle, on[its], users)
+        return [found[number] for number in range(len(found))]
+
+    def give_back(self) -> None:
+        """Give all groups back."""
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+
+    def _have_room(self) -> bool:
+        """Return whether all groups have their resources; wait a moment for the first one that has not."""
+        return all(group.wait(_LOOK) for group in self._groups)  # in short waits: Ray ignores Ctrl-C while waiting
+
+    def _is_in_the_way(self) -> bool:
+        """Return whether some groups have resources, others not, and there are others that wait."""
+        own = {group.id.hex() for group in self._groups}
+        states = {its["placement_group_id"]: its["state"] for its in placement_group_table().values()}
+        waiting = {one for one, state in states.items() if state == "PENDING"}
+        return any(states.get(one) == "CREATED" for one in own) and bool(waiting - own)
+
+    def _told(self, why: str) -> str:
+        """Say what is needed, what there is, and who has it."""
+        own = {group.id.hex() for group in self._groups}
+        return f"{no_room(self._world, living_nodes(), why, self._share)}{holders(own)}"
+
+
+def claimed(name: str, share: Share, actors: int = 1, node: str = "") -> PlacementGroup:
+    """Claim room on one node, without waiting for it.
+
+    Args:
+        name: Name of the placement group.
+        share: What each actor takes.
+        actors: Number of actors, each with a bundle.
+        node: Ray's id of the node; "" for any that actors may have.
+    """
+    selector = dict(share.labels) | ({_NODE_ID: node} if node else {})
+    claim: Any = placement_group  # its type annotations lack None
+    selectors = [selector] * actors if selector else None
+    made: PlacementGroup = claim(
+        [wants(share)] * actors, strategy="STRICT_PACK", name=name, bundle_label_selector=selectors
+    )
+    return made
+
+
+def actor_name(world: World, number: int) -> str:
+    """Return the name of an actor of a job, as "pp=0", or "spare 4" of one that has no rank at first."""
+    return world.label(number) if number < world.size else f"spare {number}"
