@@ -123,8 +123,14 @@ class Claim:
 
     def _told(self, why: str) -> str:
         """Say what is needed, what there is, and who has it."""
-        own = {group.id.hex() for group in self._groups}
-        return f"{no_room(self._world, living_nodes(), why, self._share)}{holders(own)}"
+        own, table = {group.id.hex() for group in self._groups}, placement_group_table()
+        there = [
+            block
+            for block, group in zip(self._blocks, self._groups, strict=True)
+            if table[group.id.hex()]["state"] == "CREATED"
+        ]
+        part = f"; room for {sum(map(len, there))} of {sum(map(len, self._blocks))} actors is there" if there else ""
+        return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{holders(own)}"
 
 
 def claimed(name: str, share: Share, actors: int = 1, node: str = "") -> PlacementGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 60.0  # a node's first worker process has to start
 _PACKAGES = ("raypar", "torch", "ray")
+_NO_VERSION = "of no release"
+_SET_UP = 600.0  # seconds in which Ray sets up a runtime environment on a node
+_SAY = 10.0  # seconds between two lines of what is waited for
 
 
 def living_nodes() -> list[Node]:
@@ -77,8 +81,15 @@ def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[st
         node.id: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         for node in nodes
     }
-    done = {*ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_SECONDS)[0]} if calls else ()
-    late = f"it did not answer within {_ANSWER_SECONDS:g} s"
+    environment = ray.get_runtime_context().runtime_env
+    seconds = _SET_UP if environment else _ANSWER_SECONDS
+    late = f"it did not answer within {seconds:g} s"
+    late += f"; perhaps it still sets up the job's runtime_env ({', '.join(environment)})" if environment else ""
+    done, end = set[Any](), time.monotonic() + seconds
+    while len(done) < len(calls) and time.monotonic() < end:
+        done = {*ray.wait(list(calls.values()), num_returns=len(calls), timeout=min(_SAY, seconds))[0]}
+        if environment and len(done) < len(calls):
+            log.info("waiting for %d nodes to set up the job's runtime_env", len(calls) - len(done))
     return {node: _answer(call) if call in done else late for node, call in calls.items()}
 
 
@@ -142,22 +153,26 @@ def _sight_teller(path: str) -> Callable[[], dict[str, Any]]:
 
 
 def versions_teller() -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the versions where it runs, "" for what is not installed.
+    """Return a function that returns the versions where it runs, "" for what can't be imported there.
 
-    It is nested so that it is sent to nodes as code, and imports nothing of raypar.
+    It is nested so that it is sent to nodes as code, and imports nothing of raypar. What is on the path and was not
+    installed, as by py_modules or a working_dir of a runtime environment, has no version that is known.
     """
-    packages = _PACKAGES
+    packages, no_version = _PACKAGES, _NO_VERSION
 
     def tell() -> dict[str, Any]:
         import importlib.metadata
+        import importlib.util
         import platform
 
         found = {"python": ".".join(platform.python_version_tuple()[:2])}
         for package in packages:
-            try:
-                found[package] = importlib.metadata.version(package).partition("+")[0]
-            except importlib.metadata.PackageNotFoundError:
-                found[package] = ""
+            found[package] = ""
+            if importlib.util.find_spec(package) is not None:
+                try:
+                    found[package] = importlib.metadata.version(package).partition("+")[0]
+                except importlib.metadata.PackageNotFoundError:
+                    found[package] = no_version
         return found
 
     return tell
@@ -175,9 +190,10 @@ def version_faults(node: Node, own: Mapping[str, str], its: Mapping[str, str] | 
         return [f"node {node} does not run a task: {its}"]
     faults = []
     for name, version in own.items():
-        if its.get(name, "") != version:
+        if its.get(name, "") != version and not (its.get(name) and _NO_VERSION in (version, its[name])):
             there = f"has {name} {its[name]}" if its.get(name) else f"has no {name}"
             mend = f"pip install {name}=={version}" if name != "python" else f"start its Ray with Python {version}"
+            mend = "let py_modules of a runtime_env bring it" if version == _NO_VERSION else mend
             faults.append(f"node {node} {there}, this process {version or 'none'}: {mend} there, or take the node away")
     return faults
 

@@ -14,7 +14,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.fields import Fault, value_faults
 
 # Values that are tried beside a field's usual one, for which those that it can't have are passed over.
-_OTHERS: tuple[Any, ...] = (2, 1, 3, 0.5, 0.25, 1.5, "2", True, False, None, ())
+_OTHERS: tuple[Any, ...] = (2, 1, 3, 0.5, 0.25, 1.5, "2", "8GiB", True, False, None, ())
 _PARTS: tuple[Any, ...] = (
     Mesh(pp=2, dp=2, cp=2, tp=2),
     Precision("bf16"),

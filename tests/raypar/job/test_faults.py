@@ -124,8 +124,8 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
             with later(0.2, press_while_it_waits), pytest.raises(KeyboardInterrupt):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         else:
-            monkeypatch.setattr("raypar.cluster.ray_cluster._SAY", 0.5)
-            says = r"2 actors need 2 CPUs, the cluster has 16 \(1 free\).*within 2 s"
+            monkeypatch.setattr("raypar.cluster.claims._SAY", 0.5)
+            says = r"2 actors need 2 CPUs, the cluster has 16 \(0 free\).*within 2 s.*; room for 1 of 2 actors is there"
             with pytest.raises(RoomError, match=says) as caught:
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2), wait_for_room=2.0)
             holds = f"; of the CPUs hold a tenant {15 - held:.0f}"
