@@ -101,10 +101,9 @@ class RayparActor:
         self._member.faults, faults.weights = faults, self._member.state.parameters
         faults.layers = {number: stage.modules[0] for number, stage in self._member.state.stages.items()}
         self._member.last_action = self._last_action
+        self._plan = plan
         if plan.run.max_failures and plan.run.snapshot_every:
-            taken = partial(faults.reach, "snapshot")
-            self._keeper = self._keeper or SnapshotKeeper(plan, taken)
-            self._keeper.join(plan, taken)
+            self.keep_snapshots()
         keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
         return self._member.state.holds()
 
@@ -240,6 +239,13 @@ class RayparActor:
 
     # --- snapshots in memory ---
 
+    def keep_snapshots(self) -> None:
+        """Take snapshots from now on, in the run that the actor has."""
+        plan = self._plan
+        taken = partial(there(self._member).faults.reach, "snapshot")
+        self._keeper = self._keeper or SnapshotKeeper(plan, taken)
+        self._keeper.join(plan, taken)
+
     def snapshot_addresses(self) -> list[Address]:
         """Return where other processes find this actor's snapshots, and those of others that it keeps."""
         return kept(self._keeper).addresses()
@@ -249,7 +255,7 @@ class RayparActor:
         kept(self._keeper).hold(addresses)
 
     def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
-        """Return, by share, the steps of which this actor has a snapshot."""
+        """Return, by share, the steps of which this actor has a snapshot. It may be called during a step."""
         return {} if self._keeper is None else self._keeper.steps()
 
     def begin_snapshots(self, step: int) -> None:
@@ -276,7 +282,7 @@ class RayparActor:
             kept(self._keeper).send(step, to)
 
     def write_snapshots(self, step: int, shares: Sequence[Share], folder: str) -> list[Written]:
-        """Write snapshots of a step as shards of a checkpoint; see ``SnapshotKeeper.write``."""
+        """Write snapshots of a step as shards of a checkpoint, also during a step; see ``SnapshotKeeper.write``."""
         return kept(self._keeper).write(step, shares, Path(folder))
 
     def snapshot_contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
@@ -340,7 +346,8 @@ class RayparActor:
         there(self._member).seat.place.clock_offset = offset
 
     def abort(self) -> None:
-        """Abort all communication under way."""
+        """Abort all communication under way, and take no step after the present one."""
+        self._refusals.stop()
         for group in list(self._joined.values()):
             group.abort()
         if self._keeper is not None:

@@ -21,6 +21,10 @@ class Refusals:
         self.has_failed = False
         self._of_step: Exception | None = None  # with which all other calls of the step fail
 
+    def stop(self) -> None:
+        """Refuse all steps after the present one."""
+        self.has_failed = True
+
     def begin(self, label: str) -> None:
         """Begin a step. Raises StaleError if one before it has failed."""
         if self.has_failed:

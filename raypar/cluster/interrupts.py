@@ -53,7 +53,7 @@ class CtrlC:
 
 
 @contextmanager
-def patience(what: str) -> Iterator[CtrlC]:
+def patience(what: str, is_too_long: Callable[[], bool] = lambda: False) -> Iterator[CtrlC]:
     """Delay a Ctrl-C or SIGTERM until ``heed`` is called; a second one interrupts at once.
 
     Of nested blocks only the outermost has an effect. Nothing is delayed outside the main thread, which alone receives
@@ -62,13 +62,14 @@ def patience(what: str) -> Iterator[CtrlC]:
 
     Args:
         what: What the actors are doing, for the message.
+        is_too_long: Returns whether a SIGTERM that comes now must not wait, for who sends it kills before that ends.
 
     Yields:
         The object whose ``heed`` raises what was delayed.
     """
     ctrl_c = CtrlC()
     handlers = _handlers() if threading.current_thread() is threading.main_thread() else {}
-    with _handled({number: _Delay(handler, ctrl_c, what) for number, handler in handlers.items()}):
+    with _handled({number: _Delay(handler, ctrl_c, what, is_too_long) for number, handler in handlers.items()}):
         yield ctrl_c
 
 
@@ -92,17 +93,19 @@ class _Delay:
         handler: The handler of the signal otherwise.
         ctrl_c: What a signal that has come is noted in.
         what: What the actors are doing.
+        is_too_long: Returns whether that must not be waited for at SIGTERM.
     """
 
     handler: Handler
     ctrl_c: CtrlC
     what: str
+    is_too_long: Callable[[], bool]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again = self.ctrl_c.raises is not None or (isinstance(self.handler, Sigterm) and self.handler.came)
         if isinstance(self.handler, Sigterm):
             self.handler.came = True
-        if again:
+        if again or (number == signal.SIGTERM and self.is_too_long()):
             self.handler(number, frame)
         self.ctrl_c.raises = lambda: self.handler(number, frame)
         told = "SIGTERM: waiting for the actors to finish %s; send it again to end the job at once"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from raypar.actors.specs.run import Run
@@ -12,12 +11,11 @@ from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
 from raypar.config.toml import plain_of
-from raypar.job.snapshots import Snapshots, takes_snapshots
+from raypar.job.snapshots import Snapshots
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 from raypar.recovery.transfers import holders_of
 
 _HEARD = 2.5  # seconds in which an actor that lives answers
-_FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
 
 
 def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) -> Path | None:
@@ -38,12 +36,10 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
         CheckpointError: It can't be written.
         JobError: An actor failed meanwhile.
     """
-    if run.folder is None or not takes_snapshots(run):
+    if run.folder is None or not snapshots.are_taken(run):
         return None
-    calls.abort()
-    ask = partial(calls.answers, seconds=_HEARD)
-    alive = ask(range(len(calls.handles)), "progress", group="ctl")
-    there = ask(calls.answers(alive, "leave", True, seconds=_FREE), "snapshot_steps")
+    calls.abort()  # none of those that are in a step takes another one, so that no snapshot is written over
+    there = calls.answers(range(len(calls.handles)), "snapshot_steps", seconds=_HEARD, group="disk")
     step, folder = snapshots.common([*there.values()], taken), absolute(run.folder) / CHECKPOINTS
     saved = max((step for step, _ in checkpoints(folder)), default=0) if folder.is_dir() else 0
     if step is None or step <= saved:
@@ -53,9 +49,8 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
     for share in snapshots.source:
         writes[min(holders[share], key=lambda rank: len(writes[rank]))].append(share)
     with Save(folder, step) as save:
-        refs = [
-            calls.handles[rank].write_snapshots.remote(step, shares, str(save.path)) for rank, shares in writes.items()
-        ]
+        writing = {rank: calls.handles[rank].write_snapshots.options(concurrency_group="disk") for rank in writes}
+        refs = [writing[rank].remote(step, shares, str(save.path)) for rank, shares in writes.items()]
         written = calls.gather(refs, "saving snapshots", [*writes])
         shards = [shard for of_one in written for shard in of_one]
         return save.commit(manifest_of(step, run.seed, plain_of(run), shards, base_of(run)), run.keep_last)

@@ -29,9 +29,12 @@ class Snapshots:
     Attributes:
         source: All shares of the layout in which the last snapshots were taken that all ranks have begun with.
         pace: How often they are copied to other nodes; None if they are not.
+        are_kept_for_stop: Whether they are taken in a run that does not survive failures, so that it can be saved as
+            it was before the step in which it is stopped.
     """
 
     def __init__(self) -> None:
+        self.are_kept_for_stop = False
         self._held = Held(own_identity())
         self.source: tuple[Share, ...] = ()
         self.pace: CopyPace | None = None
@@ -39,7 +42,7 @@ class Snapshots:
     def close(self) -> None:
         """Let go of all snapshots."""
         self._held.close()
-        self.source, self.pace = (), None
+        self.source, self.pace, self.are_kept_for_stop = (), None, False
 
     def share(self, loaded: LoadedRun, others: Calls) -> Steps:
         """Make every process hold the snapshots of all actors of its node.
@@ -52,7 +55,7 @@ class Snapshots:
             The steps that each has then, by rank, and then of the others.
         """
         calls = loaded.calls
-        if not takes_snapshots(loaded.run):
+        if not self.are_taken(loaded.run):
             return []
         of_ranks = calls.all("snapshot_addresses", what="sharing snapshots")
         beside = self._asked(others, "snapshot_addresses")
@@ -153,13 +156,18 @@ class Snapshots:
             step: Number of steps taken.
             processes: By rank, the process of its actor.
         """
-        if takes_snapshots(loaded.run):
+        if self.are_taken(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
             self.source = tuple(Share(layout, rank) for rank in range(loaded.world.size))
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
             self._held.drop_old()
             others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
-            self._copy(loaded, step, processes)
+            if takes_snapshots(loaded.run):
+                self._copy(loaded, step, processes)
+
+    def are_taken(self, run: Run) -> bool:
+        """Return whether the actors of a run take snapshots, for whichever reason."""
+        return self.are_kept_for_stop or takes_snapshots(run)
 
     def _copy(self, loaded: LoadedRun, step: int, processes: Sequence[ProcessIdentity]) -> None:
         """Choose a buddy on another node for each actor, and let copies of snapshots begin with that of a step."""
@@ -203,5 +211,5 @@ def _by_domain(addresses: Iterable[Address]) -> dict[str, list[Address]]:
 
 
 def takes_snapshots(run: Run) -> bool:
-    """Return whether the actors of a run take snapshots."""
+    """Return whether the actors of a run take snapshots, which it goes back to after failures."""
     return run.max_failures > 0 and run.snapshot_every > 0

@@ -160,6 +160,7 @@ class Standing:
             has_begun: Whether the weights that the run began with are not needed, as others come.
         """
         self._generation += 1
+        self.snapshots.are_kept_for_stop = False
         loaded, named = self.loaded, (self._job, self._generation, self._device)
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
@@ -177,6 +178,13 @@ class Standing:
     def begin(self, step: int) -> None:
         """Make the actors go on after a step with snapshots of it; see ``Snapshots.begin``."""
         self.snapshots.begin(self.loaded, self._number, self.others, step, self.processes)
+
+    def keep_snapshots(self, step: int) -> None:
+        """Make the actors take snapshots from now on, of this step first, though the run does not survive failures."""
+        self.loaded.calls.all("keep_snapshots", what="taking snapshots")
+        self.snapshots.are_kept_for_stop = True
+        self.share()
+        self.begin(step)
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ from raypar.job.relayout import rebuilt
 from raypar.job.room import no_room, room_awaited, why_no_room
 from raypar.job.snapshots import takes_snapshots
 from raypar.job.standing import Standing
+from raypar.job.stops import Stops
 from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
 
 log = logging.getLogger(__name__)
@@ -282,6 +283,24 @@ class Starter:
         actors = self._lifetime.actors
         actors.leave(self._notices.names, f"{self._job} spare")
         actors.dismiss(self.standing.loaded.world.size)
+
+    def lacks_copies(self, stops: Stops) -> bool:
+        """Return whether a run that is stopped in a step could be saved only with copies, and takes none."""
+        return not self.standing.snapshots.are_taken(self.run) and stops.need_copies()
+
+    def keep_copies(self, stops: Stops, step: int) -> None:
+        """Make the actors take snapshots from now on, if there is room for them.
+
+        Args:
+            stops: Knows what they take.
+            step: Number of steps taken, after which the first is.
+        """
+        if stops.has_room({*nodes_of(self._lifetime.actors.homes)}):
+            self.standing.keep_snapshots(step)
+
+    def saves_at_once(self) -> bool:
+        """Return whether a run that is stopped in the middle of a step can be saved as it was before."""
+        return self.run.folder is not None and self.standing.snapshots.are_taken(self.run)
 
     def save_snapshots(self, taken: int) -> Path | None:
         """Save what the actors of a run that ends have in memory; see ``last_checkpoint``."""

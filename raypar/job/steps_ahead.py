@@ -48,6 +48,10 @@ class Ahead:
         copy_within: Returns in how many steps a copy of the snapshots after a step should be on other nodes.
         stream: Number of steps that actors take in one call, up to a multiple of it, because the schedule is
             asynchronous; 0 if they take one.
+
+    Attributes:
+        since: When the actors have begun with the oldest step that they have, in seconds of ``time.perf_counter``.
+        pending: Number of steps that they have.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Ahead:
         self._calls, self._executor, self._most, self._epoch = calls, executor, most, epoch
         self._copy_within, self._stream = copy_within, stream
         self._handed: deque[tuple[int, Any]] = deque()
-        self._since = time.perf_counter()
+        self.since, self.pending = time.perf_counter(), 0
 
     @classmethod
     def of(cls, loaded: LoadedRun, most: int, epoch: int, copy_within: Callable[[int], int]) -> Ahead:
@@ -82,7 +86,7 @@ class Ahead:
             stop: Number of the first step that must not be handed over yet.
         """
         if not self._handed:
-            self._since = time.perf_counter()
+            self.since = time.perf_counter()
         if self._stream:
             count = min(self._stream - first % self._stream, stop - first)
             begun = self._executor.begin(first, self._epoch, self._copy_within(first + count - 1), count)
@@ -104,6 +108,7 @@ class Ahead:
             JobError: An actor failed. No later steps are left either.
             Exception: Other errors of ``Calls.gather``.
         """
+        self.pending = len(self._handed)
         number, begun = self._handed.popleft()
         try:
             results = self._executor.results(begun, f"step {number + 1}")
@@ -114,8 +119,8 @@ class Ahead:
             while self._handed:
                 self._executor.drop(self._handed.popleft()[1])
             raise
-        before, self._since = self._since, time.perf_counter()
-        seconds = max([self._since - before, *[result.end - result.start for result in results]])
+        before, self.since = self.since, time.perf_counter()
+        seconds = max([self.since - before, *[result.end - result.start for result in results]])
         self._calls.deadline.learn(seconds)
         return results, seconds
 

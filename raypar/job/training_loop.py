@@ -27,6 +27,7 @@ from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead, steps_to_take
 from raypar.job.steps_by_hand import StepsByHand
+from raypar.job.stops import Stops
 from raypar.paths import absolute, checkpoints_in, name_of
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
@@ -81,6 +82,7 @@ class TrainingLoop:
         self.loaded, self.next_step, self.last = loaded, 0, None
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
+        self._stops = Stops(loaded)
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
 
     def move(self, loaded: LoadedRun, run: Run | None = None) -> None:
@@ -88,7 +90,7 @@ class TrainingLoop:
         self.loaded, self._evaluations.run = loaded, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
-        self._stragglers = Stragglers(loaded.world)
+        self._stragglers, self._stops = Stragglers(loaded.world), Stops(loaded)
 
     def leave(self, folder: str | None) -> None:
         """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
@@ -260,12 +262,14 @@ class TrainingLoop:
                 if is_due and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._rearrange))
                     ahead = self._ahead = self._handing(most)
+                if not len(ahead):
+                    self._lifetime.guard(partial(self._surviving, self._keep_copies))
                 every = self._evaluations.every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
-                if is_due and len(ahead):
+                if (is_due or self._starter.lacks_copies(self._stops)) and len(ahead):
                     stop = self.next_step + len(ahead)  # the actors complete what they have
-                with patience("the steps they have") as ctrl_c:
+                with patience("the steps they have", partial(self._is_too_long, ahead)) as ctrl_c:
                     try:
                         reports = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
                     except NonFiniteError as error:
@@ -308,6 +312,9 @@ class TrainingLoop:
             return call()
         except CallError:
             raise
+        except (KeyboardInterrupt, SystemExit):  # in the middle of a step
+            self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+            raise
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
             step, lost = self.next_step + 1, partial(self._times.lost, start)
@@ -328,6 +335,15 @@ class TrainingLoop:
             if self._ahead is not None:
                 self._ahead.drop()
             return failure
+
+    def _keep_copies(self) -> None:
+        """Let the actors keep copies of their state, if a run that is stopped in a step could not be saved without."""
+        if self._starter.lacks_copies(self._stops):
+            self._starter.keep_copies(self._stops, self.next_step)
+
+    def _is_too_long(self, ahead: Ahead) -> bool:
+        """Return whether a SIGTERM that comes now must not wait for the steps that the actors have."""
+        return self._starter.saves_at_once() and self._stops.is_too_long(ahead.pending, ahead.since)
 
     def _rearrange(self) -> None:
         self._saver.settle()
@@ -421,6 +437,7 @@ class TrainingLoop:
         self._starter.learn(results, seconds)
         for report in reports:
             self._times.keep(self.next_step, report.step_ms / 1e3)
+            self._stops.learn(report.step_ms / 1e3)
             self.next_step += 1
             self.last = report
             self._record.write(report)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -26,6 +25,7 @@ from raypar.errors import ConfigError
 from raypar.planner.calibration_file import found_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, cautions, misfits
 from raypar.planner.rules_of_thumb import pipeline_advice
+from raypar.planner.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import compared, forecast_of
@@ -43,9 +43,6 @@ from raypar.schedules.versions import staleness
 
 log = logging.getLogger(__name__)
 _MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
-_STOP_WAIT, _USUAL_WAIT = "RAY_JOB_STOP_WAIT_TIME_S", 3  # of Ray's job supervisor, and what it is if it is not set
-_OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # is in the environment of what ray job submit has started
-_SAVE = 2.0  # seconds for a checkpoint at the end
 
 
 def plan_rows(
@@ -130,16 +127,12 @@ def _stop_advice(run: Run, step: float) -> Iterator[str]:
         run: The run.
         step: Predicted seconds of a step.
     """
-    if _OF_A_JOB not in os.environ or run.folder is None:
-        return
-    given = os.environ.get(_STOP_WAIT, "")
-    wait = int(given) if given.isdigit() else _USUAL_WAIT
-    if step + _SAVE > wait:
-        fits = 60 * math.ceil((step + _SAVE) / 60)
-        setting = f'{{"env_vars": {{"{_STOP_WAIT}": "{fits}"}}}}'
+    if is_ray_job() and run.folder is not None and outlasts(step):
+        fits = 60 * math.ceil((step + SAVE_SECONDS) / 60)
+        setting = f'{{"env_vars": {{"{STOP_WAIT}": "{fits}"}}}}'
         yield (
-            f"ray job stop kills after {wait} s, and a step of {step:.1f} s and its checkpoint may take longer: submit "
-            f"with --runtime-env-json '{setting}', so that a run that is stopped is saved"
+            f"ray job stop kills after {stop_wait():g} s, and a step of {step:.1f} s and its checkpoint may take "
+            f"longer: submit with --runtime-env-json '{setting}', so that a run that is stopped is saved after its step"
         )
 
 

@@ -29,7 +29,7 @@ from ray.util.placement_group import placement_group_table
 import raypar as rp
 from raypar.cluster.vacancies import nodes_of
 from tests.support.clusters import RAY
-from tests.support.process_tree import command_line
+from tests.support.process_tree import command_line, every_process
 
 PORT = 26379
 MODEL = rp.GPT(layers=4, hidden=16, heads=2, seq=8)
@@ -46,6 +46,7 @@ def config(workers: int) -> dict[str, object]:
     }
     provider = {
         "type": "fake_multinode",
+        "use_node_id_as_ip": True,
         "gcs_address": f"127.0.0.1:{PORT}",
         "disable_node_updaters": True,
         "disable_launch_config_check": True,
@@ -53,8 +54,13 @@ def config(workers: int) -> dict[str, object]:
     commands = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
     return {
         **{f"{kind}_commands": [] for kind in commands},
-        **{"auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": []},
-        **{"rsync_exclude": [], "rsync_filter": [], "file_mounts_sync_continuously": False},
+        "auth": {},
+        "docker": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "rsync_exclude": [],
+        "rsync_filter": [],
+        "file_mounts_sync_continuously": False,
         "cluster_name": "given-back",
         "max_workers": workers,
         "upscaling_speed": 5.0,
@@ -81,7 +87,7 @@ def autoscaled(workers: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        for pid in every_process():
             if pid != os.getpid() and str(folder) in command_line(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -161,7 +167,7 @@ def shrunk() -> bool:
     with rp.launch(run, wait_for_nodes=PATIENT) as job:
         job.train(3)
         lost = next(n for n in nodes_of(job._lifetime.actors.homes) if n != ray.get_runtime_context().get_node_id())
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        for pid in every_process():
             if "raylet/raylet" in (line := command_line(pid)) and lost in line:
                 os.kill(pid, signal.SIGKILL)
         smaller = until(lambda: job.run.mesh.dp == 3 and lost not in nodes_of(job._lifetime.actors.homes), job)

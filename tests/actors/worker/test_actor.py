@@ -37,6 +37,7 @@ def test_an_actor_has_what_the_driver_calls_and_nothing_else():
 def test_whoever_takes_no_part_says_so():
     hosted = RayparActor.__new__(RayparActor)
     hosted._member, hosted._joined, hosted._keeper, hosted._handover = None, {}, None, None
+    hosted._refusals = Refusals()
     with pytest.raises(RuntimeError, match="this actor takes no part in a run: start it with a plan"):
         hosted.run("train", 0)
     assert hosted.progress().step == -1
