@@ -74,6 +74,12 @@ def chosen_bundles(bundles: Bundles, share: Share, actors: int) -> Sequence[int]
     return chosen[:actors]
 
 
+def _named(group: PlacementGroup) -> str:
+    """Return the id of a placement group, with its name if it has one."""
+    name = placement_group_table(group).get("name")
+    return f"{name!r} ({group.id.hex()})" if name else str(group.id.hex())
+
+
 def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Share, actors: int) -> str:
     """Say what a placement group has, where as many actors need more.
 
@@ -94,6 +100,6 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Sha
     )
     each = " and ".join(amount_told(kind, amount) for kind, amount in wants(share).items())
     return (
-        f"placement_group {group.id.hex()} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
+        f"placement_group {_named(group)} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
         f"each with {each} ({has}): make it larger, use a smaller mesh, or leave placement_group out"
     )

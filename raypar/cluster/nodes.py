@@ -21,6 +21,7 @@ from raypar.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 60.0  # a node's first worker process has to start
+_HEAD = "node:__internal_head__"  # a resource of the head's node
 _PACKAGES = ("raypar", "torch", "ray")
 _NO_VERSION = "of no release"
 _SET_UP = 600.0  # seconds in which Ray sets up a runtime environment on a node
@@ -40,6 +41,13 @@ def living_nodes() -> list[Node]:
             name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
             found.append(Node(its, name, address, total, left, dict(labels)))
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
+
+
+def head_address() -> str:
+    """Return the address of the cluster's head as other machines know it, with the port of its control server."""
+    address = str(ray.get_runtime_context().gcs_address)
+    heads = [node["NodeManagerAddress"] for node in ray.nodes() if _HEAD in node["Resources"]]
+    return f"{heads[0]}:{address.rpartition(':')[2]}" if heads else address
 
 
 def lost_nodes() -> list[str]:

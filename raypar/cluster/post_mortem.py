@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-from raypar.actors.errors import first_line
+from raypar.cluster.probes import reason_of
 from raypar.cluster.processes import Exit
 from raypar.cluster.ray_private import dead_servers
 from raypar.cluster.witnesses import Witnesses
@@ -17,6 +17,7 @@ from raypar.errors import Death
 _PID = re.compile(r"\bpid: (\d+)")
 _IP = re.compile(r"\bip: (\S+)")
 _MEMORY = re.compile(r"was ([\d.]+ ?\wB) used / ([\d.]+ ?\wB) limit")
+_THRESHOLD = re.compile(r"threshold of ([\d.]+\d)")
 _EXIT_CODE = re.compile(r"exits with an exit code (\d+)")
 _CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received")
 _NODE_DIED = "node has died"
@@ -65,8 +66,9 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
         kills: How many processes the kernel of its node has ended meanwhile for want of memory.
     """
     if isinstance(error, OutOfMemoryError):
-        used = _MEMORY.search(told)
-        amount = f" ({used[1]} of {used[2]} were used)" if used else ""
+        used, most = _MEMORY.search(told), _THRESHOLD.search(told)
+        limit = f", and RAY_memory_usage_threshold is {most[1]}" if most else ""
+        amount = f" ({used[1]} of {used[2]} were used{limit})" if used else ""
         return f"ended by Ray's memory monitor, because its node was short of memory{amount}", True
     if getattr(error, "preempted", False):
         return "on a node that was taken away (preempted)", False
@@ -81,7 +83,7 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
     if "error raised in its creation task" in told:
         return f"ended by an exception when it was made: {told.strip().splitlines()[-1]}", False
     if not isinstance(error, RayActorError):
-        return f"lost ({type(error).__name__}: {first_line(error)})", False
+        return f"lost ({reason_of(error)})", False
     if "raylet" in dead_servers():
         return "lost with this node, whose Ray has lost its server, the raylet", False
     if exit_ is None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.errors import first_line
@@ -41,6 +41,9 @@ def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any
 def reason_of(error: RayError) -> str:
     """Return in one line why a call failed: what was raised on the node, without Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    if isinstance(cause, RuntimeEnvSetupError):  # its first line is always the same
+        last = str(cause).strip().splitlines()[-1].strip()
+        return f"{type(cause).__name__}: {first_line(cause)} {last}"
     return f"{type(cause).__name__}: {first_line(cause)}"
 
 

@@ -249,7 +249,7 @@ def _inside(group: PlacementGroup | None, share: Share, actors: int, seconds: fl
         if fits and time.monotonic() - begin < (_SETTLES if seconds is None else max(seconds, _SETTLES)):
             time.sleep(_LOOK)
         elif seconds is None:
-            log.info("the placement group of this task has no room for %d actors: they get some of their own", actors)
+            log.warning("%s; they go outside of it", too_small(group, bundles, free, share, actors))
             return []
         else:
             raise RoomError([too_small(group, bundles, free if fits else bundles, share, actors)])

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from raypar.cluster.nodes import asked, lost_nodes, version_faults, versions_teller
+from raypar.cluster.nodes import asked, head_address, lost_nodes, version_faults, versions_teller
 from raypar.cluster.placement import Node
 from raypar.cluster.ray_cluster import connected
 from raypar.cluster.ray_private import dashboard_address
@@ -55,9 +55,9 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     for node in nodes:
         for name in ("CPU", "GPU"):
             total[name] = total.get(name, 0.0) + node.total.get(name, 0.0)
-    where = (
-        f"the cluster at {address}" if address else "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
-    )
+    where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
+    if address:
+        where = f"the cluster at {address}" + (f" ({head_address()})" if address == "auto" else "")
     has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
     yield Finding("ok", "ray", f"{where}: {has}")
     for lost in lost_nodes():
@@ -66,7 +66,7 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
         if not node.total.get("CPU"):
             yield Finding("note", "ray", f"{node} has no CPU to give: no actor lands there")
     if address:
-        yield from exposure_findings(address, dashboard_address())
+        yield from exposure_findings(head_address(), dashboard_address())
 
 
 def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:

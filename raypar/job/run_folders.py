@@ -20,6 +20,7 @@ from raypar.errors import ConfigError
 from raypar.paths import AUTO, RUNS, absolute, checkpoints_in, holds_run
 
 log = logging.getLogger(__name__)
+_OF_A_JOB = "working_dir_files"  # in the path of the folder in which Ray runs a job that was submitted with its files
 
 
 def settled(run: Run) -> Run:
@@ -45,6 +46,10 @@ def settled(run: Run) -> Run:
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
     log.info("run folder: %s", folder)
+    if _OF_A_JOB in folder.absolute().parts:
+        log.warning(
+            "Ray may delete that folder after this job, as it is in the job's working_dir: give --folder"
+        )
     return replace(run, folder=str(folder))
 
 

@@ -45,11 +45,15 @@ class Stops:
     def is_too_long(self, steps: int, since: float) -> bool:
         """Return whether steps that are under way must not be waited for by a run that is stopped now.
 
+        Those that take longer than the one before are expected to take as much again.
+
         Args:
             steps: Number of the steps.
             since: When the first one has begun, in seconds of ``time.perf_counter``.
         """
-        return outlasts(steps * self._seconds - (time.perf_counter() - since))
+        passed = time.perf_counter() - since
+        left = steps * self._seconds - passed
+        return outlasts(left if left > 0 else passed)
 
     def has_room(self, nodes: Collection[str]) -> bool:
         """Return whether the nodes have memory for copies, and say what is kept there, or why nothing is.

@@ -51,6 +51,16 @@ def test_the_first_waits_and_a_second_one_ends_at_once(number, raised, told, cap
     assert signal.getsignal(number) in (sigterm, signal.default_int_handler)
 
 
+def test_a_sigterm_does_not_wait_for_what_takes_too_long_and_ctrl_c_does():
+    with patience("it", lambda: True) as ctrl_c:
+        send(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c.heed()
+    with pytest.raises(SystemExit, match="15"), patience("it", lambda: True):
+        send(signal.SIGTERM)
+        pytest.fail("it was waited for")
+
+
 def test_once_sigterm_has_come_the_next_one_waits_for_nothing(caplog, sigterm):
     with patience("it") as ctrl_c:
         send(signal.SIGTERM)

@@ -145,6 +145,40 @@ def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplo
     assert blocks[-3:] == [(2,), (3,), (4,)] and set(on) == {""}, "whole tensor groups would wait forever"
 
 
+def test_the_heads_address_is_the_one_that_others_reach_whatever_a_driver_calls_it(monkeypatch):
+    """Else a head that listens to all would be found to be reached from its machine alone."""
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.7", "Resources": {"CPU": 1.0}},
+        {"NodeManagerAddress": "10.0.0.9", "Resources": {"node:__internal_head__": 1.0}},
+    ]
+    ray = SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:99"))
+    monkeypatch.setattr(cluster_nodes, "ray", ray)
+    assert cluster_nodes.head_address() == "10.0.0.9:99"
+    nodes.pop()
+    assert cluster_nodes.head_address() == "127.0.0.1:99"
+
+
+def test_nodes_that_set_up_a_runtime_environment_are_waited_for_longer_and_it_is_said(cluster, monkeypatch, caplog):
+    (here,) = living_nodes()
+
+    def slow():
+        import time
+
+        time.sleep(1.0)
+        return {}
+
+    monkeypatch.setattr(cluster_nodes, "_ANSWER_SECONDS", 0.2)
+    assert asked([here], slow) == {here.id: "it did not answer within 0.2 s"}
+    monkeypatch.setattr(cluster_nodes, "_SAY", 0.2)
+    context = SimpleNamespace(runtime_env={"pip": ["raypar"]}, get_node_id=lambda: here.id)
+    monkeypatch.setattr(cluster_nodes.ray, "get_runtime_context", lambda: context)
+    with caplog.at_level(logging.INFO, "raypar"):
+        assert asked([here], slow) == {here.id: {}}
+    assert "waiting for 1 nodes to set up the job's runtime_env" in caplog.messages
+    monkeypatch.setattr(cluster_nodes, "_SET_UP", 0.2)
+    assert asked([here], slow)[here.id].endswith("within 0.2 s; perhaps it still sets up the job's runtime_env (pip)")
+
+
 def test_plan_says_what_would_wait(monkeypatch):
     cuda = SimpleNamespace(is_built=lambda: False)
     monkeypatch.setattr(ray_cluster, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RaySystemError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RaySystemError, RuntimeEnvSetupError
 from torch import nn
 
 import raypar as rp
@@ -19,6 +19,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
+from raypar.cluster.probes import reason_of
 from raypar.cluster.processes import Exit, Processes, Seen
 from raypar.cluster.witnesses import Witnesses
 from raypar.paths import FAILURES
@@ -150,6 +151,16 @@ def test_an_actor_that_rays_memory_monitor_ends_has_died():
     assert isinstance(verdict, rp.ActorDiedError)
     assert str(verdict) == "actor pp=1 died during step 3"
     assert verdict.__notes__[0].startswith("It was ended by Ray's memory monitor")
+
+
+def test_what_ray_says_of_memory_and_of_runtime_environments_is_passed_on():
+    over = "Memory on the node was 5.86GB used / 23.54GB limit (0.249), which exceeds the threshold of 0.25. Ray killed"
+    told = death_of(OutOfMemoryError(over), 0, ended()).cause
+    assert told.endswith("(5.86GB of 23.54GB were used, and RAY_memory_usage_threshold is 0.25)")
+    broken = RuntimeEnvSetupError("no such package\nERROR: No matching distribution found for nothing==1")
+    wanted = "Failed to set up runtime environment. ERROR: No matching distribution found for nothing==1"
+    assert death_of(broken, 0, ended()).cause == f"lost (RuntimeEnvSetupError: {wanted})"
+    assert reason_of(broken) == f"RuntimeEnvSetupError: {wanted}"
 
 
 @pytest.mark.long

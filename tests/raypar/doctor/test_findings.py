@@ -208,6 +208,7 @@ def test_the_cluster_is_told_a_lost_node_and_one_that_gives_no_cpu(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: of_ray)
     monkeypatch.setattr(examination, "exposure_findings", lambda head, dashboard: [])
     monkeypatch.setattr(examination, "dashboard_address", lambda: "")
+    monkeypatch.setattr(examination, "head_address", lambda: "10.0.0.1:6379")
     where, lost, head = cluster_findings("10.0.0.1:6379", [node_with(total={}), NODE])
     assert where.text == "the cluster at 10.0.0.1:6379: 2 nodes, 8 CPUs, 0 GPUs"
     assert (lost.level, lost.text) == ("note", "n2 (10.0.0.2) is lost")
