@@ -59,6 +59,18 @@ class Resources:
     """where actors go, a tensor group as a whole: PACK on few nodes, those that talk most together; SPREAD over nodes;
     STRICT_PACK all on one; STRICT_SPREAD each on another node. Those that replace one that has failed go anywhere"""
 
+    def __str__(self) -> str:
+        """Say what an actor takes and where, as "2 CPUs and 8GiB of memory on nodes with region=us-west"."""
+        amounts = [f"{self.cpus:g} CPU{'s' * (self.cpus != 1)}"]
+        amounts += [] if self.gpus is None else [f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}"]
+        amounts += [] if self.memory is None else [f"{self.memory} of memory"]
+        amounts += [f"{amount:g} {name}" for name, amount in self.custom.items()]
+        where = [] if self.accelerator_type is None else [self.accelerator_type]
+        where += [f"{name}={value}" for name, value in self.labels.items()]
+        on = f" on nodes with {' and '.join(where)}" if where else ""
+        placed = "" if self.placement_strategy == "PACK" else f", placed by {self.placement_strategy}"
+        return f"{' and '.join(amounts)}{on}{placed}"
+
     @property
     def threads(self) -> int:
         """Number of threads that an actor with these CPUs computes with."""

@@ -14,6 +14,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import Offload, World
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, whole_file
 from raypar.cli.parsing import parse, values_of
@@ -88,7 +89,9 @@ def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[Fault]) -> str:
     """Say what a run takes as it is."""
     named = [Fault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
     check_run(run, wrong=[*wrong, *named])
-    return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
+    takes = "" if run.resources == Resources() else f"each actor takes {run.resources}\n\n"
+    found = f"{takes}{compared(run)}"
+    return found if starts_own_ray() else f"{found}\n\n{placed(run)}"
 
 
 def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from raypar.cluster.devices import Share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import living_nodes
 from raypar.cluster.placement import wants
+from raypar.cluster.ray_private import coming_nodes
 from raypar.cluster.room import holders, no_room
 from raypar.cluster.vacancies import Home
 from raypar.errors import RoomError
@@ -130,7 +131,9 @@ class Claim:
             if table[group.id.hex()]["state"] == "CREATED"
         ]
         part = f"; room for {sum(map(len, there))} of {sum(map(len, self._blocks))} actors is there" if there else ""
-        return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{holders(own)}"
+        coming = coming_nodes()
+        added = "" if coming is None else f"; the autoscaler is adding {coming} node{'s' * (coming != 1)}"
+        return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{added}{holders(own)}"
 
 
 def claimed(name: str, share: Share, actors: int = 1, node: str = "") -> PlacementGroup:

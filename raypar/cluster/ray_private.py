@@ -11,6 +11,7 @@ and raypar does without it. The names are those of Ray 2.60.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -40,6 +41,7 @@ _MOST_NAMES = 100  # folders that others may have made under the names of ours
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _WORKER, _HELD = "global_worker", "resource_ids"
+_ANSWERS = 2  # seconds
 _DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
@@ -203,6 +205,28 @@ def held_resources() -> dict[str, float]:
     if tell is None:
         return {}
     return {str(name): sum(amount for _, amount in parts) for name, parts in tell().items()}
+
+
+def coming_nodes() -> int | None:
+    """Return how many nodes the cluster's autoscaler is adding; None if there is none, or this Ray does not tell it.
+
+    The one public call, ``ray status``, is a command for people. The first generation of the autoscaler writes a report
+    into Ray's store, the second one answers a call. Retry at upgrades.
+    """
+    with suppress(Exception):  # of another generation: Ray raises many types
+        from ray._private import ray_constants
+        from ray.experimental import internal_kv
+
+        raw = internal_kv._internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS)
+        if raw is not None:
+            report = json.loads(raw)["autoscaler_report"]
+            return int(len(report["pending_nodes"]) + sum(report["pending_launches"].values()))
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        status = get_cluster_status(str(ray.get_runtime_context().gcs_address), timeout=_ANSWERS)
+        if status.stats.autoscaler_version is not None or status.pending_nodes or status.pending_launches:
+            return len(status.pending_nodes) + sum(launch.count for launch in status.pending_launches)
+    return None
 
 
 def draining_nodes() -> dict[str, float]:

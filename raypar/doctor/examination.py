@@ -65,8 +65,23 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     for node in nodes:
         if not node.total.get("CPU"):
             yield Finding("note", "ray", f"{node} has no CPU to give: no actor lands there")
+    for node in nodes:
+        if its := _special(node):
+            yield Finding("ok", "resources", f"{node} has {its}, which a run's resources can ask for")
     if address:
         yield from exposure_findings(head_address(), dashboard_address())
+
+
+def _special(node: Node) -> str:
+    """Say which resources and labels a node has that not all have; "" if it has none."""
+    usual = {"CPU", "GPU", "memory", "object_store_memory"}
+    found = [
+        f"{amount:g} {name}"
+        for name, amount in sorted(node.total.items())
+        if name not in usual and not name.startswith("node:") and "_group_" not in name
+    ]
+    labels = [f"{name}={value}" for name, value in sorted(node.labels.items()) if not name.startswith("ray.io/")]
+    return " and ".join([*found, *(f"label {label}" for label in labels)])
 
 
 def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
+from raypar.user_name import user_name
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def launch_in(
 def _name_of(run: Run) -> str:
     """Return the name of a job, with which its actors and its placement group begin in Ray's state and dashboard."""
     folder = "" if run.folder is None else absolute(run.folder).name[:_LONGEST_NAME]
-    return "-".join(filter(None, ("raypar", folder, uuid.uuid4().hex[:8])))
+    return "-".join(filter(None, ("raypar", user_name(), folder, uuid.uuid4().hex[:8])))
 
 
 def _launched(

@@ -47,9 +47,7 @@ def settled(run: Run) -> Run:
         raise ConfigError(error.faults) from error
     log.info("run folder: %s", folder)
     if _OF_A_JOB in folder.absolute().parts:
-        log.warning(
-            "Ray may delete that folder after this job, as it is in the job's working_dir: give --folder"
-        )
+        log.warning("Ray may delete that folder after this job, as it is in the job's working_dir: give --folder")
     return replace(run, folder=str(folder))
 
 

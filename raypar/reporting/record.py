@@ -18,6 +18,7 @@ from raypar.actors.specs.types import Tracker
 from raypar.config.skeleton import Skeleton
 from raypar.config.toml import plain_of
 from raypar.paths import METRICS, absolute
+from raypar.planner.host import starts_own_ray
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.overflow import OverflowWarnings
@@ -72,8 +73,8 @@ class Record:
         if self._folder is not None:
             self._folder.begin(run, schedule, step, forecast_of(run, schedule, skeleton, step))
         title = name if run.folder is None else absolute(run.folder).name
-        for tracker in run.track:
-            self._tell(tracker, partial(self._add, tracker, title, run, step))
+        for tracker in _trackers(run):
+            self._tell(tracker, partial(self._add, tracker, title, run, step, name))
 
     def validation_losses(self, run: Run, step: int) -> dict[int, float]:
         """Return the losses of the evaluations of the run's first steps that its folder has, by steps taken."""
@@ -161,8 +162,8 @@ class Record:
         if self._folder is not None:
             self._folder.close()
 
-    def _add(self, tracker: Tracker, title: str, run: Run, step: int) -> None:
-        sink = self._sinks[tracker] = sink_of(tracker, title, run.folder, step)
+    def _add(self, tracker: Tracker, title: str, run: Run, step: int, job: str) -> None:
+        sink = self._sinks[tracker] = sink_of(tracker, title, run.folder, step, job)
         sink.begin(plain_of(run))
 
     def _tell(self, tracker: str, call: Callable[[], None]) -> None:
@@ -174,6 +175,11 @@ class Record:
             with suppress(Exception):
                 if (sink := self._sinks.pop(tracker, None)) is not None:
                     sink.close()
+
+
+def _trackers(run: Run) -> tuple[Tracker, ...]:
+    """Return the trackers of a run: in a cluster Ray's metrics are always one, as whoever runs it looks at them."""
+    return run.track if "ray" in run.track or starts_own_ray() else (*run.track, "ray")
 
 
 def _without_secrets(text: str) -> str:

@@ -17,6 +17,7 @@ from raypar.actors.data.token_batches import open_corpus
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import LEARNED
 from raypar.config.run import world_of
@@ -69,6 +70,9 @@ def plan_rows(
     prediction = before_run(run, world, counts_of(run, schedule, skeleton), schedule)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
+    if run.resources != Resources():
+        threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
+        rows.append(("each actor takes", f"{run.resources}{threads}"))
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_told(run, run.data, run.model.seq)))
     if isinstance(run.data, Examples) and run.model.seq is not None:

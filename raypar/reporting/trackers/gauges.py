@@ -6,6 +6,8 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
+from raypar.user_name import user_name
+
 
 def gauge(name: str, what: str, tags: tuple[str, ...]) -> Gauge:
     """Make a gauge of Ray's metrics.
@@ -29,19 +31,21 @@ _GAUGES = {
 
 
 class Gauges:
-    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``.
+    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``, ``job`` and ``user``.
 
     Each rank's memory is also tagged ``pp``, and each auxiliary loss ``kind``.
 
     Args:
-        run: The run's name, for the tag.
+        run: The run's name.
+        job: The job's name, which keeps runs of one name apart.
     """
 
-    def __init__(self, run: str) -> None:
-        self._tags = {"run": run}
-        self._gauges = {name: gauge(f"raypar_{name}", what, ("run",)) for name, what in _GAUGES.items()}
-        self._aux = gauge("raypar_aux", "auxiliary losses of the latest step", ("run", "kind"))
-        self._memory = gauge("raypar_peak_memory_bytes", "largest memory of an actor in the latest step", ("run", "pp"))
+    def __init__(self, run: str, job: str) -> None:
+        self._tags = {"run": run, "job": job, "user": user_name()}
+        tags = tuple(self._tags)
+        self._gauges = {name: gauge(f"raypar_{name}", what, tags) for name, what in _GAUGES.items()}
+        self._aux = gauge("raypar_aux", "auxiliary losses of the latest step", (*tags, "kind"))
+        self._memory = gauge("raypar_peak_memory_bytes", "largest memory of an actor in the latest step", (*tags, "pp"))
 
     def begin(self, config: dict[str, Any]) -> None: ...
 

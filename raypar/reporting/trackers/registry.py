@@ -9,7 +9,7 @@ from raypar.paths import TENSORBOARD, absolute
 from raypar.reporting.trackers.tracker import Sink
 
 
-def sink_of(tracker: Tracker, run: str, folder: str | None, step: int) -> Sink:
+def sink_of(tracker: Tracker, run: str, folder: str | None, step: int, job: str) -> Sink:
     """Make the sink of a tracker.
 
     Args:
@@ -17,6 +17,7 @@ def sink_of(tracker: Tracker, run: str, folder: str | None, step: int) -> Sink:
         run: The run's name.
         folder: The run folder, or None; TensorBoard needs one.
         step: Number of steps taken before.
+        job: The job's name, which no other job has.
 
     Returns:
         The sink.
@@ -31,5 +32,5 @@ def sink_of(tracker: Tracker, run: str, folder: str | None, step: int) -> Sink:
     elif tracker == "mlflow":
         sink = module.MLflow(run)
     else:
-        sink = module.Gauges(run)
+        sink = module.Gauges(run, job)
     return sink

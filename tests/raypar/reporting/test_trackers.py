@@ -16,6 +16,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record, _without_secrets
 from raypar.reporting.report import Report
 from raypar.schedules import build, lower
+from raypar.user_name import user_name
 
 REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6), samples=8)
 EVALUATION = Evaluation(8, 1.0, 64, 0.5)
@@ -89,13 +90,27 @@ def test_mlflow(monkeypatch):
 def test_the_gauges_of_ray(monkeypatch):
     gauges = remembered_gauges(monkeypatch)
     told(track=("ray",))
+    its = {"run": "a-job", "job": "a-job", "user": user_name()}
     assert {name: values for name, values in gauges.items() if values} == {  # without experts: none of theirs
-        "raypar_loss": [(2.5, {"run": "a-job"})],
-        "raypar_grad_norm": [(1.0, {"run": "a-job"})],
-        "raypar_tokens_per_s": [(1e3, {"run": "a-job"})],
-        "raypar_bubble": [(0.25, {"run": "a-job"})],
-        "raypar_peak_memory_bytes": [(5, {"run": "a-job", "pp": "0"}), (6, {"run": "a-job", "pp": "1"})],
+        "raypar_loss": [(2.5, its)],
+        "raypar_grad_norm": [(1.0, its)],
+        "raypar_tokens_per_s": [(1e3, its)],
+        "raypar_bubble": [(0.25, its)],
+        "raypar_peak_memory_bytes": [(5, its | {"pp": "0"}), (6, its | {"pp": "1"})],
     }
+
+
+@pytest.mark.parametrize(("address", "has"), [("10.0.0.1:6379", True), (None, False)])
+def test_in_a_cluster_rays_metrics_are_told_of_every_run_and_those_of_one_name_are_kept_apart(
+    monkeypatch, tmp_path, address, has
+):
+    gauges = remembered_gauges(monkeypatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    told(folder=str(tmp_path / "first"))
+    assert [its["job"] for _, its in gauges.get("raypar_loss", ())] == ["a-job"] * has
+    assert [its["run"] for _, its in gauges.get("raypar_loss", ())] == ["first"] * has
 
 
 def remembered_gauges(monkeypatch):
