@@ -132,7 +132,7 @@ class Claim:
         ]
         part = f"; room for {sum(map(len, there))} of {sum(map(len, self._blocks))} actors is there" if there else ""
         coming = coming_nodes()
-        added = "" if coming is None else f"; the autoscaler is adding {coming} node{'s' * (coming != 1)}"
+        added = "" if coming is None else f"; {coming or 'no'} node{'s are' if coming != 1 else ' is'} coming"
         return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{added}{holders(own)}"
 
 

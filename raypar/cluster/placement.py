@@ -323,12 +323,12 @@ def _has(node: Node, share: Share) -> str:
         for unit in wants(share)
     )
     unlike = [
-        f"{name}={node.labels.get(name, '')}"
+        f"label {name}={node.labels[name]}" if name in node.labels else f"no label {name}"
         for name, wanted in share.labels.items()
         if not is_selected(node.labels.get(name), wanted)
     ]
     if unlike:
-        return f"the label{'s' if len(unlike) > 1 else ''} {' and '.join(unlike)}: room for 0"
+        return f"{' and '.join(unlike)}: room for 0"
     return f"{amounts}: room for {room(node.total, share)}"
 
 

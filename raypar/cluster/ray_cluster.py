@@ -279,7 +279,8 @@ def _claim(
     """
     whole, now = place(world, nodes, share, strategy, free=False), place(world, nodes, share, strategy)
     if whole.missing and (not grows or strategy == "STRICT_SPREAD"):
-        raise RoomError([no_room(world, nodes, _STRATEGIES.get(strategy, TOO_SMALL), share)])
+        asks = "ask for less in resources, " if share != Share(share.device, share.gpus) else ""
+        raise RoomError([no_room(world, nodes, asks + _STRATEGIES.get(strategy, TOO_SMALL), share)])
     waits = now.is_worse_than(whole)
     found = whole if waits else now
     blocks = blocks_of(world, found.split)

@@ -97,7 +97,7 @@ def slow(seconds):
     return rp.Run(model, data=rp.Batches(batch), mesh=rp.Mesh(pp=2), microbatches=2, steps=5, optim=optim, timeout=60.0)
 
 
-@pytest.mark.parametrize("how", ["sigterm", "two ctrl-c"])
+@pytest.mark.parametrize("how", ["sigterm", pytest.param("two ctrl-c", marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_in_a_long_step_is_saved_at_once_as_it_was_before(
     tmp_path, sigterm, monkeypatch, how, caplog
 ):
