@@ -188,13 +188,15 @@ def test_what_a_reset_and_a_relayout_do_not_need_is_given_back_and_claimed_again
 
 
 PLACED = """
-import json, subprocess, sys
-import ray, torch
+import atexit, json
+import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 import raypar as rp
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+atexit.register(cluster.shutdown)
+atexit.register(ray.shutdown)
 cluster.add_node(num_cpus=4, resources={"disk": 2.0}, labels={"zone": "x"})
 cluster.add_node(num_cpus=4, labels={"zone": "y"})
 ray.init(address=cluster.address, namespace="raypar", log_to_driver=False, logging_level="ERROR")
@@ -225,8 +227,6 @@ for name, resources in (
     except rp.ConfigError as error:
         found[name] = str(error)
 print(json.dumps(found))
-ray.shutdown()
-cluster.shutdown()
 """
 
 
