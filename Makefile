@@ -37,7 +37,7 @@ test-long: $(venv)/.installed-long ## what is too long for every change: fuzzed 
 	@$(python) -m pytest -n 2 --dist loadfile -m 'long or hypothesis' --hypothesis-profile long
 	@for script in schedule_fuzz schedule_matrix config_fuzz layout_fuzz expert_fuzz zero_matrix half_precision overflows memory_peaks \
 			asynchronous_loss checkpoint_damage group_kills recovery_kills aimed_kills recovery_points elastic preemption driver_kills leaks two_hosts node_sums \
-			on_premise relayouts hugging_face config_keys tiny_models feature_pairs feature_runs verify_own_models wrong_runs; do \
+			on_premise relayouts hugging_face config_keys tiny_models feature_pairs feature_runs verify_own_models wrong_runs given_back job_stops neighbours; do \
 		echo "== $$script" && $(python) -m tests.long.$$script || exit 1; done
 
 test-lowest: $(lowest)/.installed ## a slice of the tests with the oldest packages that pyproject.toml allows, in .venv-lowest

@@ -21,6 +21,7 @@ from raypar.cluster.devices import Share
 
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
 _EPSILON = 1e-9
+_MOST_NODES = 8  # that are named one by one
 _LADDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")  # from what may cross nodes first to what may do so last
 _RACK_LADDER: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 
@@ -305,8 +306,17 @@ def split_told(world: World, placement: Placement, share: Share) -> str:
 
 
 def room_told(nodes: Sequence[Node], share: Share) -> str:
-    """Say what each node has room for."""
-    return ", ".join(f"{node} has {_has(node, share)}" for node in nodes)
+    """Say what each node has room for; of many nodes, those that come nearest to what an actor takes."""
+    some = nodes
+    if len(nodes) > _MOST_NODES:
+
+        def falls_short(node: Node) -> tuple[bool, int, int]:
+            lacks = sum(node.total.get(name, 0.0) < amount for name, amount in wants(share).items())
+            return not may_have(node, share), lacks, -room(node.total, share)
+
+        some = sorted(nodes, key=falls_short)[:_MOST_NODES]
+    more = f" and {len(nodes) - len(some)} more" if len(nodes) > len(some) else ""
+    return ", ".join(f"{node} has {_has(node, share)}" for node in some) + more
 
 
 def amount_told(name: str, amount: float) -> str:

@@ -67,7 +67,7 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
     """
     if isinstance(error, OutOfMemoryError):
         used, most = _MEMORY.search(told), _THRESHOLD.search(told)
-        limit = f", and RAY_memory_usage_threshold is {most[1]}" if most else ""
+        limit = f", above the {_limit(most[1])} of RAY_memory_usage_threshold" if most else ""
         amount = f" ({used[1]} of {used[2]} were used{limit})" if used else ""
         return f"ended by Ray's memory monitor, because its node was short of memory{amount}", True
     if getattr(error, "preempted", False):
@@ -93,6 +93,11 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
     if exit_.signal:
         return f"ended by {exit_.signal}", False
     return f"ended with exit code {exit_.code}, by os._exit, sys.exit or a library", False
+
+
+def _limit(told: str) -> str:
+    """Return the limit of Ray's memory monitor as Ray writes sizes; it is told in bytes, or as a part of the memory."""
+    return f"{float(told) / 2**30:.2f}GB" if float(told) > 1 else told
 
 
 def _number_here(told: str) -> int | None:

@@ -102,3 +102,16 @@ def test_what_is_told_names_the_nodes():
     split = split_told(world, placement, CPU)
     assert "of pp=1 dp=1 lies on n0 (10.0.0.0) and n2 (10.0.0.2), as no node has room for its 2 actors" in split
     assert "room for 0" in room_told(nodes_of(3), GPU)
+
+
+def test_of_many_nodes_those_are_named_that_come_nearest():
+    share = Share("cpu", 0.0, 2.0, {"disk": 1.0}, {"zone": "x"})
+    has = {"CPU": 4.0, "disk": 0.0}
+    nodes = [Node(f"id{i}", f"n{i}", f"n{i}", has, has, {"zone": "y"}) for i in range(64)]
+    nodes[40] = Node("id40", "n40", "n40", has, has, {"zone": "x"})
+    nodes[50] = Node("id50", "n50", "n50", has | {"disk": 1.0}, has, {"zone": "y"})
+    told = room_told(nodes, share)
+    assert told.startswith(
+        "n40 has 4 CPUs (4 free) and 0 disk (0 free): room for 0, n50 has label zone=y: room for 0, n0"
+    )
+    assert told.count("room for") == 8 and told.endswith(" and 56 more")

@@ -156,7 +156,9 @@ def test_an_actor_that_rays_memory_monitor_ends_has_died():
 def test_what_ray_says_of_memory_and_of_runtime_environments_is_passed_on():
     over = "Memory on the node was 5.86GB used / 23.54GB limit (0.249), which exceeds the threshold of 0.25. Ray killed"
     told = death_of(OutOfMemoryError(over), 0, ended()).cause
-    assert told.endswith("(5.86GB of 23.54GB were used, and RAY_memory_usage_threshold is 0.25)")
+    assert told.endswith("(5.86GB of 23.54GB were used, above the 0.25 of RAY_memory_usage_threshold)")
+    told = death_of(OutOfMemoryError(over.replace("0.25.", "6774102528 bytes.")), 0, ended()).cause
+    assert told.endswith("(5.86GB of 23.54GB were used, above the 6.31GB of RAY_memory_usage_threshold)")
     broken = RuntimeEnvSetupError("no such package\nERROR: No matching distribution found for nothing==1")
     wanted = "Failed to set up runtime environment. ERROR: No matching distribution found for nothing==1"
     assert death_of(broken, 0, ended()).cause == f"lost (RuntimeEnvSetupError: {wanted})"
