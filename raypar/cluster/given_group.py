@@ -101,5 +101,5 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Sha
     each = " and ".join(amount_told(kind, amount) for kind, amount in wants(share).items())
     return (
         f"placement_group {_named(group)} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
-        f"each with {each} ({has}): make it larger, use a smaller mesh, or leave placement_group out"
+        f"each with {each} ({has})"
     )

@@ -249,10 +249,12 @@ def _inside(group: PlacementGroup | None, share: Share, actors: int, seconds: fl
         if fits and time.monotonic() - begin < (_SETTLES if seconds is None else max(seconds, _SETTLES)):
             time.sleep(_LOOK)
         elif seconds is None:
-            log.warning("%s; they go outside of it", too_small(group, bundles, free, share, actors))
+            few = too_small(group, bundles, free, share, actors)
+            log.warning("%s: they go outside of it; give it a bundle for each, beside that of this task", few)
             return []
         else:
-            raise RoomError([too_small(group, bundles, free if fits else bundles, share, actors)])
+            few = too_small(group, bundles, free if fits else bundles, share, actors)
+            raise RoomError([f"{few}: make it larger, use a smaller mesh, or leave placement_group out"])
     return [Home(group, bundle) for bundle in chosen]
 
 
