@@ -262,12 +262,12 @@ class TrainingLoop:
                 if is_due and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._rearrange))
                     ahead = self._ahead = self._handing(most)
-                if not len(ahead):
+                if (lacks_copies := self._starter.lacks_copies(self._stops)) and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._keep_copies))
                 every = self._evaluations.every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
-                if (is_due or self._starter.lacks_copies(self._stops)) and len(ahead):
+                if (is_due or lacks_copies) and len(ahead):
                     stop = self.next_step + len(ahead)  # the actors complete what they have
                 with patience("the steps they have", partial(self._is_too_long, ahead)) as ctrl_c:
                     try:
@@ -337,9 +337,8 @@ class TrainingLoop:
             return failure
 
     def _keep_copies(self) -> None:
-        """Let the actors keep copies of their state, if a run that is stopped in a step could not be saved without."""
-        if self._starter.lacks_copies(self._stops):
-            self._starter.keep_copies(self._stops, self.next_step)
+        """Let the actors keep copies of their state, without which a run that is stopped in a step is not saved."""
+        self._starter.keep_copies(self._stops, self.next_step)
 
     def _is_too_long(self, ahead: Ahead) -> bool:
         """Return whether a SIGTERM that comes now must not wait for the steps that the actors have."""
