@@ -79,10 +79,10 @@ class Claim:
             now = time.monotonic()
             if now - begin > seconds:
                 why = f"they were not free within {seconds:g} s; wait_for_room (--wait-for-room SECONDS) waits longer"
-                raise RoomError([self._told(why)])
+                raise RoomError([self._message(why)])
             if now - said > _SAY:
                 said = now
-                log.info("%s", self._told(f"waited for, {seconds - (now - begin):.0f} s are left"))
+                log.info("%s", self._message(f"waited for, {seconds - (now - begin):.0f} s are left"))
             if now - held > _HOLD and self._is_in_the_way():
                 self.give_back()
                 time.sleep(random.uniform(0.0, _HOLD))
@@ -122,7 +122,7 @@ class Claim:
         waiting = {one for one, state in states.items() if state == "PENDING"}
         return any(states.get(one) == "CREATED" for one in own) and bool(waiting - own)
 
-    def _told(self, why: str) -> str:
+    def _message(self, why: str) -> str:
         """Say what is needed, what there is, and who has it."""
         own, table = {group.id.hex() for group in self._groups}, placement_group_table()
         there = [

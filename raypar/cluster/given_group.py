@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup as PlacementGroup
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
 from raypar.cluster.devices import Share
-from raypar.cluster.placement import amount_told, free_part, room, wants
+from raypar.cluster.placement import amount_text, free_text, room, wants
 from raypar.cluster.ray_private import free_resources, held_resources
 from raypar.errors import ConfigError
 
@@ -93,12 +93,12 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Sha
     has = "; ".join(
         f"bundle {number} "
         + " and ".join(
-            f"{amount_told(kind, amount)} ({free_part(kind, free[number].get(kind, 0.0))} free)"
+            f"{amount_text(kind, amount)} ({free_text(kind, free[number].get(kind, 0.0))} free)"
             for kind, amount in its.items()
         )
         for number, its in sorted(bundles.items())
     )
-    each = " and ".join(amount_told(kind, amount) for kind, amount in wants(share).items())
+    each = " and ".join(amount_text(kind, amount) for kind, amount in wants(share).items())
     return (
         f"placement_group {_named(group)} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "
         f"each with {each} ({has})"

@@ -319,7 +319,7 @@ def room_told(nodes: Sequence[Node], share: Share) -> str:
     return ", ".join(f"{node} has {_has(node, share)}" for node in some) + more
 
 
-def amount_told(name: str, amount: float) -> str:
+def amount_text(name: str, amount: float) -> str:
     """Say how much of a resource something is, as "2 CPUs" and "8.0 GiB memory"."""
     if name == "memory":
         return f"{amount / 2**30:.1f} GiB memory"
@@ -329,7 +329,7 @@ def amount_told(name: str, amount: float) -> str:
 
 def _has(node: Node, share: Share) -> str:
     amounts = " and ".join(
-        f"{amount_told(unit, node.total.get(unit, 0.0))} ({free_part(unit, node.free.get(unit, 0.0))} free)"
+        f"{amount_text(unit, node.total.get(unit, 0.0))} ({free_text(unit, node.free.get(unit, 0.0))} free)"
         for unit in wants(share)
     )
     unlike = [
@@ -342,6 +342,6 @@ def _has(node: Node, share: Share) -> str:
     return f"{amounts}: room for {room(node.total, share)}"
 
 
-def free_part(name: str, amount: float) -> str:
+def free_text(name: str, amount: float) -> str:
     """Say how much of a resource is free."""
     return f"{amount / 2**30:.1f}" if name == "memory" else f"{amount:g}"

@@ -9,7 +9,7 @@ from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
 from raypar.cluster.devices import Share
-from raypar.cluster.placement import Node, amount_told, free_part, room_told, wants
+from raypar.cluster.placement import Node, amount_text, free_text, room_told, wants
 from raypar.schedules.float_sum import float_sum
 
 TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
@@ -26,15 +26,15 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: Share) -> str:
         share: What each actor takes.
     """
     wanted = wants(share)
-    need = " and ".join(amount_told(name, world.size * amount) for name, amount in wanted.items())
+    need = " and ".join(amount_text(name, world.size * amount) for name, amount in wanted.items())
     have = []
     for name in wanted:
         total, free = (
             float_sum(node.total.get(name, 0.0) for node in nodes),
             float_sum(node.free.get(name, 0.0) for node in nodes),
         )
-        amount = amount_told(name, total) if len(wanted) > 1 else f"{total:g}"
-        have.append(f"{amount} ({free_part(name, free)} free)")
+        amount = amount_text(name, total) if len(wanted) > 1 else f"{total:g}"
+        have.append(f"{amount} ({free_text(name, free)} free)")
     others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     if world.mesh.expert_actors:
         others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
