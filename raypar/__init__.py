@@ -44,14 +44,14 @@ if TYPE_CHECKING:
         StalledError,
         StepLostError,
     )
-    from raypar.job.before_launch import faults
-    from raypar.job.growing_text import Continuation
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.job.lm_eval import lm_eval_model
     from raypar.job.microbatch import fit_microbatch
-    from raypar.job.relayout import Relayout
-    from raypar.job.scoring import Scored
+    from raypar.job.recover.relayout import Relayout
+    from raypar.job.start.before_launch import faults
+    from raypar.job.text.growing_text import Continuation
+    from raypar.job.text.scoring import Scored
     from raypar.parity.verify import Verdict, verify
     from raypar.planner import formulas
     from raypar.recovery import chaos
@@ -99,14 +99,14 @@ _HOMES = {
         "StalledError",
         "StepLostError",
     ),
-    "raypar.job.before_launch": ("faults",),
-    "raypar.job.growing_text": ("Continuation",),
+    "raypar.job.start.before_launch": ("faults",),
+    "raypar.job.text.growing_text": ("Continuation",),
     "raypar.job.lm_eval": ("lm_eval_model",),
     "raypar.job.microbatch": ("fit_microbatch",),
-    "raypar.job.scoring": ("Scored",),
+    "raypar.job.text.scoring": ("Scored",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
-    "raypar.job.relayout": ("Relayout",),
+    "raypar.job.recover.relayout": ("Relayout",),
     "raypar.parity.verify": ("Verdict", "verify"),
     "raypar.planner": ("formulas",),
     "raypar.recovery": ("chaos",),

@@ -106,7 +106,7 @@ def catalog_as_before():
 @pytest.fixture(scope="session")
 def torch_for_cpus():
     """Forecasts of memory do not depend on the build of torch that runs the tests."""
-    from raypar.planner import memory
+    from raypar.planner.memory import worker as memory
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "torch_has_cuda", lambda: False)

@@ -419,7 +419,7 @@ def test_the_grid_of_the_schedules_is_what_is_drawn():
 
 
 def test_the_placements_of_gathers_are_those_on_paper():
-    from raypar.cli.schedules import measure
+    from raypar.cli.schedules.schedules import measure
 
     words = "interleaved --ranks 2 --microbatches 4 --gather step --unshard 0.5"
     words += " --units 8 --weights-mib 100 --activations-mib 10"

@@ -332,10 +332,11 @@ MAY_IMPORT = {
     "actors/checkpoint": "actors actors/models",
     "actors/collective": "actors actors/autograd actors/collective/shm",
     "actors/collective/shm": "actors actors/collective",
-    "actors/context_parallel": ("actors actors/autograd actors/collective actors/layers actors/models actors/specs"),
+    "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/data": "actors actors/models actors/specs schedules",
     "actors/data_parallel": (
-        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
+        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs "
+        "schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/specs schedules",
@@ -347,7 +348,8 @@ MAY_IMPORT = {
         "actors/specs schedules"
     ),
     "actors/optim": (
-        "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
+        "actors actors/checkpoint actors/collective actors/data actors/models actors/specs "
+        "actors/tensor_parallel"
     ),
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
@@ -358,71 +360,147 @@ MAY_IMPORT = {
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
-        "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "
-        "actors/data_parallel actors/expert_parallel actors/inspect actors/layers actors/mesh actors/models "
-        "actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel actors/tensor_parallel/grid "
-        "schedules schedules/passes"
+        "actors actors/checkpoint actors/collective actors/data_parallel actors/expert_parallel "
+        "actors/inspect actors/layers actors/mesh actors/models actors/optim actors/pipeline actors/relayout "
+        "actors/specs actors/tensor_parallel actors/worker/build actors/worker/keep schedules "
+        "schedules/passes"
+    ),
+    "actors/worker/build": (
+        "actors actors/collective actors/context_parallel actors/data actors/data_parallel "
+        "actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim actors/pipeline "
+        "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules schedules/passes"
+    ),
+    "actors/worker/keep": (
+        "actors actors/checkpoint actors/collective actors/relayout actors/specs actors/worker "
+        "actors/worker/build"
     ),
     "raypar": "actors schedules",
-    "raypar/checkpoint": (
-        "actors actors/checkpoint actors/hugging_face actors/mesh actors/optim actors/specs raypar raypar/cluster "
-        "raypar/config raypar/config/validate schedules"
-    ),
-    "raypar/cli": (
-        "actors actors/data actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config "
-        "raypar/config/validate raypar/calibration raypar/doctor raypar/job raypar/parity raypar/planner "
-        "raypar/planner/hardware raypar/planner/search raypar/planner/timing raypar/recovery raypar/reporting "
-        "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
-        "schedules/drawing schedules/passes schedules/simulation"
-    ),
     "raypar/calibration": (
         "actors actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster raypar/config "
-        "raypar/job raypar/planner raypar/reporting schedules"
+        "raypar/job raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
     ),
-    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
+    "raypar/checkpoint": (
+        "actors actors/checkpoint actors/hugging_face actors/mesh actors/models actors/optim actors/specs "
+        "raypar raypar/cluster raypar/config raypar/config/validate schedules"
+    ),
+    "raypar/cli": (
+        "actors actors/data actors/specs raypar raypar/calibration raypar/checkpoint raypar/cli/plan "
+        "raypar/cli/schedules raypar/cli/text raypar/cli/train raypar/cli/words raypar/cluster raypar/config "
+        "raypar/doctor raypar/job raypar/job/start raypar/planner raypar/planner/calibrated "
+        "raypar/planner/sizes raypar/reporting raypar/reporting/html raypar/reporting/run_folder "
+        "raypar/stepping schedules schedules/drawing"
+    ),
+    "raypar/cli/plan": (
+        "actors actors/mesh actors/specs raypar raypar/cli/words raypar/cluster raypar/config raypar/planner "
+        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/planner/search "
+        "raypar/planner/sizes raypar/planner/timing raypar/reporting schedules schedules/drawing"
+    ),
+    "raypar/cli/schedules": (
+        "actors/specs raypar raypar/cli/words raypar/config raypar/planner/fleet raypar/reporting/html "
+        "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
+    ),
+    "raypar/cli/text": (
+        "actors/data actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words raypar/config "
+        "raypar/config/validate raypar/job raypar/job/text raypar/planner raypar/reporting"
+    ),
+    "raypar/cli/train": (
+        "actors actors/data actors/mesh actors/models actors/specs raypar raypar/checkpoint raypar/cli "
+        "raypar/cli/words raypar/cluster raypar/config raypar/config/validate raypar/job raypar/job/start "
+        "raypar/job/text raypar/parity raypar/planner raypar/planner/calibrated raypar/planner/hardware "
+        "raypar/recovery raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
+    ),
+    "raypar/cli/words": (
+        "actors actors/specs raypar raypar/config schedules schedules/drawing schedules/passes "
+        "schedules/simulation"
+    ),
+    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner/hardware schedules",
     "raypar/config": (
-        "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker raypar "
-        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators raypar/planner/timing "
-        "schedules schedules/checking schedules/passes "
-        "schedules/generators schedules/simulation"
+        "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker/build "
+        "raypar raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
+        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
+        "schedules/passes schedules/simulation"
     ),
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
-        "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner schedules"
+        "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner/hardware "
+        "schedules"
     ),
     "raypar/doctor": "actors actors/collective raypar raypar/cluster",
     "raypar/job": (
-        "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
-        "actors/mesh actors/models actors/relayout actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
-        "raypar/config raypar/config/validate raypar/planner raypar/recovery raypar/reporting raypar/stepping "
-        "schedules schedules/drawing schedules/passes"
+        "actors actors/collective actors/models actors/specs actors/worker raypar raypar/checkpoint "
+        "raypar/cluster raypar/config raypar/config/validate raypar/job/layout raypar/job/look "
+        "raypar/job/recover raypar/job/start raypar/job/steps raypar/job/text raypar/planner "
+        "raypar/planner/hardware raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping "
+        "schedules schedules/drawing"
+    ),
+    "raypar/job/layout": (
+        "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
+        "raypar/job/start raypar/planner raypar/planner/hardware raypar/reporting schedules"
+    ),
+    "raypar/job/look": (
+        "actors actors/collective actors/models actors/specs raypar raypar/cluster raypar/job/start "
+        "raypar/planner raypar/reporting schedules schedules/drawing"
+    ),
+    "raypar/job/recover": (
+        "actors actors/checkpoint actors/mesh actors/relayout actors/specs raypar raypar/checkpoint "
+        "raypar/cluster raypar/config raypar/job/layout raypar/job/start raypar/planner "
+        "raypar/planner/hardware raypar/planner/memory raypar/recovery"
+    ),
+    "raypar/job/start": (
+        "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
+        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate raypar/job/layout "
+        "raypar/job/look raypar/job/recover raypar/job/steps raypar/planner raypar/planner/hardware "
+        "raypar/recovery raypar/reporting schedules"
+    ),
+    "raypar/job/steps": (
+        "actors actors/data actors/mesh actors/models actors/specs actors/worker/build raypar "
+        "raypar/checkpoint raypar/cluster raypar/config raypar/job/recover raypar/job/start raypar/recovery "
+        "raypar/reporting raypar/stepping schedules schedules/passes"
+    ),
+    "raypar/job/text": (
+        "actors actors/data actors/specs raypar raypar/config raypar/config/validate raypar/job/start "
+        "raypar/job/steps raypar/planner raypar/planner/hardware raypar/planner/memory schedules"
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
+        "actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start raypar/reporting "
+        "schedules"
     ),
     "raypar/planner": (
-        "actors actors/data_parallel actors/mesh actors/models actors/specs raypar raypar/planner/formulas schedules "
-        "schedules/passes schedules/simulation"
+        "actors actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar "
+        "raypar/planner/calibrated raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
+        "raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
+    "raypar/planner/calibrated": (
+        "actors actors/mesh actors/models actors/specs raypar raypar/planner raypar/planner/memory schedules "
+        "schedules/simulation"
+    ),
+    "raypar/planner/fleet": "actors raypar raypar/planner/formulas schedules schedules/simulation",
     "raypar/planner/formulas": "",
-    "raypar/planner/hardware": "schedules",
+    "raypar/planner/hardware": "actors actors/specs schedules",
+    "raypar/planner/memory": (
+        "actors/mesh actors/models actors/specs raypar/planner/hardware raypar/planner/sizes schedules "
+        "schedules/simulation"
+    ),
     "raypar/planner/operators": (
-        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
+        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing "
+        "schedules"
     ),
     "raypar/planner/search": (
-        "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
-        "raypar/planner/timing schedules"
+        "actors/mesh actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
+        "raypar/planner/memory raypar/planner/timing schedules"
     ),
+    "raypar/planner/sizes": "actors/data_parallel actors/mesh actors/models actors/specs schedules",
     "raypar/planner/timing": (
-        "actors/mesh actors/models actors/specs raypar/planner raypar/planner/formulas raypar/planner/hardware "
-        "schedules schedules/passes schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
+        "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
     "raypar/reporting": (
-        "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
-        "raypar/config raypar/planner raypar/planner/hardware raypar/reporting/run_folder raypar/reporting/trackers "
-        "schedules schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs raypar "
+        "raypar/config raypar/planner raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory "
+        "raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/drawing schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
@@ -434,11 +512,11 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/mesh actors/models actors/pipeline "
-        "actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules "
-        "schedules/drawing"
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/mesh actors/models "
+        "actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting "
+        "schedules schedules/drawing"
     ),
-    "schedules": ("schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation"),
+    "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",
     "schedules/generators": "schedules schedules/simulation",

@@ -41,14 +41,14 @@ from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
+from raypar.actors.worker.build.plan import Plan
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order, Scores
+from raypar.actors.worker.keep.relayout_transfer import passed_on
+from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper, keep_after, kept
 from raypar.actors.worker.members import Member, claim, member_of, there, worker_in
-from raypar.actors.worker.passing_on import passed_on
-from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.printed_lines import PrintedLines
 from raypar.actors.worker.refusals import Refusals
-from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kept
 from raypar.schedules.action import Action
 
 

@@ -22,12 +22,12 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.sampling import Prompts
 from raypar.actors.tensors import Values
-from raypar.actors.worker.boundaries import peers_of
-from raypar.actors.worker.flow import numbers_of
-from raypar.actors.worker.model_part import Part
+from raypar.actors.worker.build.boundaries import peers_of
+from raypar.actors.worker.build.flow import numbers_of
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
 from raypar.actors.worker.probe import Probe
-from raypar.actors.worker.seat import Seat
-from raypar.actors.worker.step import Step
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import needs
 

@@ -8,8 +8,8 @@ from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.worker.build.plan import Plan
 from raypar.actors.worker.parameter_server import Server
-from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.worker import Worker
 
 Member = Worker | Server

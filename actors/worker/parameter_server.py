@@ -17,14 +17,14 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.specs.results import Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.build import build_part
+from raypar.actors.worker.build.assemble import build_part
+from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.updates import buckets_of, updater_of
 from raypar.actors.worker.fault_injection import FaultInjector
-from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
-from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
-from raypar.actors.worker.step import Step
-from raypar.actors.worker.updates import buckets_of, updater_of
 from raypar.schedules.action import STEP, Action
 
 _WHOLE_STEP = 1e6  # seconds to wait for gradients, in effect no limit: other actors report a replica that is late

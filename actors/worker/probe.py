@@ -17,9 +17,9 @@ from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
 from raypar.actors.worker.state import WorkerState
-from raypar.actors.worker.step import Step
 from raypar.schedules.action import Action
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.worker.model_part import Part
-from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.seat import Seat
 
 DEFAULT_EVERY = 1000  # steps between two comparisons, if the run does not say
 

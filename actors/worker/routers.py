@@ -10,8 +10,8 @@ import torch
 from raypar.actors.errors import NonFiniteError, RouterError
 from raypar.actors.expert_parallel.record import Balanced, Routed
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed, Updated
-from raypar.actors.worker.model_part import Part
-from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.seat import Seat
 from raypar.schedules.action import Action, Op
 
 

@@ -27,8 +27,8 @@ from raypar.actors.relayout.moves import Boxes
 from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
-from raypar.actors.worker.model_part import Part
-from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.seat import Seat
 
 
 class Doubt(NamedTuple):

@@ -15,10 +15,10 @@ from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
-from raypar.actors.worker.flow import Flow, numbers_of
-from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.build.flow import Flow, numbers_of
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
 from raypar.actors.worker.state import Doubt, WorkerState
-from raypar.actors.worker.step import Step
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import versions_used
 

@@ -21,19 +21,19 @@ from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.moves import moves_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.build import assemble, ends_of_rounds
+from raypar.actors.worker.build.assemble import assemble, ends_of_rounds
+from raypar.actors.worker.build.flow import numbers_of
+from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.program import program_of
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
 from raypar.actors.worker.fault_injection import FaultInjector
-from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.generation import Generator
-from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
-from raypar.actors.worker.program import program_of
 from raypar.actors.worker.recheck import Recheck
 from raypar.actors.worker.replica_weights import compare_fixed, compare_if_due, compare_weights
 from raypar.actors.worker.routers import Routers
-from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
-from raypar.actors.worker.step import Step
 from raypar.actors.worker.stream import Stream
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum

@@ -24,8 +24,8 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
-from raypar.planner.calibration import FORMAT, Calibration, GroupTime, Origin, Update, busy_with
-from raypar.planner.memory import process_bytes
+from raypar.planner.calibrated.calibration import FORMAT, Calibration, GroupTime, Origin, Update, busy_with
+from raypar.planner.memory.worker import process_bytes
 
 _CALL = 60.0  # seconds in which an actor answers a call
 _LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypar.planner.calibration import AttentionTime, GroupOp, GroupTime, Product
+from raypar.planner.calibrated.calibration import AttentionTime, GroupOp, GroupTime, Product
 
 ROWS = (32, 128, 512)
 WEIGHTS = ((64, 64), (64, 256), (256, 64), (256, 256), (256, 1024), (1024, 256))  # inner, columns

@@ -15,7 +15,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.job.job import Job
 from raypar.job.launch import launch
-from raypar.planner.calibration import Family, Kind
+from raypar.planner.calibrated.calibration import Family, Kind
 from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
 from raypar.schedules.float_sum import float_sum

@@ -10,15 +10,16 @@ from typing import NamedTuple, get_args
 from raypar.actors.host_cores import num_cores
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import FEW, MANY, Measured
-from raypar.config.run import check_run, world_of
-from raypar.planner.calibrated_costs import calibrated_costs, stage_seconds, step_seconds
-from raypar.planner.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, Update
-from raypar.planner.least_squares import relative_fit
-from raypar.planner.memory import Counts, worker_memory
+from raypar.config.run import check_run
+from raypar.planner.calibrated.calibrated_costs import calibrated_costs, stage_seconds, step_seconds
+from raypar.planner.calibrated.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, Update
+from raypar.planner.calibrated.least_squares import relative_fit
+from raypar.planner.calibrated.product_seconds import head_products, num_logits
+from raypar.planner.memory.worker import Counts, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.products import head_products, num_logits
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 

@@ -16,6 +16,7 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.files import AT_ONCE, told, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
@@ -25,7 +26,6 @@ from raypar.checkpoint.files_beside import write_files_beside
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
-from raypar.config.skeleton import Skeleton
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
 from raypar.paths import absolute

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_faults
@@ -21,7 +22,6 @@ from raypar.checkpoint.save import Save
 from raypar.config.fields import Fault, brief, field_faults
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
-from raypar.config.skeleton import Skeleton
 from raypar.config.toml import as_begun, flat, plain_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults

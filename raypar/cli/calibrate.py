@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.cli.arguments import parsed
+from raypar.cli.words.arguments import parsed
 from raypar.errors import ConfigError
-from raypar.planner.calibration import Calibration, Kind
-from raypar.planner.calibration_file import VARIABLE, default_path, place_faults, write_calibration
+from raypar.planner.calibrated.calibration import Calibration, Kind
+from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, place_faults, write_calibration
 
 _MOST = 3600.0
 _OF_KIND: Mapping[Kind, str] = {

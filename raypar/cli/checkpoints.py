@@ -13,12 +13,12 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
-from raypar.cli.arguments import parsed
-from raypar.cli.flags import HELP
-from raypar.cli.resuming import checkpoint_at
+from raypar.cli.train.resuming import checkpoint_at
+from raypar.cli.words.arguments import parsed
+from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, home_of, step_of
-from raypar.reporting.needs import finer_size
+from raypar.planner.resource_needs import finer_size
 from raypar.reporting.run_folder.read import salvage
 
 _LS = "List the checkpoints of a folder or a run, newest first. Their shards are not read."

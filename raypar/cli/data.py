@@ -16,12 +16,12 @@ import tyro
 from raypar.actors.data.example_batches import IGNORED, Mixture, Row, example_faults, open_sequences
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Learned
-from raypar.cli.arguments import parsed
-from raypar.cli.examples import named_examples
-from raypar.cli.flags import HELP
+from raypar.cli.words.arguments import parsed
+from raypar.cli.words.examples import named_examples
+from raypar.cli.words.flags import HELP
 from raypar.config.toml import read_table, recorded_run
 from raypar.errors import ConfigError
-from raypar.job.batch_checks import warn_of_examples
+from raypar.job.start.batch_checks import warn_of_examples
 from raypar.paths import RUN, holds_run
 
 _WHAT = "Show sequences as a run learns them: decoded, with what is learned in green, or between « and » in a file."

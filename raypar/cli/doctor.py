@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypar.cli.arguments import parsed
+from raypar.cli.words.arguments import parsed
 from raypar.doctor.examination import examined
 from raypar.doctor.finding import as_dicts, is_sound
 

@@ -14,10 +14,10 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
-from raypar.cli.help_text import HELP
+from raypar.cli.words.help_text import HELP
 
 if TYPE_CHECKING:
-    from raypar.reporting.needs import Rows
+    from raypar.planner.resource_needs import Rows
 
 OK, DIFFERENT, MISTAKE, FAILED, NO_ROOM, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 5, 6, 130, 143
 _LONG = 80  # letters of a path that are shown
@@ -100,7 +100,7 @@ def _command(words: list[str]) -> int:
 
 
 def _on_paper(command: str, words: list[str]) -> int:
-    from raypar.cli import schedules
+    from raypar.cli.schedules import schedules
     from raypar.schedules.schedule import ScheduleError
 
     try:
@@ -114,8 +114,8 @@ def _on_paper(command: str, words: list[str]) -> int:
 
 
 def _side_by_side(command: str, words: list[str]) -> int:
-    from raypar.cli.compare import compare
-    from raypar.cli.gallery import gallery
+    from raypar.cli.schedules.compare import compare
+    from raypar.cli.schedules.gallery import gallery
     from raypar.errors import ConfigError
 
     try:
@@ -183,7 +183,7 @@ def _mistakes(faults: Sequence[str]) -> str:
 
 def _with_actors(command: str, words: list[str]) -> int:
     from raypar.actors.errors import NonFiniteError
-    from raypar.cli import short_runs, train
+    from raypar.cli.train import short_runs, train
     from raypar.errors import ConfigError, JobError, RoomError
 
     try:
@@ -192,24 +192,24 @@ def _with_actors(command: str, words: list[str]) -> int:
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
         if command == "plan":
-            from raypar.cli.planning import plan
+            from raypar.cli.plan.planning import plan
 
             return _say(plan(words))
         if command == "step":
             short_runs.step(words)
             return OK
         if command == "eval":
-            from raypar.cli.evaluate import evaluate
+            from raypar.cli.text.evaluate import evaluate
 
             return _say(_table(evaluate(words)), styled=True)
         if command in _TEXTS:
-            from raypar.cli import generate
+            from raypar.cli.text import generate
 
             say = partial(_say, styled=not sys.stdout.isatty())  # a file gets the text as the model has written it
             generate.generate(words, say) if command == "generate" else generate.chat(words, say, input)
             return OK
         if command == "sft":
-            from raypar.cli import finetune
+            from raypar.cli.train import finetune
 
             outcome = finetune.sft(words, terminal=sys.stdout.isatty())
         else:
@@ -222,7 +222,7 @@ def _with_actors(command: str, words: list[str]) -> int:
     except RoomError as error:
         return _fail(f"no room, no step was taken:\n{error}", NO_ROOM)
     except ConfigError as error:
-        from raypar.cli.flags import named_as_typed
+        from raypar.cli.words.flags import named_as_typed
 
         count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
         return _fail(f"{count}, no step was taken:\n{ConfigError(named_as_typed(error.faults, words))}", MISTAKE)

@@ -7,8 +7,8 @@ import re
 
 from raypar.actors.specs.model import Transformer
 from raypar.config.recipes import RECIPES
-from raypar.planner.parameters import num_parameters, short_count
-from raypar.reporting.needs import actors_told
+from raypar.planner.resource_needs import actors_told
+from raypar.planner.sizes.parameters import num_parameters, short_count
 
 
 def recipes() -> str:

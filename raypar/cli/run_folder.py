@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.cli.arguments import parsed
-from raypar.cli.output_files import file_faults
+from raypar.cli.words.arguments import parsed
+from raypar.cli.words.output_files import file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
 from raypar.reporting.device_peaks import DeviceName, peak_of

@@ -37,7 +37,7 @@ from raypar.cluster.room import TOO_SMALL, no_room
 from raypar.cluster.together import together
 from raypar.cluster.vacancies import Home
 from raypar.errors import ConfigError, JobError, RoomError
-from raypar.planner.host import num_slots, room_faults, starts_own_ray
+from raypar.planner.hardware.this_machine import num_slots, room_faults, starts_own_ray
 from raypar.schedules.float_sum import float_sum
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ import torch
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.plain_attributes import plain_attributes
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
 from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.loss_trial import outputs_of
-from raypar.config.skeleton import Skeleton
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
-from raypar.planner.parameters import num_parameters
+from raypar.planner.sizes.parameters import num_parameters
 
 DEEPEST = 512
 _WIDTH, _HEAD, _SEQ = 64, 128, 2048

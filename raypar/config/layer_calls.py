@@ -9,9 +9,9 @@ from io import StringIO
 
 import torch
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 
 
 def may_call(run: Run, skeleton: Skeleton) -> bool:

@@ -17,6 +17,7 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.build import build_model
 from raypar.actors.models.made_at import made_at
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skips import SkipError, Skipped
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
@@ -26,7 +27,6 @@ from raypar.config.distributed_trial import noticed_questions
 from raypar.config.expert_trial import call_faults
 from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.plan_trial import plan_misfits
-from raypar.config.skeleton import Skeleton
 from raypar.config.stage_trial import OUTSIDE_THE_GRAPH, graph_faults
 
 _OF_SHAPES = re.compile(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.unregistered import shared_buffers, unsearched
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.owners import homes_of
-from raypar.config.skeleton import Skeleton
+from raypar.actors.worker.build.weight_owners import homes_of
 from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)

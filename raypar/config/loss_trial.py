@@ -18,13 +18,13 @@ from torch import Tensor
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skips import Skipped
 from raypar.actors.models.user_layers import measured
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 from raypar.config.layer_calls import may_call, unnoticed
-from raypar.config.skeleton import Skeleton
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
+from raypar.actors.models.skeleton import Skeleton, with_its_names
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
+from raypar.actors.specs.worlds import world_of
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.hints import hint
 from raypar.config.mended import mended
@@ -28,7 +29,6 @@ from raypar.config.schedule import (
     with_offload,
     with_zero,
 )
-from raypar.config.skeleton import Skeleton, with_its_names
 from raypar.config.skips import skips_of
 from raypar.config.validate.adapter_folder import adapter_folder_faults
 from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
@@ -231,11 +231,6 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 
 
-def world_of(run: Run) -> World:
-    """Return the world of a run: all its workers, and its parameter servers if it has any."""
-    return World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
-
-
 def zero_actions_of(run: Run) -> ZeroActions:
     """Return when the replicas of a run reduce gradients and gather weights."""
     world = world_of(run)
@@ -327,7 +322,7 @@ def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: C
         yield from sharing_faults(run, skeleton)
     if isinstance(run.model, Layers) and right("model", "split") and (schedule.num_ranks > 1 or schedule.stream):
         from raypar.actors.models.unregistered import borrowed  # imports torch
-        from raypar.actors.worker.owners import homes_of
+        from raypar.actors.worker.build.weight_owners import homes_of
 
         homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
         yield from version_faults(skeleton, schedule, homes)
@@ -345,7 +340,7 @@ def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Calla
     """Yield a fault if a pipeline rank has fewer parameters than servers. One server is always allowed."""
     if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
-    from raypar.actors.worker.owners import sizes_of  # imports torch
+    from raypar.actors.worker.build.weight_owners import sizes_of  # imports torch
 
     sizes = sizes_of(skeleton.model, run.split, schedule)
     fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))

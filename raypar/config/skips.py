@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raypar.actors.models.partition import split_faults
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 from raypar.schedules.passes.skips import Skips, no_skips
 
 

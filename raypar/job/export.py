@@ -13,8 +13,8 @@ from raypar.checkpoint.check import verified
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import demand_exportable, export
 from raypar.config.toml import plain_of
-from raypar.job.averages import demand_averages
-from raypar.job.training_loop import TrainingLoop
+from raypar.job.steps.averages import demand_averages
+from raypar.job.steps.training_loop import TrainingLoop
 from raypar.paths import absolute
 
 

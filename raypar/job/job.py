@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
@@ -17,18 +18,17 @@ from raypar.checkpoint.find import Found
 from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.schedule import Programs
-from raypar.config.skeleton import Skeleton
-from raypar.job.displayed import Callback
 from raypar.job.export import export_hf
-from raypar.job.generation import TextGenerator
-from raypar.job.growing_text import Continuation
-from raypar.job.lifetime import Lifetime
-from raypar.job.loaded_run import loaded_on
-from raypar.job.loading import Loading
-from raypar.job.rebalance import Loads
-from raypar.job.relayout import Relayout
-from raypar.job.scoring import Scored, TextScorer
-from raypar.job.weights import Weights
+from raypar.job.layout.rebalance import Loads
+from raypar.job.look.weights import Weights
+from raypar.job.recover.relayout import Relayout
+from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.loaded_run import loaded_on
+from raypar.job.start.run_switch import Loading
+from raypar.job.steps.displayed import Callback
+from raypar.job.text.generation import TextGenerator
+from raypar.job.text.growing_text import Continuation
+from raypar.job.text.scoring import Scored, TextScorer
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable

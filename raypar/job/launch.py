@@ -9,25 +9,26 @@ from dataclasses import replace
 from os import PathLike
 
 from raypar.actors.bounds import NotNegative
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.given_group import PlacementGroup
 from raypar.cluster.nodes import living_nodes, without_folder
 from raypar.cluster.ray_cluster import ROOM_SECONDS, Waits, start_actors
 from raypar.config.arguments import checked_arguments
-from raypar.config.run import reset_faults, world_of
+from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs
-from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
-from raypar.job.before_launch import look_ahead
-from raypar.job.conversion import convert_on_cluster
 from raypar.job.job import Job
-from raypar.job.run_folders import replaced, settled
+from raypar.job.start.before_launch import look_ahead
+from raypar.job.start.conversion import convert_on_cluster
+from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
+from raypar.planner.resource_needs import memory_faults
 from raypar.recovery.chaos import injectable, never_happen
-from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.config.arguments import checked_arguments
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
-from raypar.job.generation import tokenizer_of
+from raypar.job.text.generation import tokenizer_of
 from raypar.schedules.float_sum import float_sum
 
 if TYPE_CHECKING:

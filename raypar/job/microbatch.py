@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
-from raypar.config.run import check_run, unrecorded, world_of
+from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError, JobError
-from raypar.planner.host import computes_here, free_memory
-from raypar.planner.memory import worker_memory
+from raypar.planner.hardware.this_machine import computes_here, free_memory
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import before_run
-from raypar.reporting.needs import counts_of, size
+from raypar.planner.resource_needs import counts_of, size
 
 #: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
 Probe = Callable[[Run], int | None]

@@ -17,7 +17,7 @@ from raypar.actors.inspect.activations import LOSS, Spot
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from raypar.parity.case import Case, Piece
 from raypar.parity.causes import cause_of
 from raypar.parity.compare import norm_of, relative_error, scales_of

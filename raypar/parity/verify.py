@@ -18,9 +18,9 @@ from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError
-from raypar.job.batch_checks import demand_pure
 from raypar.job.job import Job
 from raypar.job.launch import launch
+from raypar.job.start.batch_checks import demand_pure
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.diagnosis import Diagnosis, diagnose
 from raypar.parity.reference import Trained, dense, exact_figure, gradient_name, train_plainly

@@ -19,7 +19,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
-from raypar.planner.memory import Counts, element_bytes
+from raypar.planner.memory.worker import Counts, element_bytes
 from raypar.planner.rates import Rates, halving_seconds, rates_of
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum

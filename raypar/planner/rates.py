@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.planner.host import device_kind
+from raypar.planner.hardware.this_machine import device_kind
 
 
 @dataclass(frozen=True)

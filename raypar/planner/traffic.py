@@ -10,7 +10,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.memory import Counts, element_bytes
+from raypar.planner.memory.worker import Counts, element_bytes
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic

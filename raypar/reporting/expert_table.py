@@ -9,8 +9,8 @@ from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
-from raypar.config.run import world_of
 
 _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
 

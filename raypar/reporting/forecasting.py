@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
-from raypar.config.run import world_of
-from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import worker_memory
+from raypar.actors.specs.worlds import world_of
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import IN_SLOTS, Prediction, before_run, better_calibration
-from raypar.reporting.needs import counts_of, size
+from raypar.planner.resource_needs import counts_of, size
 from raypar.reporting.run_folder.forecast import Forecast
 from raypar.schedules.drawing.text import milliseconds
 from raypar.schedules.schedule import Schedule

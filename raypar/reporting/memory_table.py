@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.config.run import world_of
-from raypar.config.skeleton import Skeleton
-from raypar.planner.actors_memory import actors_memory
-from raypar.planner.kv_cache import cache_bytes
-from raypar.planner.memory import Memory
+from raypar.actors.specs.worlds import world_of
+from raypar.planner.memory.kv_cache import cache_bytes
+from raypar.planner.memory.memory_of_all import actors_memory
+from raypar.planner.memory.worker import Memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of, size
+from raypar.planner.resource_needs import counts_of, size
 from raypar.reporting.notebook import box, table, unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.schedule import Schedule

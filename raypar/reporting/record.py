@@ -12,13 +12,13 @@ from typing import Any
 
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
-from raypar.config.skeleton import Skeleton
 from raypar.config.toml import plain_of
 from raypar.paths import METRICS, absolute
-from raypar.planner.host import starts_own_ray
+from raypar.planner.hardware.this_machine import starts_own_ray
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.overflow import OverflowWarnings

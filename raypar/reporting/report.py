@@ -13,9 +13,9 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
+from raypar.planner.resource_needs import size
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
-from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.action import Op

@@ -15,23 +15,23 @@ from raypar.actors.data.example_batches import open_sequences
 from raypar.actors.data.stretches import Windows
 from raypar.actors.data.token_batches import open_corpus
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import LEARNED
-from raypar.config.run import world_of
-from raypar.config.skeleton import Skeleton
+from raypar.actors.specs.worlds import world_of
 from raypar.errors import ConfigError
-from raypar.planner.calibration_file import found_calibration
+from raypar.planner.calibrated.calibration_file import found_calibration
+from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, cautions, misfits
+from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.planner.rules_of_thumb import pipeline_advice
-from raypar.planner.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import compared, forecast_of
 from raypar.reporting.loss_text import loss_text, metric_rows
-from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.schedules.action import Op

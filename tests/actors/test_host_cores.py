@@ -7,7 +7,7 @@ import os
 import pytest
 
 from raypar.actors.host_cores import num_cores
-from raypar.planner.host import num_slots, room_faults
+from raypar.planner.hardware.this_machine import num_slots, room_faults
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="there is no affinity here")

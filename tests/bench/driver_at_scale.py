@@ -27,7 +27,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from tests.bench.arguments import parse_words, parser_of
 from tests.bench.local_ray import local_ray, quiet
 from tests.support.stand_in_cluster import StandInCluster, start_crowd

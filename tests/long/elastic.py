@@ -26,10 +26,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raypar as rp
+from raypar.actors.specs.worlds import world_of
 from raypar.cluster import vacancies
-from raypar.config.run import world_of
-from raypar.job import starter
-from raypar.job.layouts import with_replicas
+from raypar.job.layout.elastic import with_replicas
+from raypar.job.recover import restarts as starter
 from tests.support.clusters import PORT, RAY, HostCluster, cluster_of_hosts
 from tests.support.full_cluster import wait_for_actors
 from tests.support.hosts import missing

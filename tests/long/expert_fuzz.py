@@ -13,7 +13,7 @@ import sys
 
 from hypothesis import Phase
 
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from tests.support.expert_layouts import expert_layouts, tilted
 from tests.support.fuzzing import fuzz
 from tests.support.layouts import verdict_of

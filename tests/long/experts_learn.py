@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 import raypar as rp
-from raypar.planner.parameters import active_parameters, num_parameters
+from raypar.planner.sizes.parameters import active_parameters, num_parameters
 
 LAST = 10  # steps whose loads are added up
 EVEN = 1.5  # of the largest load over the mean

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import islice
 
 import raypar as rp
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from raypar.job.job import Job
 from tests.support.features import STEPS, drawn, oracle_settings, run_of_row, words_of
 from tests.support.oracle_runs import Numbers, TieError, compared, drop_copy, frozen_weights, whole

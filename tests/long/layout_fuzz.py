@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from raypar.actors.mesh.mesh import AXES
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from tests.support.fuzzing import fuzz
 from tests.support.layouts import layouts, verdict_of
 

@@ -26,14 +26,15 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.calibration.calibrate import calibrate
-from raypar.config.run import check_run, world_of
+from raypar.config.run import check_run
 from raypar.job.job import Job
 from raypar.job.launch import launch
-from raypar.planner.calibration import Calibration
-from raypar.planner.memory import worker_memory
+from raypar.planner.calibrated.calibration import Calibration
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_calibration, from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 
 _MOST, _MOST_MEDIAN, _MOST_MEMORY, _ALIKE = 0.10, 0.05, 0.05, 0.03
 GPT_S = GPT(layers=4, hidden=128, heads=4, seq=128)

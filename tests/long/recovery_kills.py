@@ -23,7 +23,8 @@ import torch
 
 import raypar as rp
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.config.run import check_run, world_of
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
 from tests.support.full_cluster import wait_for_actors
 
 DENSE = rp.GPT(layers=4, hidden=64, heads=4, seq=32, dropout=0.1)

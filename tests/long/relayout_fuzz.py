@@ -14,13 +14,13 @@ import torch
 from hypothesis import Phase, reject
 from hypothesis import strategies as st
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import Shard
 from raypar.config.run import check_run
-from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
-from raypar.job.layouts import Layout
-from raypar.job.other_layout import other_layout
-from raypar.job.relayout import differences
+from raypar.job.layout.elastic import Layout
+from raypar.job.layout.other_layout import other_layout
+from raypar.job.recover.relayout import differences
 from raypar.reporting.report import report_of
 from tests.support.fuzzing import fuzz
 from tests.support.layouts import layouts, own_dice

@@ -20,7 +20,7 @@ from itertools import count, islice
 import torch
 
 import raypar as rp
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from tests.support.own_models import fault_missed, run_of, wrongly_judged
 
 

@@ -18,7 +18,7 @@ def said(capsys, tmp_path, monkeypatch):
     def run(*words):
         from raypar.cli.main import main
 
-        for place in ("raypar.job.run_folders.RUNS", "raypar.config.validate.outputs.RUNS"):
+        for place in ("raypar.job.start.run_folders.RUNS", "raypar.config.validate.outputs.RUNS"):
             monkeypatch.setattr(place, str(tmp_path / "runs"))
         capsys.readouterr()
         code = main([str(word) for word in words])
@@ -66,7 +66,7 @@ def job_on(pool):
 def job_of(job_on):
     """A function from a run to its job, on actors that are there if possible: a launch takes seconds, a reset does
     not."""
-    from raypar.config.run import world_of
+    from raypar.actors.specs.worlds import world_of
 
     def job(run, **words):
         job = job_on(world_of(run).size)

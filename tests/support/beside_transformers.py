@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import raypar as rp
 from raypar.actors.hugging_face.conversions import converted
 from raypar.checkpoint.hugging_face import export
-from raypar.job.scoring import scores
+from raypar.job.text.scoring import scores
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.generation import TeamGeneration
 from tests.support.hugging_face import checkpoint_of, random_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from raypar.actors.host_cores import num_cores
-from raypar.planner.calibration import (
+from raypar.planner.calibrated.calibration import (
     FORMAT,
     AttentionTime,
     Beside,

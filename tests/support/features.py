@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import raypar as rp
-from raypar.config.run import world_of
+from raypar.actors.specs.worlds import world_of
 from tests.support.covering import Covering, Row
 from tests.support.examples import made_jsonl
 from tests.support.oracle_runs import TieError, differences

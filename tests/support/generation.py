@@ -10,10 +10,10 @@ import torch
 import raypar as rp
 from raypar.actors.models.build import build_model
 from raypar.actors.models.sampler import choose
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.sampling import Sampling
-from raypar.config.skeleton import Skeleton
-from raypar.job.generation import Generation, request_of
-from raypar.job.loaded_run import LoadedRun
+from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.text.generation import Generation, request_of
 from raypar.reporting.memory_table import memory_table
 from tests.support.team import Team
 from tests.support.thread_jobs import Hands

@@ -14,7 +14,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT
 from raypar.actors.tensor_parallel.sequence import GatheredView
-from raypar.actors.worker.parallelize import Parallelizer
+from raypar.actors.worker.build.parallelize import Parallelizer
 from tests.support.counted import threads
 
 S, B, H, A = 64, 3, 48, 4

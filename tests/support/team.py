@@ -21,7 +21,7 @@ from raypar.actors.worker.actor import RayparActor
 from raypar.actors.worker.members import member_of
 from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
-from raypar.job.plans import plans_of
+from raypar.job.start.actor_plans import plans_of
 from tests.support.threads import threads
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from copy import deepcopy
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.cluster.answers import Answers, Watch
 from raypar.cluster.calls import Calls, Waiting
 from raypar.config.schedule import programs_of
-from raypar.config.skeleton import Skeleton
-from raypar.job.executors import executor_of
-from raypar.job.inspection import Inspection
 from raypar.job.job import Job
-from raypar.job.loaded_run import LoadedRun
+from raypar.job.look.inspection import Inspection
+from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.steps.executors import executor_of
 from raypar.reporting.report import report_of
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper

@@ -10,10 +10,10 @@ from typing import Any, cast
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
 from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, Kept, adapters_in, model_type_of, read_config
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Transformer
 from raypar.config.fields import brief
-from raypar.config.skeleton import Skeleton
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 # Settings of PEFT, and the values with which its adapters are raypar's.

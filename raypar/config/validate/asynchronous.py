@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 
 

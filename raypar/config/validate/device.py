@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypar.actors.specs.types import DeviceChoice
-from raypar.planner.host import torch_has_cuda
+from raypar.planner.hardware.this_machine import torch_has_cuda
 
 
 def device_faults(choice: DeviceChoice) -> Iterator[str]:

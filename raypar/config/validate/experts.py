@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 
 
 def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:

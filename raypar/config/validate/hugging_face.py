@@ -8,8 +8,8 @@ from pathlib import Path
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import converted, is_ignored
 from raypar.actors.hugging_face.folder import ITEM, Kept, model_type_of, tensors_in
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.config.skeleton import Skeleton
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from raypar.actors.files import expanded
 from raypar.actors.specs.run import Run
-from raypar.planner.host import starts_own_ray
+from raypar.planner.hardware.this_machine import starts_own_ray
 
 
 def offload_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:

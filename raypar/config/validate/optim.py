@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AnyOptimizer, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.fields import brief
-from raypar.config.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 
 
 def sharing_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.tile_names import patterns_of, tile_count
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
-from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import divisors_near
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median_low
 from typing import NamedTuple
 
-from raypar.planner.activations import stage_activations
 from raypar.planner.formulas.bubbles import zero_bubble_memory
-from raypar.planner.memory import WORKING_OF, element_bytes, process_bytes
+from raypar.planner.memory.activations import stage_activations
+from raypar.planner.memory.worker import WORKING_OF, element_bytes, process_bytes
 from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import layers_of
 from raypar.planner.timing.step import V_SHAPED, Paper

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
-from raypar.planner.activations import ELEMENT_BYTES
+from raypar.planner.memory.activations import ELEMENT_BYTES
 from raypar.planner.timing.roofline import Product, Work
 
 Kind = Literal["linear", "scores", "fused", "beside"]

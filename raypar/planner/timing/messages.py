@@ -9,9 +9,9 @@ from typing import Literal
 from raypar.actors.mesh.mesh import Axis, Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
-from raypar.planner.activations import ELEMENT_BYTES
 from raypar.planner.formulas.messages import Collective, collective_bytes
 from raypar.planner.hardware.cluster import Cluster, Route
+from raypar.planner.memory.activations import ELEMENT_BYTES
 
 #: From the outermost axis to the innermost one; the ranks of the last lie next to each other.
 Order = tuple[Axis, ...]

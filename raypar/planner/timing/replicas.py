@@ -12,8 +12,8 @@ from raypar.actors.specs.optim import SGD, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.memory import ElementBytes, element_bytes
-from raypar.planner.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
+from raypar.planner.memory.worker import ElementBytes, element_bytes
+from raypar.planner.sizes.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
 from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of
 from raypar.planner.timing.stages import layers_of
 

@@ -10,7 +10,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.memory import element_bytes
+from raypar.planner.memory.worker import element_bytes
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
 from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, num_states, update_bytes
 from raypar.planner.timing.roofline import Roofline

@@ -22,7 +22,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Context
-from raypar.actors.worker.parallelize import Parallelizer, axis_styles
+from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.reporting.report import losses_of, mean_loss

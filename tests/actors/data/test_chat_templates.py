@@ -12,7 +12,7 @@ import pytest
 import raypar as rp
 from raypar.actors.data.example_shapes import ExampleError, written
 from raypar.actors.data.tokenizer import Tokenizer
-from raypar.job.batch_checks import warn_of_batches
+from raypar.job.start.batch_checks import warn_of_batches
 from tests.support.examples import made_jsonl, made_tokenizer
 
 pytest.importorskip("tokenizers")

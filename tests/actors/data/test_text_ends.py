@@ -14,7 +14,7 @@ import raypar as rp
 from raypar.actors.data.example_shapes import Written, written
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
-from raypar.job.generation import request_of
+from raypar.job.text.generation import request_of
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.precision import Precision
-from raypar.planner.memory import Memory, worker_memory
+from raypar.planner.memory.worker import Memory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.team import Team
 
 WIDTH = 4

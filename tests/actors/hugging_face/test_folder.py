@@ -18,7 +18,7 @@ from raypar.actors.hugging_face.folder import read_json
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.build import build_model
 from raypar.actors.sharding import Pieces, Shard, Sharding
-from raypar.actors.worker.parallelize import Parallelizer, axis_styles
+from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.config.toml import load_run
 from tests.support.threads import in_threads

@@ -14,7 +14,7 @@ import raypar as rp
 from raypar.checkpoint.hugging_face import export
 from raypar.config.toml import plain_of, run_of
 from raypar.config.validate.generation import generation_faults
-from raypar.job.scoring import scores
+from raypar.job.text.scoring import scores
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.generation import TeamGeneration

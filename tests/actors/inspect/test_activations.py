@@ -12,7 +12,7 @@ from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import GPT
-from raypar.actors.worker.parallelize import Parallelizer
+from raypar.actors.worker.build.parallelize import Parallelizer
 from tests.support.team import Team
 from tests.support.tensor_teams import longer
 

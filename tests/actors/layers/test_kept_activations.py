@@ -18,7 +18,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.tensor_parallel.megatron import megatron_styles
-from raypar.actors.worker.parallelize import Parallelizer
+from raypar.actors.worker.build.parallelize import Parallelizer
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     ASSB,
     SBH,

@@ -12,7 +12,7 @@ from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.models.tiled import tile_sizes
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.layouts import own_dice, tokens
 from tests.support.replicas import agrees
 from tests.support.team import Team, batch, mse

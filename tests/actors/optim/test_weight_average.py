@@ -18,8 +18,8 @@ from raypar.checkpoint.resume import prepared
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.parity.reference import watch_plainly
-from raypar.planner.memory import states_of
-from raypar.reporting.needs import counts_of
+from raypar.planner.memory.worker import states_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.hugging_face import checkpoint_of
 from tests.support.layouts import SEQ, VOCAB, tokens
 from tests.support.relayouts import relaid

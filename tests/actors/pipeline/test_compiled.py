@@ -52,7 +52,9 @@ def test_compiled_layers_learn_the_same(mesh, changes, monkeypatch, told):
         made.append(graph)
         return graph.forward
 
-    monkeypatch.setattr("raypar.actors.worker.build.compile_layers", lambda modules: compile_layers(modules, graphs))
+    monkeypatch.setattr(
+        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, graphs)
+    )
     losses, weights = trained(mesh, **changes)
     assert not made
     found, compiled_weights = trained(mesh, compile=True, **changes)
@@ -95,5 +97,5 @@ def test_an_error_of_the_layer_is_its_own():
 
 @pytest.mark.long
 def test_the_compiler_is_imported_only_where_it_is_asked_for():
-    code = "import sys, raypar.actors.worker.build; print('torch._dynamo' in sys.modules)"
+    code = "import sys, raypar.actors.worker.build.assemble; print('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

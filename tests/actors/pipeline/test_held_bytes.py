@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 import raypar as rp
-from raypar.planner.memory import worker_memory
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.simulation.simulate import simulate

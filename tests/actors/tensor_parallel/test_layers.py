@@ -26,7 +26,7 @@ from raypar.actors.tensor_parallel.linear import (
     shard_of,
 )
 from raypar.actors.tensor_parallel.megatron import megatron_styles
-from raypar.actors.worker.parallelize import Parallelizer
+from raypar.actors.worker.build.parallelize import Parallelizer
 from tests.support.logical import together
 from tests.support.threads import in_threads
 

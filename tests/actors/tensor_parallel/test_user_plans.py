@@ -12,13 +12,13 @@ from torch import nn
 from raypar.actors.collective.autograd import copy_to
 from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.user_plan import plan_faults
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensor_parallel.sequence import SharedCopy
 from raypar.config.run import check_run
-from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
 from tests.support.own_layers import cross_entropy, mse, own_generator, team_of

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import Measured, median_of, probe_runs
 from raypar.calibration.solved import solved, without_unmeasured
-from raypar.config.run import check_run, world_of
-from raypar.planner.calibrated_costs import stage_seconds, step_seconds
-from raypar.planner.calibration import Beside, Update
-from raypar.reporting.needs import counts_of
+from raypar.config.run import check_run
+from raypar.planner.calibrated.calibrated_costs import stage_seconds, step_seconds
+from raypar.planner.calibrated.calibration import Beside, Update
+from raypar.planner.resource_needs import counts_of
 from raypar.schedules.action import Op
 from tests.support.calibrations import known
 

@@ -14,11 +14,11 @@ import torch
 import raypar as rp
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import logical_name
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
-from raypar.config.skeleton import Skeleton
 from raypar.config.toml import as_begun, plain_of, recorded_run
 from raypar.paths import CHECKPOINTS, checkpoints
 from raypar.reporting.run_folder.read import read

@@ -3,7 +3,7 @@
 import pytest
 
 import raypar as rp
-from raypar.cli.flags import named_as_typed
+from raypar.cli.words.flags import named_as_typed
 from raypar.config.toml import plain_of
 from tests.support.checkpoints import save_at
 

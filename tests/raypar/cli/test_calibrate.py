@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from raypar.cli.calibrate import told
-from raypar.planner.calibration_file import VARIABLE, read_calibration
+from raypar.planner.calibrated.calibration_file import VARIABLE, read_calibration
 from tests.raypar.planner.test_calibration import known
 
 

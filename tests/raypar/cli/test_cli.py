@@ -19,11 +19,11 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.model import Llama
 from raypar.actors.specs.optim import Muon
 from raypar.cli import main as cli
-from raypar.cli import schedules as paper
-from raypar.cli import short_runs
-from raypar.cli import train as commands
-from raypar.cli.output_files import whole_file
-from raypar.cli.parsing import _base
+from raypar.cli.schedules import schedules as paper
+from raypar.cli.train import short_runs
+from raypar.cli.train import train as commands
+from raypar.cli.words.output_files import whole_file
+from raypar.cli.words.parsing import _base
 from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import TO_GO_ON, JobError
@@ -392,7 +392,7 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
 
 def test_a_dry_run_does_not_say_ok_of_too_much_memory(said, data, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.free_memory", lambda: 500 << 20)
     code, out, _ = said("train", "gpt-tiny", *data, "--dry-run")
     assert code == 0
     assert "no mistake is in this run, but it needs more than is free here; no actor" in out
@@ -434,7 +434,7 @@ def test_a_dry_run_takes_no_time_and_no_torch():
 @pytest.mark.parametrize("command", ["train", "verify", "step"])
 def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, command):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.planner.host.num_cores", lambda: 2)
+    monkeypatch.setattr("raypar.planner.hardware.this_machine.num_cores", lambda: 2)
     monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
     code, _, err = said(command, "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5)
     assert code == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.cli.compare import compare
+from raypar.cli.schedules.compare import compare
 from raypar.errors import ConfigError
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.schedules.versions import staleness

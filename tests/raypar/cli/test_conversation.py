@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypar.actors.data.tokenizer import Tokenizer
-from raypar.cli.conversation import Conversation
+from raypar.cli.text.conversation import Conversation
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

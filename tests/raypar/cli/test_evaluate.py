@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.cli.evaluate import EvalArgs, evaluated
+from raypar.cli.text.evaluate import EvalArgs, evaluated
 
 MODEL = rp.GPT(layers=2, hidden=32, heads=4, seq=64)
 RUN = rp.Run(model=MODEL, microbatches=1, micro_batch_size=2, steps=2, seed=1)

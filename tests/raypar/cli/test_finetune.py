@@ -8,9 +8,9 @@ import torch
 import raypar as rp
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.hugging_face import export
-from raypar.cli.finetune import sft
+from raypar.cli.train.finetune import sft
 from raypar.config.finetuning import finetuning, lasting
-from raypar.planner.parameters import num_parameters
+from raypar.planner.sizes.parameters import num_parameters
 from tests.support.examples import CHATML, TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from raypar.cli.gallery import gallery
+from raypar.cli.schedules.gallery import gallery
 from raypar.errors import ConfigError
 from raypar.schedules import CATALOG, Costs, Entry, build, simulate
 
@@ -33,8 +33,8 @@ def test_sizes_that_a_schedule_does_not_take_are_told_in_its_row(monkeypatch):
         raise ValueError(f"{num_microbatches} microbatches are not even: set microbatches to 6 or 8")
 
     mine = {**CATALOG, "of the user": Entry.of(even)}
-    monkeypatch.setattr("raypar.cli.gallery.CATALOG", mine)
-    monkeypatch.setattr("raypar.cli.gallery.build", partial(build, catalog=mine))
+    monkeypatch.setattr("raypar.cli.schedules.gallery.CATALOG", mine)
+    monkeypatch.setattr("raypar.cli.schedules.gallery.build", partial(build, catalog=mine))
     told = gallery(["--ranks", "3", "--microbatches", "7"])
     (line,) = [line for line in told.splitlines() if line.startswith("of the user")]
     assert line.endswith("set microbatches to 6 or 8")

@@ -9,18 +9,19 @@ import pytest
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.optim import Muon
-from raypar.cli.planning import plan
-from raypar.cli.train import train
+from raypar.actors.specs.worlds import world_of
+from raypar.cli.plan.planning import plan
+from raypar.cli.train.train import train
 from raypar.cluster.devices import Share
 from raypar.cluster.placement import Node, place
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
+from raypar.config.run import check_run
 from raypar.config.toml import changed_of, load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
-from raypar.planner.calibration_file import VARIABLE, write_calibration
-from raypar.planner.memory import worker_memory
+from raypar.planner.calibrated.calibration_file import VARIABLE, write_calibration
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.calibrations import known
 
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
@@ -147,7 +148,7 @@ def test_a_plan_for_this_machine_takes_as_long_as_the_dry_run_of_its_file_by_the
     assert "from the calibration" in dry
     in_ms = float(re.search(r"steps of (\S+) ms", dry)[1].replace(",", ""))
     assert in_ms == pytest.approx(1e3 * step, rel=0.005)  # which is told with three digits
-    monkeypatch.setattr("raypar.cli.planning.num_slots", lambda: 1)
+    monkeypatch.setattr("raypar.cli.plan.planning.num_slots", lambda: 1)
     assert "from the calibration" not in planned(f"--gpus 2 --gpu cpu --batch 8 --calibration {file}")
     other = planned(f"--gpus 2 --gpu h100 --batch 8 --calibration {file}")
     assert "(from the calibration)" not in other and "not from the calibration" in other

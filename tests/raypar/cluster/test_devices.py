@@ -14,7 +14,7 @@ import torch
 import raypar as rp
 from raypar.cluster.devices import Share, gpu_share
 from raypar.config.run import check_run, reset_faults
-from raypar.job.plans import plans_of
+from raypar.job.start.actor_plans import plans_of
 
 ROOT = Path(__file__).parents[3]
 CPU, WHOLE = Share("cpu", 0.0), Share("cuda", 1.0)

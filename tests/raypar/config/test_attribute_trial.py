@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.models.skeleton import Skeleton
 from raypar.config.attribute_trial import warn_of_attributes
-from raypar.config.skeleton import Skeleton
 
 
 class Counts(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.plan_kinds import SHORT, kind_of
-from raypar.config.skeleton import Skeleton
+from raypar.actors.models.skeleton import Skeleton
 from raypar.planner.hardware.cluster import Route
 from raypar.planner.operators.chains import chains_of
 from raypar.planner.operators.division import divided

@@ -2,12 +2,12 @@
 
 import pytest
 
-from raypar.cli.parsing import parse
-from raypar.cli.planning import PlanArgs, plan
+from raypar.cli.plan.planning import PlanArgs, plan
+from raypar.cli.words.parsing import parse
 from raypar.config.depth import depth
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from raypar.planner.parameters import num_parameters
+from raypar.planner.sizes.parameters import num_parameters
 
 
 def test_twenty_layers_are_the_speedrun_of_nanochat():

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import raypar as rp
+from raypar.actors.models.skeleton import Skeleton
 from raypar.config.layer_trial import layer_faults
 from raypar.config.run import check_run
-from raypar.config.skeleton import Skeleton
-from raypar.job.before_launch import look_ahead
+from raypar.job.start.before_launch import look_ahead
 
 
 def batch(step, microbatch, dp):

@@ -11,12 +11,12 @@ from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models import unregistered
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run
-from raypar.config.skeleton import Skeleton
 
 
 class Normed(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 
 import raypar as rp
 from raypar.checkpoint import resume
-from raypar.cli import train as commands
 from raypar.cli.main import main
+from raypar.cli.train import train as commands
 from raypar.config.run import check_run
 from raypar.config.toml import plain_of, run_of
 from raypar.schedules import Schedule, build, lower

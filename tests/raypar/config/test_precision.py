@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.cli.parsing import parse
-from raypar.cli.train import TrainArgs
+from raypar.cli.train.train import TrainArgs
+from raypar.cli.words.parsing import parse
 from raypar.config.toml import plain_of, run_of
 
 

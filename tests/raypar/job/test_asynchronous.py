@@ -13,7 +13,7 @@ import raypar as rp
 from raypar import chaos
 from raypar.config.run import check_run
 from raypar.errors import ConfigError, JobError
-from raypar.job.steps_by_hand import StepsByHand
+from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.schedules.schedule import Schedule
 
 TINY = rp.recipe(

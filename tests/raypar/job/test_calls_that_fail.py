@@ -12,7 +12,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cluster.calls import ray
-from raypar.job.lifetime import Lifetime
+from raypar.job.start.lifetime import Lifetime
 from tests.raypar.job.test_faults import pids
 
 pytestmark = pytest.mark.usefixtures("by_value")

@@ -6,7 +6,7 @@ import pytest
 
 from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.results import Located
-from raypar.job import clocks
+from raypar.job.start import clocks
 
 HERE = own_identity()
 BESIDE = HERE._replace(network_namespace=1, pid_namespace=2, uid=3)  # another container of this machine

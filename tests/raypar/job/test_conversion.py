@@ -11,8 +11,8 @@ import pytest
 
 import raypar as rp
 from raypar.actors.data.example_files import open_examples
-from raypar.job import conversion
-from raypar.job.conversion import convert_on_cluster
+from raypar.job.start import conversion
+from raypar.job.start.conversion import convert_on_cluster
 from tests.support.examples import made_jsonl
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.job.displayed import displayed
+from raypar.job.steps.displayed import displayed
 from raypar.reporting.report import Report
 
 STEP = Report(0, 1.5, 0.1, 0.01, 8, 8.0, 1000.0, 0.0, None, (1,), (0,))

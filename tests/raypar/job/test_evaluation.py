@@ -9,7 +9,7 @@ import pytest
 
 import raypar as rp
 from raypar.config.validate.parallel import idle_fields
-from raypar.job.evaluation import Evaluations
+from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 

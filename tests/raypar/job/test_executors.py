@@ -16,10 +16,11 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.specs.types import SEND_WINDOW
+from raypar.actors.specs.worlds import world_of
 from raypar.cluster.answers import Answer
-from raypar.config.run import check_run, reset_faults, world_of
+from raypar.config.run import check_run, reset_faults
 from raypar.errors import JobError
-from raypar.job.executors import Dynamic, Tasks
+from raypar.job.steps.executors import Dynamic, Tasks
 from raypar.schedules.action import Action
 from raypar.schedules.checking.check import check
 

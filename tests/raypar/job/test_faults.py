@@ -394,7 +394,7 @@ def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluste
                     for _ in range(20):
                         job.step()
                 raised = time.monotonic()
-            (told,) = (record for record in caplog.records if record.name == "raypar.job.lifetime")
+            (told,) = (record for record in caplog.records if record.name == "raypar.job.start.lifetime")
             assert told.getMessage() == str(caught.value).splitlines()[0]
             took = raised - stopped[0] - (time.time() - told.created) + (time.monotonic() - raised)
             with capsys.disabled():

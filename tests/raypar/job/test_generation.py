@@ -16,8 +16,8 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker import generation as worker_generation
 from raypar.config.validate.generation import prompt_faults
 from raypar.errors import JobError
-from raypar.job import generation as driver_generation
-from raypar.job.generation import Generation, request_of
+from raypar.job.text import generation as driver_generation
+from raypar.job.text.generation import Generation, request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
 from tests.support.thinned import thinned
 
@@ -246,7 +246,7 @@ def test_all_wrong_prompts_are_told_at_once():
 
 
 def test_caches_that_do_not_fit_are_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr("raypar.job.generation.free_memory", lambda: 10_000)
+    monkeypatch.setattr("raypar.job.text.generation.free_memory", lambda: 10_000)
     with (
         closing(TeamGeneration(run_of())) as generation,
         pytest.raises(rp.ConfigError, match="the keys and values of 5 prompts take 30 KiB, and 10 KiB are free here"),

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.job.executors import Compiled
-from raypar.job.steps_ahead import Ahead
+from raypar.job.steps.executors import Compiled
+from raypar.job.steps.steps_ahead import Ahead
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text

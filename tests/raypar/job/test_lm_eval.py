@@ -12,7 +12,7 @@ import torch
 import raypar as rp
 from raypar.actors.specs.sampling import Sampling
 from raypar.job.lm_eval import Adapter, lm_eval_model
-from raypar.job.scoring import scores
+from raypar.job.text.scoring import scores
 from tests.raypar.job.test_generation import LLAMA, run_of, whole_logits
 from tests.support.generation import TeamGeneration
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.job.evaluation import Evaluations
+from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.html.page import page
 from raypar.reporting.progress import validation_told
 from raypar.reporting.run_folder.read import read

@@ -6,7 +6,7 @@ import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches
-from raypar.cli.train import train
+from raypar.cli.train.train import train
 from raypar.config.recipes import recipe
 from raypar.errors import ConfigError
 from raypar.job.microbatch import fit_microbatch

@@ -10,7 +10,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
-from raypar.job.plans import plans_of
+from raypar.job.start.actor_plans import plans_of
 from raypar.schedules import build
 
 RANKS = 64

@@ -9,7 +9,7 @@ import torch
 
 import raypar as rp
 from raypar.config.toml import load_run
-from raypar.job.rebalance import balanced, rebalanced
+from raypar.job.layout.rebalance import balanced, rebalanced
 from raypar.reporting.run_folder.read import read
 from tests.support.replicas import agrees
 from tests.support.snapshots import loaded, saved

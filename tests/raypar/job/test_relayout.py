@@ -12,15 +12,15 @@ import ray
 
 import raypar as rp
 from raypar.actors.data.batches import Renumbered
+from raypar.actors.models.skeleton import Skeleton
 from raypar.checkpoint.find import newest
 from raypar.config.run import check_run
-from raypar.config.skeleton import Skeleton
-from raypar.job.layouts import Layout
-from raypar.job.other_layout import other_layout
-from raypar.job.relayout import differences
+from raypar.job.layout.elastic import Layout
+from raypar.job.layout.other_layout import other_layout
+from raypar.job.recover.relayout import differences
 from raypar.paths import CHECKPOINTS, LOG
+from raypar.planner.resource_needs import memory_in_all
 from raypar.reporting.html.happenings import happenings
-from raypar.reporting.needs import memory_in_all
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import without_room
 from tests.support.team import batch, linears, mse
@@ -72,16 +72,16 @@ def test_a_layout_for_which_there_is_no_memory_is_refused(monkeypatch):
     big = replace(RUN, model=replace(MODEL, hidden=256), device="cpu")
     there = layout_of(big, mesh=rp.Mesh(tp=2))
     state = memory_in_all(there.run, there.programs["train"], None, lambda memory: memory.state)
-    for known in ("raypar.reporting.needs", "raypar.job.other_layout"):
+    for known in ("raypar.planner.resource_needs", "raypar.job.layout.other_layout"):
         monkeypatch.setattr(f"{known}.total_memory", lambda: state * 3 // 2)
     (fault,) = told(big, mesh=rp.Mesh(tp=2))
     assert fault.startswith("relayout: memory: copies of the state take ")
     assert fault.endswith("job.reset(run, resume=job.save(folder)) goes through the disk")
-    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: state - 1)
+    monkeypatch.setattr("raypar.planner.resource_needs.total_memory", lambda: state - 1)
     (fault,) = told(big, mesh=rp.Mesh(tp=2))
     assert "weights, gradients and optimizer state of all 2 actors take" in fault
-    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 4 * state)
-    monkeypatch.setattr("raypar.job.other_layout.total_memory", lambda: 4 * state)
+    monkeypatch.setattr("raypar.planner.resource_needs.total_memory", lambda: 4 * state)
+    monkeypatch.setattr("raypar.job.layout.other_layout.total_memory", lambda: 4 * state)
     assert layout_of(big, mesh=rp.Mesh(tp=2)).run.mesh.tp == 2
 
 
@@ -141,9 +141,13 @@ class TestOnActors:
     @pytest.mark.parametrize(
         "place",
         [
-            pytest.param("raypar.job.standing.plans_of", marks=pytest.mark.long),  # it is to join the new layout
-            pytest.param("raypar.job.relayout.moves_between", marks=pytest.mark.long),  # others wait for its part
-            "raypar.job.standing.Standing.share",  # all have what they need, but no snapshot of it
+            pytest.param(
+                "raypar.job.recover.active_layout.plans_of", marks=pytest.mark.long
+            ),  # it is to join the new layout
+            pytest.param(
+                "raypar.job.recover.relayout.moves_between", marks=pytest.mark.long
+            ),  # others wait for its part
+            "raypar.job.recover.active_layout.Standing.share",  # all have what they need, but no snapshot of it
         ],
     )
     def test_an_actor_that_is_killed_leaves_the_layout_before(self, undisturbed, monkeypatch, place):

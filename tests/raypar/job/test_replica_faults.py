@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.config.run import world_of
-from raypar.planner.host import num_slots
+from raypar.actors.specs.worlds import world_of
+from raypar.planner.hardware.this_machine import num_slots
 
 SERVED = {"data_parallel": "parameter_server"}
 
@@ -103,8 +103,8 @@ def test_replicas_that_begin_unequal_are_named(kept_actors):
 def errors(monkeypatch):
     """What the errors say that a run survives; nobody waits long for an actor that was given up already."""
     said = []
-    monkeypatch.setattr("raypar.job.starter._HEARD", 1.0)
-    monkeypatch.setattr("raypar.job.starter.told", lambda error: said.append(str(error)) or said[-1])
+    monkeypatch.setattr("raypar.job.recover.restarts._HEARD", 1.0)
+    monkeypatch.setattr("raypar.job.recover.restarts.told", lambda error: said.append(str(error)) or said[-1])
     return said
 
 

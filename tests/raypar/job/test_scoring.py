@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.job.scoring import Scored, scores
+from raypar.job.text.scoring import Scored, scores
 from tests.raypar.job.test_generation import LLAMA, run_of, whole_logits
 from tests.support.generation import TeamGeneration
 

@@ -16,9 +16,9 @@ from torch import nn
 import raypar as rp
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.ray_cluster import _own_sigterm
-from raypar.job import stops
-from raypar.planner import stop_wait
-from raypar.planner.stop_wait import SAVE_SECONDS
+from raypar.job.recover import stops
+from raypar.planner.hardware import stop_wait
+from raypar.planner.hardware.stop_wait import SAVE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("cluster", "kept_actors")
 RUN = rp.Run(rp.GPT(layers=2, hidden=16, heads=2, seq=8), mesh=rp.Mesh(pp=2), microbatches=2, steps=8, timeout=20.0)

@@ -147,7 +147,7 @@ class Summed(TokenMean):
 
 
 def test_a_loss_that_is_not_averaged(found, monkeypatch):
-    monkeypatch.setattr("raypar.actors.worker.build.TokenMean", Summed)
+    monkeypatch.setattr("raypar.actors.worker.build.assemble.TokenMean", Summed)
     diagnosis = found(tp=1, dp=2, microbatches=3).diagnosis
     assert diagnosis.place == "gradient at the loss in microbatch 0, backward"
     assert diagnosis.cause == "dp times the right one: summed over dp, and not averaged"

@@ -12,17 +12,18 @@ from raypar.actors.host_cores import num_cores
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
-from raypar.config.run import check_run, world_of
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from raypar.planner.calibrated_costs import stage_seconds
-from raypar.planner.calibration import (
+from raypar.planner.calibrated.calibrated_costs import stage_seconds
+from raypar.planner.calibrated.calibration import (
     AttentionTime,
     Beside,
     Product,
 )
-from raypar.planner.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
+from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Op
 from tests.support.calibrations import RATE, known

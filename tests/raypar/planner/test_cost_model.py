@@ -11,13 +11,14 @@ from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
-from raypar.cli.plan import compared
+from raypar.actors.specs.worlds import world_of
+from raypar.cli.plan.zero_levels import compared
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
+from raypar.config.run import check_run
 from raypar.planner.cost_model import costs_of_run, seconds_of_run
 from raypar.planner.prediction import from_flops
 from raypar.planner.rates import Rates, rates_of
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build

@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
+from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
-from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import worker_memory
-from raypar.planner.other_actors import others_memory
+from raypar.config.run import check_run
+from raypar.planner.memory.server_and_expert_memory import others_memory
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
+from raypar.planner.resource_needs import counts_of, need_rows
 from raypar.planner.traffic import sent_bytes
-from raypar.reporting.needs import counts_of, need_rows
 from tests.support.team import Team
 
 STATE = "weights", "gradients", "optimizer"

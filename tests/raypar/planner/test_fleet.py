@@ -7,8 +7,8 @@ import math
 import pytest
 
 from raypar.errors import ConfigError
-from raypar.planner.fleet import simulate_fleet
-from raypar.planner.fleet_file import Fleet, read_fleet
+from raypar.planner.fleet.fleet import simulate_fleet
+from raypar.planner.fleet.fleet_file import Fleet, read_fleet
 from raypar.planner.formulas import daly_interval, goodput, young_interval
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower

@@ -12,7 +12,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.planner.activations import stage_activations
+from raypar.planner.memory.activations import stage_activations
 from tests.support.counted import threads
 from tests.support.kept_activations import block_of, kept
 

@@ -10,21 +10,22 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.cast import cast
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
-from raypar.config.skeleton import Skeleton
-from raypar.planner import host
-from raypar.planner.memory import Counts, Memory, worker_memory
-from raypar.planner.other_actors import server_memory
+from raypar.config.run import check_run
+from raypar.planner.hardware import this_machine as host
+from raypar.planner.memory.server_and_expert_memory import server_memory
+from raypar.planner.memory.snapshots import snapshot_counts
+from raypar.planner.memory.worker import Counts, Memory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.snapshots import snapshot_counts
-from raypar.reporting.needs import actors_told, counts_of
+from raypar.planner.resource_needs import actors_told, counts_of
 from raypar.reporting.summary import log_plan, plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
@@ -150,16 +151,18 @@ def test_checkpoints_are_held_against_the_disk(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     run = replace(recipe("gpt-small"), folder=str(tmp_path / "not" / "yet"))
     schedule = check_run(run)["train"]
-    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 250 << 20 if folder == tmp_path else None)
+    monkeypatch.setattr(
+        "raypar.planner.resource_needs.free_disk", lambda folder: 250 << 20 if folder == tmp_path else None
+    )
     assert dict(plan_rows(run, schedule))["checkpoints"] == "about 74 MiB: 1; the disk has 250 MiB free"
     beside = "2 of about 74 MiB each, and the one that is written"
     for keep, told in ((2, f"about 223 MiB: {beside}"), (3, "TOO MUCH: set keep_last to 2 at most, or give a folder")):
         often = replace(run, save_every=15, keep_last=keep)
         assert told in dict(plan_rows(often, schedule))["checkpoints"]
-    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 120 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.free_disk", lambda folder: 120 << 20)
     told = dict(plan_rows(replace(run, save_every=15, keep_last=1), schedule))["checkpoints"]
     assert told.endswith("TOO MUCH: free about 29 MiB more, or give a folder of another disk")
-    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 50 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.free_disk", lambda folder: 50 << 20)
     told = dict(plan_rows(run, schedule))["checkpoints"]
     assert told.endswith("TOO MUCH: free about 24 MiB more, or give a folder of another disk")
     plain = replace(run, optim=SGD(momentum=0.0), save_every=50)
@@ -178,11 +181,11 @@ def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
     run = recipe("gpt-small")
     schedule = check_run(run)["train"]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 24 << 30)
+    monkeypatch.setattr("raypar.planner.resource_needs.free_memory", lambda: 24 << 30)
     assert (
         dict(plan_rows(run, schedule))["memory in all"] == "about 987 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
     )
-    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.free_memory", lambda: 500 << 20)
     assert "free here, 250 MiB for each of 2: TOO MUCH" in dict(plan_rows(run, schedule))["memory in all"]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert "not known before the launch" in dict(plan_rows(run, schedule))["memory in all"]
@@ -213,7 +216,7 @@ def test_a_process_takes_more_where_torch_has_cuda(monkeypatch):
     run = recipe("gpt-tiny", mesh=Mesh(), device="cpu")
     schedule = check_run(run)["train"]
     for built, told in ((False, "process 336 MiB"), (None, "process 336 MiB"), (True, "process 656 MiB")):
-        monkeypatch.setattr("raypar.planner.memory.torch_has_cuda", lambda built=built: built)
+        monkeypatch.setattr("raypar.planner.memory.worker.torch_has_cuda", lambda built=built: built)
         assert told in dict(plan_rows(run, schedule))["memory, pp=0"]
 
 
@@ -242,7 +245,7 @@ def test_an_estimate_that_is_more_than_is_free_is_a_warning(monkeypatch, caplog)
     run = recipe("gpt-small", device="cpu")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for free, level in ((24 << 30, "INFO"), (500 << 20, "WARNING")):
-        monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda free=free: free)
+        monkeypatch.setattr("raypar.planner.resource_needs.free_memory", lambda free=free: free)
         caplog.clear()
         with caplog.at_level("INFO", "raypar"):
             log_plan(run, check_run(run)["train"], Skeleton(run.model, run.seed))

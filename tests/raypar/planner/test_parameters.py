@@ -12,9 +12,9 @@ from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.owners import sizes_of
-from raypar.actors.worker.parallelize import Parallelizer, axis_styles
-from raypar.planner.parameters import (
+from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
+from raypar.actors.worker.build.weight_owners import sizes_of
+from raypar.planner.sizes.parameters import (
     active_parameters,
     held_parameters,
     num_parameters,
@@ -22,7 +22,7 @@ from raypar.planner.parameters import (
     stage_parameters,
     unit_parameters,
 )
-from raypar.planner.tensors import held_tensors
+from raypar.planner.sizes.tensors import held_tensors
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from tests.support.on_grid import groups_on

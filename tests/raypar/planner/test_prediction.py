@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
-from raypar.config.skeleton import Skeleton
+from raypar.config.run import check_run
 from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
+from raypar.planner.resource_needs import counts_of
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import compared, forecast_of
-from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay

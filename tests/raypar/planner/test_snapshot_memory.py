@@ -10,14 +10,15 @@ import pytest
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
-from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from raypar.actors.specs.worlds import world_of
+from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, world_of
-from raypar.planner.memory import worker_memory
-from raypar.planner.other_actors import others_memory
+from raypar.config.run import check_run
+from raypar.planner.memory.server_and_expert_memory import others_memory
+from raypar.planner.memory.snapshots import snapshot_counts
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.snapshots import snapshot_counts
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.team import Team
 
 SMALL = {"microbatches": 2, "steps": 3, "timeout": 20.0, "max_failures": 1}

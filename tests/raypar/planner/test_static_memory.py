@@ -20,10 +20,11 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
-from raypar.config.run import check_run, world_of
-from raypar.planner.memory import worker_memory
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.counted import threads
 from tests.support.held_bytes import num_bytes
 from tests.support.layouts import SEQ, VOCAB, sound, tokens

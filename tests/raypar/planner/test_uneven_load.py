@@ -11,11 +11,12 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.config.run import check_run, world_of
-from raypar.planner.activations import most_kept, uneven_load
-from raypar.planner.memory import WORKING_OF, worker_memory
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
+from raypar.planner.memory.activations import most_kept, uneven_load
+from raypar.planner.memory.worker import WORKING_OF, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import counts_of
+from raypar.planner.resource_needs import counts_of
 from tests.support.counted import threads
 from tests.support.expert_layouts import tilted
 from tests.support.held_bytes import Held

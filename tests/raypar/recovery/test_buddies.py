@@ -14,7 +14,7 @@ from raypar.actors.checkpoint.snapshot_address import Share
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
 from raypar.config.validate.parallel import idle_fields
-from raypar.job.snapshots import Snapshots
+from raypar.job.recover.snapshots import Snapshots
 from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
 
 

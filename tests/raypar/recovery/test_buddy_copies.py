@@ -29,9 +29,9 @@ def elsewhere(monkeypatch):
         assert needed == [[share] for share in sorted(steps[0])], "a stage has nothing of the other one"
         return [Transfer(share, 1 - rank, rank) for rank, shares in enumerate(needed) for share in shares]
 
-    monkeypatch.setattr("raypar.job.snapshots.buddies_of", lambda places: (1, 0))
-    monkeypatch.setattr("raypar.job.snapshots.has_all", lambda *_: False)
-    monkeypatch.setattr("raypar.job.snapshots.transfers", sent)
+    monkeypatch.setattr("raypar.job.recover.snapshots.buddies_of", lambda places: (1, 0))
+    monkeypatch.setattr("raypar.job.recover.snapshots.has_all", lambda *_: False)
+    monkeypatch.setattr("raypar.job.recover.snapshots.transfers", sent)
 
 
 def files_of(job, which):

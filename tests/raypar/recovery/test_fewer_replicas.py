@@ -26,7 +26,7 @@ def kills(*actors, step=4):
 @pytest.mark.long
 def test_two_of_four_replicas_are_lost_and_come_back(tmp_path, caplog, monkeypatch):
     """One run: two die in step 4, there is room again after step 9, and the losses are those of all the time four."""
-    monkeypatch.setattr("raypar.job.starter._LOOK", 0.0)
+    monkeypatch.setattr("raypar.job.recover.restarts._LOOK", 0.0)
     run = replace(RUN, folder=str(tmp_path / "run"), eval_every=5, save_every=6)
     seen, losses, whole = [], [], []
     with rp.launch(run, chaos=kills("dp=1", "dp=3")) as job, without_room() as cluster:
@@ -71,7 +71,7 @@ def test_a_replica_is_given_up_for_a_server_that_is_lost(tmp_path):
 
 @pytest.mark.long
 def test_without_snapshots_it_goes_on_and_grows_from_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr("raypar.job.starter._LOOK", 0.0)
+    monkeypatch.setattr("raypar.job.recover.restarts._LOOK", 0.0)
     run = replace(RUN, mesh=rp.Mesh(dp=2), zero=3, steps=6)
     kept = {"snapshot_every": 0, "save_every": 2, "folder": str(tmp_path / "run")}
     with rp.launch(replace(run, **kept), chaos=kills("dp=0")) as job, without_room() as cluster:

@@ -13,7 +13,7 @@ from raypar.actors.checkpoint.snapshot_address import Share
 from raypar.actors.mesh.world import World
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.cluster.calls import Calls
-from raypar.job.snapshots import Snapshots
+from raypar.job.recover.snapshots import Snapshots
 from tests.support.counted_stand_ins import CountedCluster
 from tests.support.stand_in_parts import boxes_of, contents_of, parts_of, saved_parts
 from tests.support.stand_ins import StandIn

@@ -30,7 +30,7 @@ class TakenAway:
         self.homes, self.draining = [], {}
         patch.setattr(notices, "draining_nodes", lambda: dict(self.draining))
         patch.setattr(notices, "_LOOK", 0.0)
-        patch.setattr("raypar.job.starter._LOOK", 0.0)
+        patch.setattr("raypar.job.recover.restarts._LOOK", 0.0)
         for user in ("job.starter", "job.standing", "cluster.actors"):
             patch.setattr(f"raypar.{user}.nodes_of", self.nodes_of)
 
@@ -126,14 +126,14 @@ def test_what_can_be_neither_moved_nor_saved_goes_on(taken, caplog):
 def test_the_drivers_own_node_is_left_with_all_saved(taken, tmp_path, monkeypatch):
     told = "gone is taken away, and the driver is on it: saved as step-00000004"
     with rp.launch(replace(RUN, folder=str(tmp_path / "run"))) as job, pytest.raises(rp.JobError, match=told):
-        monkeypatch.setattr("raypar.job.starter.own_node", lambda: "gone")
+        monkeypatch.setattr("raypar.job.recover.restarts.own_node", lambda: "gone")
         losses_of(job, taken)
 
 
 @pytest.mark.long
 def test_a_death_on_such_a_node_is_no_failure(taken, monkeypatch):
     """The node is gone before others have come: the second death alone counts, of the one that may be survived."""
-    monkeypatch.setattr("raypar.job.starter.Starter.is_due", lambda starter: starter._heed_notices() or False)
+    monkeypatch.setattr("raypar.job.recover.restarts.Starter.is_due", lambda starter: starter._heed_notices() or False)
     chaos = [rp.chaos.kill("pp=1", at="1B0", step=5), rp.chaos.kill("pp=0", at="0B0", step=7)]
     with rp.launch(RUN, chaos=chaos) as job:
         losses = losses_of(job, taken, 1)

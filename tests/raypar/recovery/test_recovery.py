@@ -62,7 +62,7 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
 @pytest.mark.long
 def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     monkeypatch.setattr("raypar.cluster.deadline._LOST", 3.0)
-    monkeypatch.setattr("raypar.job.starter._HEARD", 1.0)
+    monkeypatch.setattr("raypar.job.recover.restarts._HEARD", 1.0)
     disturbed = trained(RUN, [rp.chaos.stop("pp=0", at="0B0", step=5)])
     assert alike(disturbed, undisturbed)
     assert disturbed[2][0].replaced == ("pp=0",)
@@ -96,7 +96,7 @@ def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reaso
     with rp.launch(run, chaos=chaos, wait_for_nodes=60.0) as job:
         with without_room() as cluster:
             tell = lambda text, *values: (told.append(text % values), cluster.make_room())  # noqa: E731
-            monkeypatch.setattr("raypar.job.room.log.warning", tell)
+            monkeypatch.setattr("raypar.job.recover.waiting_for_nodes.log.warning", tell)
             job.train(2)
         job._lifetime.actors.wait_for_nodes = 0.5
         why = r"no node has room for another actor .* place of pp=1"

@@ -18,7 +18,7 @@ from raypar.cli.main import main
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.paths import FORECAST
-from raypar.planner.calibration_file import VARIABLE, write_calibration
+from raypar.planner.calibrated.calibration_file import VARIABLE, write_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, why_uncalibrated
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import compared, forecast_of

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
+from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.specs.worlds import world_of
 from raypar.cli.main import main
-from raypar.config.run import check_run, world_of
-from raypar.config.skeleton import Skeleton
+from raypar.config.run import check_run
+from raypar.planner import resource_needs as needs
 from raypar.planner.prediction import from_flops
+from raypar.planner.resource_needs import counts_of, memory_faults
 from raypar.planner.traffic import sent_bytes
-from raypar.reporting import needs
 from raypar.reporting.memory_table import memory_table
-from raypar.reporting.needs import counts_of, memory_faults
 from tests.support.team import Team
 
 
@@ -183,7 +184,7 @@ def test_plan_says_mistakes_and_needs_no_replicas(capsys):
 
 def test_a_model_that_is_more_than_the_machine_has_is_refused(monkeypatch, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 150 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.total_memory", lambda: 150 << 20)
     run = rp.recipe("gpt-small", mesh=rp.Mesh(dp=2), zero=0)
     faults = list(memory_faults(run, check_run(run)["train"]))
     assert len(faults) == 1
@@ -200,7 +201,7 @@ def test_a_model_that_is_more_than_the_machine_has_is_refused(monkeypatch, capsy
 
 def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 110 << 20)
+    monkeypatch.setattr("raypar.planner.resource_needs.total_memory", lambda: 110 << 20)
     for offload, room, says in (
         ({"offload": "optimizer"}, None, "take 124 MiB, and this machine has 110 MiB: set offload_folder to a folder"),
         ({"offload": "optimizer", "offload_folder": str(tmp_path)}, 100 << 20, None),
@@ -211,7 +212,7 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
             "free: free some space, or give a folder of another disk",
         ),
     ):
-        monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder, room=room: room)
+        monkeypatch.setattr("raypar.planner.resource_needs.free_disk", lambda folder, room=room: room)
         run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=2, dp=1), **offload)
         faults = list(memory_faults(run, check_run(run)["train"]))
         assert [says in fault for fault in faults] == [True] * (says is not None), faults

@@ -10,7 +10,7 @@ import pytest
 
 import raypar as rp
 from raypar.cli.main import main
-from raypar.job.evaluation import Evaluations
+from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.figures import History
 from raypar.reporting.html.page import page

@@ -24,7 +24,7 @@ from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.types import Context
 from raypar.actors.tensor_parallel.grid.base import shard_along
-from raypar.actors.worker.parallelize import Parallelizer, tensor_styles
+from raypar.actors.worker.build.parallelize import Parallelizer, tensor_styles
 from raypar.parity.verify import train_plainly
 from raypar.reporting.report import losses_of
 from raypar.schedules.action import Op

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.worker.parallelize import tensor_styles
+from raypar.actors.worker.build.parallelize import tensor_styles
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     ASSB,
     SBH,

@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import raypar as rp
 from raypar.actors.models.build import build_model
-from raypar.config.run import check_run, world_of
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
 from raypar.planner import formulas
-from raypar.planner.parameters import num_parameters
+from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.parameters import num_parameters
 from raypar.planner.traffic import sent_bytes
-from raypar.reporting.needs import counts_of
 from raypar.schedules import build
 from raypar.schedules.simulation.simulate import Costs, simulate
 from tests.support.team import Team

@@ -14,7 +14,8 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import cluster_of
 from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
-from raypar.planner.memory import worker_memory
+from raypar.planner.memory.worker import worker_memory
+from raypar.planner.resource_needs import counts_of
 from raypar.planner.search.advice import advice
 from raypar.planner.search.explained import axes, lost, missing, picture, reasons, table
 from raypar.planner.search.fit import need_of
@@ -23,7 +24,6 @@ from raypar.planner.search.space import Space, sparing
 from raypar.planner.timing.messages import LADDER, RACKS
 from raypar.planner.timing.simulated import schedule_of
 from raypar.planner.timing.step import Paper, predicted
-from raypar.reporting.needs import counts_of
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.simulation.simulate import simulate
 from tests.published_steps import MEGATRON, NARAYANAN, run_of

@@ -1,0 +1,1 @@
+"""How a worker is built from its plan."""

@@ -1,0 +1,265 @@
+"""Build what a worker needs for a run from its plan: stages with weights, the update, the reducer and the batches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.context_parallel.sequence import tokens_of
+from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
+from raypar.actors.data_parallel.reducer import Reducer
+from raypar.actors.data_parallel.sums import GradientSums
+from raypar.actors.device import Place
+from raypar.actors.expert_parallel.record import Routed, RouterRecord
+from raypar.actors.extents import Extents
+from raypar.actors.home import home_of
+from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.models.base import Model, unsharded
+from raypar.actors.models.build import build_model
+from raypar.actors.models.frozen import first_learning
+from raypar.actors.models.skips import stage_skips
+from raypar.actors.models.tied_weights import ties_of
+from raypar.actors.models.tile_names import patterns_of
+from raypar.actors.models.tiled import tiled_model
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.step import Update
+from raypar.actors.pipeline.compiled import compile_layers
+from raypar.actors.pipeline.moves import move_activations
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.pipeline.stage_ends import StageEnds
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import ProgramName, format_watched
+from raypar.actors.tensors import dtype_of
+from raypar.actors.worker.build.flow import ExpertFlow, Flow, TokenFlow
+from raypar.actors.worker.build.layers import LayerMaker
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
+from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
+from raypar.actors.worker.build.weight_owners import between_owners, homes_of, owners_of
+from raypar.schedules.action import Action, Op
+from raypar.schedules.passes.first_steps import first_steps
+from raypar.schedules.rules import MAKES_GRADIENTS
+
+
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: int | None = None) -> Part:
+    """Build this actor's part of the stages of its pipeline rank.
+
+    Only its weights are made: on the host, in fp32, so that all get the same bits. Then they are moved and cast.
+
+    Args:
+        plan: The actor's plan.
+        place: The device that it computes on.
+        groups: The actor's groups by key.
+        server: The index of a parameter server among those of its pipeline rank; None for a worker.
+    """
+    run, world = plan.run, plan.world
+    model = model_of(run)
+    axes = axis_styles(run, groups)
+    parallelizer = Parallelizer(model, axes)
+    train = plan.programs["train"]
+    parts = model.stages(run.split, train.num_stages)
+    own = train.stages_of(world.row(plan.rank))
+    ties, same = ties_of(model, homes_of(model, run.split, train))
+    if is_expert := world.is_expert(plan.rank):
+        same = {}  # it has nothing of the layers that share weights
+    owners = owners_of(plan, model, groups, server)
+    home = home_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
+    layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
+    modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
+    overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
+    shared = _shared(modules.values())
+    first, borders = _borders(run, model, parts, is_expert=is_expert)
+    stages = {
+        number: Stage(
+            model,
+            parts[number],
+            [modules[index] for index in parts[number]],
+            place=place,
+            is_last=number == train.num_stages - 1 and not is_expert,
+            recompute=run.recompute,
+            seed=run.seed,
+            halved=_halved(plan)[number],
+            shared=shared,
+            is_half=run.precision.is_half,
+            check_loss=parallelizer.check_loss,
+            weights=weights.get(number),
+            overflow=None if is_expert else overflow,
+            record=record,
+            ends=borders[number],
+            learns=number >= first,
+            is_alone=not (parallelizer.shards or weights or run.mesh.cp > 1 or run.mesh.divides_experts),
+        )
+        for number in own
+    }
+    held = (one for stage in stages.values() for one in stage.parameters().items())
+    parameters = {name: parameter for name, parameter in held if name not in same}
+    masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
+    resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
+    others = overflow, layers.gathered, record, world.gathers, first
+    return Part(model, stages, parameters, masters, owners, ends, *resting, *others)
+
+
+def _borders(run: Run, model: Model, parts: Sequence[range], *, is_expert: bool) -> tuple[int, list[StageEnds]]:
+    """Return the first stage that learns, and where what each stage takes and makes belongs."""
+    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
+    return first, [
+        StageEnds(skips, takes_data=number <= first and not is_expert, first_learning=first)
+        for number, skips in enumerate(stage_skips(model.skips, parts))
+    ]
+
+
+def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
+    """Return the parameters that several modules have."""
+    places = Counter(p for module in modules for _, p in module.named_parameters(remove_duplicate=False))
+    return frozenset(parameter for parameter, count in places.items() if count > 1)
+
+
+def model_of(run: Run) -> Model:
+    """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
+    model, patterns = build_model(run.model, run.seed), patterns_of(run.model, run.tile)
+    return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
+
+
+def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
+    """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
+    if not plan.run.overflow_every:
+        return None
+    weights = {name: shard.sharding for name, shard in parallelizer.shards.items()}
+    addends = {name: tuple(group.rank for group in groups) for name, groups in parallelizer.partial.items()}
+    watched = format_watched(plan.run.overflow_format, plan.run.precision.compute)
+    return OverflowWatch(plan.run.overflow_every, watched, model.names, parallelizer.outputs, weights, addends)
+
+
+def _halved(plan: Plan) -> dict[int, set[int]]:
+    """Return the microbatches whose backwards are split, by stage.
+
+    Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
+    """
+    dp, found = plan.run.mesh.dp, defaultdict[int, set[int]](set)
+    for stage, op, microbatch, _ in plan.programs["train"].rows[plan.world.row(plan.rank)]:
+        if op is Op.I and stage is not None and microbatch is not None:
+            found[stage].update(range(microbatch * dp, (microbatch + 1) * dp))
+    return found
+
+
+def ends_of_rounds(row: Sequence[Action]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Return which backwards (B or W) of each stage are the first and the last ones of a round of reductions.
+
+    A round of a stage ends with its REDUCE_GRAD, or with the row.
+
+    Args:
+        row: The row of the actor's pipeline rank.
+
+    Returns:
+        The first ones and the last ones: each the stage, and how many of its backwards come before it in the step.
+    """
+    first, last, begun, counts = set[tuple[int, int]](), set[tuple[int, int]](), set[int](), Counter[int]()
+    for action in row:
+        stage = action.stage
+        if stage is not None and action.op in MAKES_GRADIENTS:
+            if stage not in begun:
+                first.add((stage, counts[stage]))
+                begun.add(stage)
+            counts[stage] += 1
+        elif stage in begun and action.op is Op.REDUCE_GRAD:
+            last.add((stage, counts[stage] - 1))
+            begun.discard(stage)
+    return first, last | {(stage, counts[stage] - 1) for stage in begun}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything that one worker needs for a run.
+
+    Attributes:
+        part: Its part of the model.
+        update: The end of a step: clipping and the optimizer.
+        flow: What its stages are given, and what becomes of what they make.
+        reducer: Sums gradients over replicas, or moves them away from the device; None if neither is to be done.
+        scaler: The scale of the loss.
+    """
+
+    part: Part
+    update: Update
+    flow: Flow
+    reducer: Reducer | None
+    scaler: LossScaler
+
+
+def assemble(seat: Seat) -> Assembly:
+    """Build everything that the worker on a seat needs for a run."""
+    plan, groups, place = seat.plan, seat.groups, seat.place
+    part, run = build_part(plan, place, groups), plan.run
+    if run.activations_on_device is not None:
+        move_activations(part.stages)
+    if run.compile:
+        compile_layers([module for stage in part.stages.values() for module in stage.modules])
+    scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
+    flow = _flow_of(seat, part, scaler)
+    if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_apart):
+        return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
+    buckets = buckets_of(plan, part, _reduced(plan, part, groups))
+    channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
+    train = plan.programs["train"]
+    row = first_steps(train, 1).rows[seat.row] if train.stream else train.rows[seat.row]
+    rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
+    here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].here]
+    sums = GradientSums(buckets, here, part.home, part.masters.parameters)
+    reducer = Reducer(buckets, channels, place, sums, rounds, lends=plan.world.lends)
+    for number, stage in part.stages.items():
+        stage.make_gradients_in(reducer.places(number))
+    return Assembly(part, update, flow, reducer, scaler)
+
+
+def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
+    """Create what gives the stages of a worker their batches, or an expert actor its part in the flow."""
+    plan, run = seat.plan, seat.plan.run
+    if seat.world.is_expert(plan.rank):
+        return ExpertFlow(seat, dtype_of(run.precision.compute))
+    train = plan.programs["train"]
+    source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
+    if part.model.slices is not None and train.slices > 1:
+        part.model.slices.count, part.model.slices.replicas = train.slices, run.mesh.dp
+        source = SlicedSource(source, train.slices)
+    mean = TokenMean(part.model, source, train.numbers_a_step, run.mesh.dp)
+    if run.mesh.cp > 1:
+        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
+    if run.precision.is_half:
+        source = CastSource(source, dtype_of(run.precision.compute))
+    if part.model.documents is not None:
+        part.model.documents.reads = partial(_extents, source, run.mesh.dp, scaler, seat.place)
+    # All blocks of a text count alike, and stages that update by themselves refuse other counts than the first.
+    is_even = isinstance(run.data, Text) or (train.stream > 0 and not train.validated)
+    ahead = not is_even and any(
+        isinstance(module, Routed) and module.adds_losses
+        for stage in part.stages.values()
+        for layer in stage.modules
+        for module in layer.modules()
+    )
+    return TokenFlow(seat, part.stages, source, mean, scaler, counts_ahead=ahead)
+
+
+def _extents(
+    source: BatchSource, num_dp: int, scaler: LossScaler, place: Place, program: ProgramName, step: int, number: int
+) -> Extents:
+    """Return where documents and padding are in a microbatch, which is numbered over all replicas."""
+    step += scaler.left_out if program == "train" else 0
+    return source.extents(program, step, *divmod(number, num_dp)).on(place)
+
+
+def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:
+    """Return the parameters whose gradients are reduced, by logical name: not those of experts that no other one has.
+
+    If gradients are moved away from the device, these are among them.
+    """
+    alone = plan.world.experts is not None and "edp" not in groups and not part.home.is_apart
+    return {name: p for name, p in part.parameters.items() if not (alone and name in part.owners.experts)}

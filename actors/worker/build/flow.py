@@ -1,0 +1,259 @@
+"""What flows through the stages of an actor in a step: batches, values between stages, gradients and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.actors.data.batches import BatchSource, TokenMean, correction
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.votes import ballot_of
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.tensors import Values, nbytes
+from raypar.actors.worker.build.program import Program
+from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.step import Step
+from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.rules import provides, taken
+
+
+class Flow(Protocol):
+    """What an actor gives its stages, and does with what these make. One object serves all steps of a run."""
+
+    def begin(self, step: Step, program: Program) -> None:
+        """Begin a step."""
+
+    def auxiliary(self, microbatch: int) -> float:
+        """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        """Return what a forward takes: the outputs of the stage before, or a batch, and the last stage's targets.
+
+        Where no target counts, there are none.
+        """
+
+    def made(self, action: Action, outputs: Values) -> None:
+        """Take the outputs of a forward."""
+
+    def gradients(self, action: Action) -> Values:
+        """Return the gradients of a stage's outputs, with which its backward (B or I) begins."""
+
+    def passed(self, action: Action, gradients: Values) -> None:
+        """Take the gradients of a stage's inputs that its backward (B or I) has made."""
+
+    def send(self, action: Action) -> None:
+        """Send the outputs of F or I to the peer, and drop them here."""
+
+    def expect(self, action: Action) -> None:
+        """Post a receive ahead of its place in the row."""
+
+    def receive(self, action: Action) -> None:
+        """Wait for the values that the peer sends."""
+
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
+        """Return this actor's report of a step's losses, see ``ballot_of``; None if it has none."""
+
+    def seen(self, action: Action) -> Values:
+        """Return the outputs of an action that was just performed: values for other actions, or its loss."""
+
+
+class TokenFlow:
+    """The flow of an actor that has tokens.
+
+    Args:
+        seat: The actor's seat.
+        stages: Its stages by number.
+        source: The batches.
+        mean: The weights of the microbatches in the loss.
+        scaler: The scale of the loss.
+        counts_ahead: Whether a step's targets are counted before its first forward, for the weight of auxiliary losses.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        stages: Mapping[int, Stage],
+        source: BatchSource,
+        mean: TokenMean,
+        scaler: LossScaler,
+        *,
+        counts_ahead: bool,
+    ) -> None:
+        self._seat, self._stages, self.source = seat, stages, source
+        self._mean, self._scaler, self._place = mean, scaler, seat.place
+        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step of those under way
+        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
+
+    def begin(self, step: Step, program: Program) -> None:
+        self._step, self._program = step, program
+        if self._counts_ahead and step.is_train:
+            self._corrections = self._corrections_ahead(step, program)
+
+    def auxiliary(self, microbatch: int) -> float:
+        """Return it; it is the same share of every step, while corrected gradients go by the step's targets."""
+        weight = self._mean.auxiliary(self._scaler.scale)
+        if not self._corrections:
+            return weight
+        factor = self._corrections[microbatch // self._step.length]
+        return weight / factor if factor else 0.0
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
+        step, (stage, microbatch) = self._step, numbers_of(action)
+        number, place = step.place_of(microbatch)
+        number += self._scaler.left_out if step.is_train else 0
+        batch = step.program, number, place, self._seat.replica(step.further)
+        inputs = self._take(action) or self._place.to(self.source.inputs(*batch))
+        if not self._stages[stage].is_last:
+            return inputs, ()
+        target = self.source.targets(*batch)
+        counted = step.counts[microbatch] = self._stages[stage].model.count(target)
+        step.samples += len(target[0]) if target[0].dim() else 1
+        return inputs, self._place.to(target) if counted else ()
+
+    def made(self, action: Action, outputs: Values) -> None:
+        """Keep what a forward has made: of the last stage the loss and the metrics, of others what goes on."""
+        stage, microbatch = numbers_of(action)
+        if self._stages[stage].is_last:
+            self._step.computed[microbatch] = outputs[0]
+            if len(outputs) > 1:
+                self._step.metrics[microbatch] = outputs[1]
+            return
+        self._step.values[action], skipped = self._stages[stage].ends.given(outputs)
+        for target, values in skipped.items():
+            self._step.values[action._replace(peer=target)] = values
+
+    def gradients(self, action: Action) -> Values:
+        """Return them; those of the last stage are the loss's weight, which is proportional to its tokens."""
+        stage, microbatch = numbers_of(action)
+        if not self._stages[stage].is_last:
+            return self._take(action)
+        return self._place.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
+
+    def passed(self, action: Action, gradients: Values) -> None:
+        if (stage := numbers_of(action)[0]) > 0:
+            made = Action(stage, Op.I, action.microbatch)
+            self._step.values[made], skipped = self._stages[stage].ends.parted(gradients)
+            for source, values in skipped.items():
+                self._step.values[made._replace(peer=source)] = values
+
+    def send(self, action: Action) -> None:
+        values = self._take(action)
+        self._step.num_bytes = sum(map(nbytes, values))
+        self._program.courier.send(action, values)
+
+    def expect(self, action: Action) -> None:
+        self._program.courier.expect(action)
+
+    def receive(self, action: Action) -> None:
+        values = self._step.values[action] = self._program.courier.receive(action)
+        self._step.num_bytes = sum(map(nbytes, values))
+
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
+        """Return it; of several replicas of the last stage, each reports its own microbatches."""
+        if not any(stage.is_last for stage in self._stages.values()):
+            return None
+        step = self._step
+        step.read_losses()
+        own = [microbatch for microbatch in microbatches if microbatch in step.counts]
+        sound = all(math.isfinite(step.losses[microbatch]) for microbatch in own)
+        tokens = sum(map(step.counts.__getitem__, own))
+        return ballot_of(tokens, self._expected(len(own), len(microbatches)), sound=sound)
+
+    def seen(self, action: Action) -> Values:
+        computed, values = self._step.computed, self._step.values
+        if action.op is Op.F and action.microbatch in computed and self._stages[numbers_of(action)[0]].is_last:
+            return (computed[action.microbatch],)
+        return next((values[value] for value in provides(action) if value in values), ())
+
+    def _expected(self, own: int, microbatches: int) -> float:
+        """Return how many targets this actor's losses are weighted for, if it has so many microbatches of a step's."""
+        return self._mean.expected * own // microbatches / self._seat.world.mesh.cp
+
+    def _corrections_ahead(self, step: Step, program: Program) -> list[float]:
+        """Return the factor by which the gradients of each step that begins will be corrected.
+
+        Every actor counts the targets of its own replica, and replicas add these up.
+        """
+        own = sorted({numbers_of(action)[1] for action in program.row if action.op is Op.F})
+        steps = range(program.schedule.stream or 1)
+        counted = torch.zeros(len(steps), 2, dtype=torch.float64)
+        replicas = range(self._seat.world.mesh.dp) if self._seat.world.servers else [self._seat.replica(step.further)]
+        for number in steps:
+            here = [microbatch for microbatch in own if microbatch // step.length == number]
+            for dp in replicas:
+                tokens = [self._count(step, microbatch, dp) for microbatch in here]
+                counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
+        self._seat.sum_ahead(counted)
+        return [correction(tokens, expected) for tokens, expected in counted.tolist()]
+
+    def _count(self, step: Step, microbatch: int, dp: int) -> int:
+        """Return the number of targets of a microbatch of a training step."""
+        number, place = step.place_of(microbatch)
+        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, place, dp))
+
+    def _take(self, action: Action) -> Values:
+        """Remove and return the values that an action needs from other actions, in one tuple.
+
+        What a backward needs from its own forward is not among them: the stage keeps that itself.
+        """
+        sources = self._sources.get(action)
+        if sources is None:
+            if action.op in SENDS:
+                sources = (action._replace(op=Op.F if action.op is Op.SEND_F else Op.I),)
+            else:
+                sources = taken(action, self._program.schedule)
+            self._sources[action] = sources
+        values: Values = ()
+        for source in sources:
+            values += self._step.values.pop(source)
+        return values
+
+
+class ExpertFlow:
+    """The flow of an expert actor, whose tokens come and go inside its layers: no rows, and no losses.
+
+    Args:
+        seat: The actor's seat.
+        dtype: The dtype in which layers compute.
+    """
+
+    def __init__(self, seat: Seat, dtype: torch.dtype) -> None:
+        self._none: Values = seat.place.to((torch.empty((0, 1), dtype=dtype),))
+
+    def begin(self, step: Step, program: Program) -> None: ...
+
+    def auxiliary(self, microbatch: int) -> float:
+        return 0.0
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        return self._none, ()
+
+    def made(self, action: Action, outputs: Values) -> None: ...
+
+    def gradients(self, action: Action) -> Values:
+        return self._none
+
+    def passed(self, action: Action, gradients: Values) -> None: ...
+
+    def send(self, action: Action) -> None: ...
+
+    def expect(self, action: Action) -> None: ...
+
+    def receive(self, action: Action) -> None: ...
+
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
+        return None
+
+    def seen(self, action: Action) -> Values:
+        return ()
+
+
+def numbers_of(action: Action) -> tuple[int, int]:
+    """Return the stage and the microbatch of an action that has both."""
+    assert action.stage is not None and action.microbatch is not None
+    return action.stage, action.microbatch

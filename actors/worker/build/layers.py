@@ -1,0 +1,106 @@
+"""Make the layers of an actor with their weights, cast to the run's precision, and sharded or offloaded as it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.owners import Owners
+from raypar.actors.data_parallel.sharder import Sharder
+from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.device import Place
+from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
+from raypar.actors.home import DeviceHome, Home
+from raypar.actors.models.base import Model, Parallelize
+from raypar.actors.models.tied_weights import share
+from raypar.actors.optim.masters import Masters, masters_of
+from raypar.actors.sharding import Shard
+from raypar.actors.specs.model import Layers
+from raypar.actors.worker.build.plan import Plan
+
+
+class LayerMaker:
+    """Makes the layers of an actor, and moves their weights into shards if these are whole only for a while.
+
+    Args:
+        plan: The actor's plan.
+        place: The device that it computes on.
+        home: Where it keeps its part of masters and states, and perhaps of weights.
+        groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
+        model: The model.
+        parallelize: Applies the styles of the mesh's axes to a layer.
+    """
+
+    def __init__(
+        self, plan: Plan, place: Place, home: Home, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
+    ) -> None:
+        self._plan, self._place, self._home, self._groups = plan, place, home, groups
+        self._model, self._parallelize = model, parallelize
+        self._modules: dict[int, nn.Module] = {}
+        self._sharder: Sharder | None = None
+
+    def make(
+        self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
+    ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
+        """Make the layers of stages.
+
+        Args:
+            parts: The indices of the layers of each stage, by its number.
+            owners: Who updates each parameter.
+            same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
+
+        Returns:
+            The layers by index, and the sharded weights of each stage by number; empty if weights always are whole.
+        """
+        weights: dict[int, StageWeights] = {}
+        if self._plan.world.unshards:
+            run = self._plan.run
+            homes = self._home if run.offload == "parameters" else DeviceHome(self._place.device), self._home
+            layers = self._model, self._some, self._modules, same
+            self._sharder = Sharder(
+                *layers,
+                owners,
+                self._groups,
+                *homes,
+                run.zero_units,
+                run.precision,
+                is_own=isinstance(run.model, Layers),
+            )
+            weights = {number: self._sharder.shard(part) for number, part in parts.items()}
+        else:
+            self._some([index for part in parts.values() for index in part])
+        share(self._model, self._modules, same)
+        return self._modules, weights
+
+    def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
+        """Return the masters of the parameters that this actor updates, given by logical name; layers are cast now."""
+        if self._sharder is not None:
+            return Masters(self._home, mine, self._sharder.masters, self._sharder.shards)
+        return masters_of(self._plan.run.precision, self._home, self._modules.values(), mine)
+
+    @property
+    def shards(self) -> Mapping[str, nn.Parameter]:
+        """What this actor keeps of weights that are whole only for a while, by logical name."""
+        return {} if self._sharder is None else self._sharder.shards
+
+    @property
+    def gathered(self) -> HighWater | None:
+        """The bytes of weights that are whole; None if all always are."""
+        return None if self._sharder is None else self._sharder.gathered
+
+    def _some(self, indices: Sequence[int]) -> None:
+        is_expert, seed = self._plan.world.is_expert(self._plan.rank), self._plan.run.seed
+        made = self._model.materialize(indices, seed, self._stripped if is_expert else self._parallelize)
+        if is_expert:
+            made = [ExpertLayer(layer) for layer in made]
+        self._place.settle(made)
+        self._modules.update(zip(indices, made, strict=True))
+
+    def _stripped(self, name: str, layer: nn.Module) -> Mapping[str, Shard]:
+        """Parallelize a layer, and keep only its experts."""
+        shards = self._parallelize(name, layer)
+        strip(layer)
+        return shards

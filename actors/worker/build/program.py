@@ -1,0 +1,55 @@
+"""A program of a run as one rank performs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from raypar.actors.data_parallel.stage_weights import StageWeights, Windows
+from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.data import Batches
+from raypar.actors.worker.build.boundaries import peers_of
+from raypar.actors.worker.build.seat import Seat
+from raypar.schedules.action import Action
+from raypar.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program as this rank performs it.
+
+    Attributes:
+        schedule: The lowered schedule.
+        row: This rank's row of it.
+        courier: Sends and receives its messages.
+        windows: When sharded weights are whole.
+    """
+
+    schedule: Schedule
+    row: tuple[Action, ...]
+    courier: Courier
+    windows: Windows
+
+
+def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule) -> Program:
+    """Return a schedule as the rank of a seat performs it.
+
+    Args:
+        seat: The seat.
+        weights: The weights of its stages that are sharded over replicas, by stage.
+        first_learning: The first stage that has something to learn; see ``Courier``.
+        schedule: The lowered schedule.
+    """
+    row = schedule.rows[seat.row]
+    data = seat.plan.run.data
+    courier = Courier(
+        seat.groups.get("pp"),
+        partial(peers_of, seat.world, seat.plan.rank, schedule=schedule),
+        schedule.num_microbatches,
+        varies=isinstance(data, Batches) and data.varying,
+        first_learning=first_learning,
+        num_stages=schedule.num_stages,
+        skips=schedule.skips,
+    )
+    return Program(schedule, row, courier, Windows(weights, row, seat.plan.run.recompute))

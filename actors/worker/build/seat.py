@@ -1,0 +1,209 @@
+"""An actor's seat in a run: its rank, its device, and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
+from raypar.actors.device import Place
+from raypar.actors.errors import ActionError, StaleError, described, trace
+from raypar.actors.mesh.memberships import Membership, memberships
+from raypar.actors.mesh.world import World
+from raypar.actors.models.tied_weights import Ends
+from raypar.actors.worker.build.boundaries import neighbours
+from raypar.actors.worker.build.plan import Plan
+
+_NAMED = 4  # actors of a group that an error names
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """The seat of one actor, a worker or a parameter server, in one run.
+
+    Attributes:
+        plan: The actor's plan.
+        groups: The groups that it has joined, by the keys of ``World.memberships``.
+        place: The device that it computes on.
+    """
+
+    plan: Plan
+    groups: Mapping[str, Group]
+    place: Place
+
+    @cached_property
+    def world(self) -> World:
+        """All ranks of the run."""
+        return self.plan.world
+
+    @cached_property
+    def label(self) -> str:
+        """The actor's name in messages."""
+        return self.world.label(self.plan.rank)
+
+    def label_of(self, member: int | None) -> str | None:
+        """Return the name in messages of a member of the actor's pipeline; None if there is none.
+
+        Args:
+            member: Its rank in the ``pp`` group.
+        """
+        if member is None:
+            return None
+        world, rank = self.world, self.plan.rank
+        members = world.mesh.group_of("pp", rank)[1] if rank < world.mesh.size else ()
+        return world.label(members[member]) if members else world.mesh.label(world.mesh.rank(pp=member))
+
+    @cached_property
+    def leads(self) -> bool:
+        """Whether the actor reports for its tensor group, whose members would all report the same."""
+        return self.world.leads(self.plan.rank)
+
+    @cached_property
+    def pp(self) -> int:
+        """The pipeline rank that the actor belongs to."""
+        return self.world.pp(self.plan.rank)
+
+    @cached_property
+    def row(self) -> int:
+        """The row of a schedule that the actor performs."""
+        return self.world.row(self.plan.rank)
+
+    @cached_property
+    def dp(self) -> int:
+        """Data-parallel coordinate of a worker; 0 for an expert actor or a server."""
+        return self._coordinate[0]
+
+    def replica(self, further: int) -> int:
+        """Return the data-parallel coordinate that is so many further, after the last one again the first."""
+        return (self.dp + further) % self.world.mesh.dp
+
+    @cached_property
+    def cp(self) -> int:
+        """Context-parallel coordinate of a worker; 0 for an expert actor or a server."""
+        return self._coordinate[1]
+
+    @cached_property
+    def saves(self) -> bool:
+        """Whether a checkpoint has the weights that this actor updates: of equal copies, the first is saved."""
+        return self.plan.rank in self.world.server_ranks or self.world.is_first(self.plan.rank)
+
+    @cached_property
+    def saves_experts(self) -> bool:
+        """Whether a checkpoint has the experts that this actor updates, if experts are divided over actors."""
+        return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
+
+    @cached_property
+    def _coordinate(self) -> tuple[int, int]:
+        at = self.world.at(self.plan.rank)
+        return at["dp"], at["cp"]
+
+    def connect(self, ties: Sequence[Ends]) -> None:
+        """Connect this actor in advance with all ranks that it exchanges messages with in a step.
+
+        Args:
+            ties: Tied weights whose ends are on different ranks; they exchange gradients.
+        """
+        edges, cp = neighbours(self.world, self.plan.programs["train"]), self.world.mesh.cp
+        tied, ring = [pair for tie in ties for pair in tie.pairs], [(rank, (rank + 1) % cp) for rank in range(cp)]
+        for key, pairs in (("pp", edges), ("cp", ring), (self.world.updaters, tied)):
+            if key in self.groups:
+                ends = {pair for pair in pairs if pair[0] != pair[1]}
+                self.groups[key].connect(ends | {(there, here) for here, there in ends})
+
+    def compare(self, keys: Collection[str], digests: Iterable[bytes], when: str | None = None) -> None:
+        """Check that all replicas have the same weights.
+
+        Args:
+            keys: Keys of the groups, of those that there are, whose members have the same weights.
+            digests: Digests of this actor's weights.
+            when: When in the run, as "in step 3"; None before the first step.
+
+        Raises:
+            UnequalReplicasError: A replica has other weights.
+        """
+        for group in memberships(self.world, self.plan.rank):
+            if group.key in keys:
+                labels = [self.world.label(rank) for rank in group.members]
+                demand_equal(digests, self.groups[group.key], labels, when)
+
+    def sum_ahead(self, tensor: Tensor) -> None:
+        """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.
+
+        Args:
+            tensor: A tensor of any shape. With servers, where replicas do not talk to each other, it is summed over the
+                context ranks of this actor's replica alone.
+
+        Raises:
+            ActionError: The communication failed.
+        """
+        key = next((key for key in ("dp", "cp") if key in self.groups), None)
+        if key is None:
+            return
+        try:
+            self.groups[key].host.all_reduce(tensor).wait()
+        except GroupError as error:
+            raise self.failed("beginning of step", None, error) from None
+
+    def synchronize(self) -> None:
+        """Wait until all communication so far is complete. On a GPU a failure shows only then."""
+        for group in self.groups.values():
+            group.synchronize()
+
+    def demand_current(self, epoch: int | None, current: int) -> int:
+        """Refuse a call that the driver made before it knew that an earlier step was refused.
+
+        A later epoch than the current one is that of a job which has refused steps before this actor joined the run.
+
+        Args:
+            epoch: Epoch of the call; None to accept it in any case.
+            current: This actor's epoch: the number of steps refused so far for non-finite gradients.
+
+        Returns:
+            The actor's epoch from now on.
+
+        Raises:
+            StaleError: The call's epoch is before the current one.
+        """
+        if epoch is not None and epoch < current:
+            raise StaleError(f"this call is of epoch {epoch}; {self.label} is in epoch {current}")
+        return current if epoch is None else epoch
+
+    def failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
+        """Abort all groups, so that no other actor waits for this one, and return the error to raise.
+
+        Args:
+            action: The failed action, for the message.
+            peer: Label of the action's peer; None if it has none. Then a failed communication names its own peer, or
+                the other members of its group.
+            error: Why it failed.
+        """
+        for group in self.groups.values():
+            group.abort()
+        if not isinstance(error, GroupError):
+            follows = isinstance(error, OtherInputsError)
+            return ActionError(self.label, action, peer, described(error), follows, "" if follows else trace())
+        groups = memberships(self.world, self.plan.rank)
+        joined = next((one for one in groups if self._is_of(one, error)), None)
+        if joined is None or peer is not None:
+            return ActionError(self.label, action, peer, error.reason, True, "")
+        if error.peer is not None:
+            return ActionError(self.label, action, self.world.label(joined.members[error.peer]), error.reason, True, "")
+        others = [self.world.label(rank) for rank in joined.members if rank != self.plan.rank]
+        reason = f"{error.reason}, in the {error.op} of {joined.key}"
+        return ActionError(self.label, action, _listed(others), reason, True, "")
+
+    def _is_of(self, group: Membership, error: GroupError) -> bool:
+        """Return whether a failed communication was one of a group of this actor."""
+        return self.groups[group.key].name == error.group
+
+
+def _listed(actors: Sequence[str]) -> str:
+    """Name the actors of a group, of a large one the first ones."""
+    if len(actors) > _NAMED:
+        return f"{', '.join(actors[:_NAMED])} and {len(actors) - _NAMED} more"
+    return " and ".join(filter(None, [", ".join(actors[:-1]), actors[-1]]))

@@ -1,0 +1,189 @@
+"""How an actor sums gradients with others, and updates weights: channels to the owners of weights, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.buckets import Bucket, pack
+from raypar.actors.data_parallel.reducer import Channel, Complete
+from raypar.actors.data_parallel.replica_checks import fixed_weights
+from raypar.actors.data_parallel.served_update import ServedUpdate
+from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
+from raypar.actors.flat_memory import flat_empty
+from raypar.actors.mesh.world import Replicas
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.step import Update, Updater
+from raypar.actors.optim.votes import Told
+from raypar.actors.specs.model import Layers
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
+from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.plan import Plan
+from raypar.schedules.action import Action, Op
+
+_MIB = 2**20
+Empty = Callable[[int, torch.dtype], Tensor]
+
+
+def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
+    """Group parameters into buckets, in the order in which a step completes their gradients.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        parameters: The parameters of the part to group, by logical name.
+    """
+    row, limit = plan.programs["train"].rows[plan.world.row(plan.rank)], int(plan.run.bucket_mb * _MIB)
+    buckets = []
+    units = (unit for weights in part.weights.values() for unit in weights.units)
+    strides = {name: stride for unit in units for name, stride in unit.strides.items()}
+    for number in last_backwards(row):
+        members = {name: parameters[name] for name in part.stages[number].parameters() if name in parameters}
+        buckets += pack(number, members, part.owners.of, limit, strides)
+    return buckets
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
+    """Return the last backward (B or W) of each stage in a row, in the order of the row.
+
+    If stages of one rank share a weight, it belongs to the first of them. The last backward of that stage depends on
+    those of the other stages, so the weight's gradient is complete after it.
+    """
+    last: dict[int, Action] = {}
+    for action in row:
+        if action.stage is not None and action.op in (Op.B, Op.W):
+            last.pop(action.stage, None)
+            last[action.stage] = action
+    return last
+
+
+def updater_of(
+    plan: Plan, part: Part, groups: Mapping[str, Group], device: torch.device, scaler: LossScaler
+) -> Updater:
+    """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        groups: The actor's groups by key.
+        device: The device.
+        scaler: The scale of the loss.
+    """
+    run, world, names = plan.run, plan.world, part.model.parameter_names()
+    apart = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
+    watched = isinstance(run.model, Layers)
+    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=watched, apart=apart, device=device)
+    told = Told(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
+    if world.experts is not None:
+        first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
+        tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
+        experts = part.owners.experts
+        told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
+    # In an asynchronous schedule each stage updates by itself: there is no global norm, and no vote.
+    train = plan.programs["train"]
+    every = groups.get(world.updaters) if train.validated or not train.stream else None
+    if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
+        told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
+    return Updater(
+        part.masters,
+        names,
+        part.ties,
+        every,
+        tensors,
+        told,
+        optim=run.optim,
+        clip=run.clip,
+        steps=run.steps,
+        scaler=scaler,
+        nonfinite=run.nonfinite,
+        ema=run.ema,
+        reached=part.parameters.keys() - part.model.experts.keys() if isinstance(run.model, Layers) else (),
+    )
+
+
+def shared_update(
+    plan: Plan,
+    part: Part,
+    buckets: list[Bucket],
+    groups: Mapping[str, Group],
+    device: torch.device,
+    scaler: LossScaler,
+) -> tuple[list[Channel], Update]:
+    """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        buckets: Buckets of the parameters whose gradients are summed, or moved away from the device.
+        groups: The actor's groups by key.
+        device: The device.
+        scaler: The scale of the loss.
+
+    Returns:
+        One channel for each owner, and the update.
+    """
+    world = plan.world
+    if world.servers:
+        servers = [groups[f"ps{index}"] for index in range(world.servers)]
+        channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
+        return channels, ServedUpdate(buckets, servers)
+    lent = partial(flat_empty, device=device) if world.lends else None
+    replicas = [one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.lends)]
+    channels = [channel for one in replicas for channel in _channels(plan, one, groups, lent)]
+    updater = updater_of(plan, part, groups, device, scaler)
+    if not world.sharded:
+        return channels, updater
+    owners = {
+        channel: (groups[one.shard_key], rank)
+        for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
+        if one.key in groups
+    }
+    if world.gathers:
+        return channels, ShardedUpdate(updater, ())
+    if world.unshards:
+        weights = buckets_of(plan, part, part.layer_shards)
+        resting = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
+        return channels, ShardedUpdate(updater, resting, set(part.layer_shards), lent, part.home)
+    layers = [module for stage in part.stages.values() for module in stage.modules]
+    fixed = fixed_weights(layers, part.parameters, part.owners.of)
+    shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
+    return channels, ShardedUpdate(updater, shared, fixed)
+
+
+def _channels(plan: Plan, replicas: Replicas, groups: Mapping[str, Group], lent: Empty | None) -> Iterator[Channel]:
+    """Yield the channels of replicas, one for each owner of their weights.
+
+    Args:
+        plan: The actor's plan.
+        replicas: The replicas; if this actor is the only one, there is no group of them.
+        groups: The actor's groups by key.
+        lent: Allocates flat tensors that are given back; None if they are kept for the whole run.
+    """
+    world = plan.world
+    if replicas.key not in groups:
+        assert lent is not None
+        yield Channel(Complete, Complete, lent, here=True)
+        return
+    every = groups[replicas.key]
+    if not world.sharded:
+        yield Channel(every.all_reduce, every.host.all_reduce, lent or every.empty, here=True)
+        return
+    owners = groups[replicas.shard_key]
+    for owner in range(owners.size):
+        channel = _channel_to(owners, owner, lent or owners.empty)
+        if world.hybrid:
+            channel = channel._replace(tell=every.host.all_reduce, finish=groups["replicate"].all_reduce)
+        yield channel
+
+
+def _channel_to(group: Group, root: int, empty: Empty) -> Channel:
+    """Create a channel that gives the sums to one rank of a group."""
+    return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
+
+
+def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=device)

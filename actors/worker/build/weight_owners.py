@@ -1,0 +1,92 @@
+"""Who updates each parameter of a model: the owners of its weights, and of the experts that actors share out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.owners import Owners, share_out
+from raypar.actors.mesh.world import World
+from raypar.actors.models.base import Model
+from raypar.actors.models.tied_weights import Ends, Tie, ties_of
+from raypar.actors.specs.moe import orders_of
+from raypar.actors.specs.types import Split
+from raypar.actors.tensors import nbytes
+from raypar.actors.worker.build.plan import Plan
+from raypar.schedules.schedule import Schedule
+
+
+def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int | None = None) -> Owners:
+    """Return the owners of the parameters of an actor's pipeline rank.
+
+    Args:
+        plan: The actor's plan.
+        model: The model.
+        groups: The actor's groups by key.
+        server: The index of a parameter server among those of its pipeline rank; None for a worker.
+    """
+    world, found, orders = plan.world, dict[str, int](), orders_of(plan.run.expert_order)
+    dense, experts = world.dense, world.experts
+    names = frozenset(model.experts if experts is not None else ())
+    for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values():
+        found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
+        parts = defaultdict[int, dict[str, int]](dict)
+        for name in names & sizes.keys():
+            parts[model.experts[name].part(world.mesh.expert_parts, orders)][name] = sizes[name]
+        for part in parts.values():
+            assert experts is not None
+            found |= {name: dense.owners + owner for name, owner in share_out(part, experts.owners).items()}
+    own = {server or 0}
+    if server is None and world.sharded:
+        own = {groups[dense.shard_key].rank}
+    if experts is not None:
+        shares = world.sharded and experts.shard_key in groups
+        own.add(dense.owners + (groups[experts.shard_key].rank if shares else 0))
+    return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
+
+
+def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Ends:
+    """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters.
+
+    Args:
+        tie: The tie.
+        world: All ranks of the run.
+        owner_of: The owner of each parameter.
+        rank: The actor's rank.
+    """
+    if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
+        homes, copies = (world.mesh.ranks_of(pp) for pp in (tie.home_rank, tie.copy_rank))
+        tp = world.mesh.tp_of(tie.home_rank)
+        own = world.at(rank)["tp"] % tp
+        return Ends(tie.home, tuple(homes[own::tp]), tie.copy, tuple(copies[own::tp]))
+    home = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
+    return Ends(tie.home, (home,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+
+
+def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
+    """Return the pipeline rank of each layer, by the layer's index.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        schedule: The schedule, which places the stages on ranks.
+    """
+    parts = model.stages(split, schedule.num_stages)
+    return {index: schedule.placement[number] for number, part in enumerate(parts) for index in part}
+
+
+def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
+    """Return the size in bytes of each pipeline rank's trainable parameters, by rank and logical name.
+
+    A tied weight whose home is on the same rank is listed once. The arguments are those of ``homes_of``.
+    """
+    homes = homes_of(model, split, schedule)
+    _, same = ties_of(model, homes)
+    sizes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for index, (layer, module) in enumerate(zip(model.names, model.skeleton, strict=True)):
+        for inner, parameter in module.named_parameters():
+            name = f"{layer}.{inner}"
+            if parameter.requires_grad and name not in same:
+                sizes[homes[index]][name] = nbytes(parameter)
+    return sizes

@@ -1,0 +1,254 @@
+"""An actor's part in the snapshots of a run: it takes its own, and keeps those of its node and copies of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from raypar.actors.checkpoint.memory_snapshot import Held, Slots, SnapshotFiles
+from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
+from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
+from raypar.actors.checkpoint.snapshot_shard import write_snapshots
+from raypar.actors.process_identity import own_identity
+from raypar.actors.relayout.share_index import ShareContents, contents_of
+from raypar.actors.specs.results import Copied
+from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
+from raypar.actors.worker.parameter_server import Server
+from raypar.actors.worker.state import WorkerState
+from raypar.actors.worker.worker import Worker
+
+_COPIED_FILES = 3  # one with what has been copied, one with what is being copied, and one for what comes next
+
+
+class SnapshotKeeper:
+    """Takes snapshots of one actor's state after steps, and reads those of a step back.
+
+    Args:
+        plan: The actor's plan.
+        taken: Called when a snapshot is copied, and not yet marked as whole, with the step.
+    """
+
+    def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
+        self._share, self._every, self._taken = Share(plan.layout, plan.rank), plan.run.snapshot_every, taken
+        self._files_each = _COPIED_FILES if plan.run.buddy_every else 2
+        self._slots, self._held = Slots(plan.rank, self._files_each), Held(own_identity())
+        self._receiver: CopyReceiver | None = None
+        self._outgoing: OutgoingCopies | None = None
+
+    def join(self, plan: Plan, taken: Callable[[int], None]) -> None:
+        """Take part in the run again, perhaps in another layout, in which snapshots begin anew.
+
+        Args:
+            plan: The actor's plan.
+            taken: See the class.
+        """
+        self._taken, share = taken, Share(plan.layout, plan.rank)
+        if share != self._share:
+            self._held.adopt(self._share, self._slots.files)  # to be read, until all have others
+            self._share, self._slots = share, Slots(plan.rank, self._files_each)
+
+    def after(self, step: int, state: WorkerState, copy_within: int = 0) -> Copied:
+        """Take a snapshot if one is due, and begin to copy it to the buddy if that is.
+
+        Args:
+            step: Number of steps taken.
+            state: The actor's state.
+            copy_within: In how many steps the copy should be whole there; 0: there is none of this step.
+
+        Raises:
+            OSError: There is no memory left for it.
+        """
+        waited = 0.0 if self._outgoing is None else self._outgoing.after_step()
+        if step % self._every == 0:
+            state.keep(self._slots, step, lambda: self._taken(step - 1))
+            if copy_within and self._outgoing is not None:
+                self._outgoing.begin(step, copy_within)
+        return Copied(waited, "" if self._outgoing is None else self._outgoing.lost)
+
+    def begin(self, step: int, state: WorkerState) -> None:
+        """Have a snapshot of the step that the run goes on after, and none of later ones, which are taken again.
+
+        Args:
+            step: Number of steps taken. There is nothing to go back to before the first one.
+            state: The actor's state.
+
+        Raises:
+            OSError: There is no memory left for it.
+        """
+        self._slots.forget_after(step)
+        if step and step not in self._slots.steps:
+            state.keep(self._slots, step, lambda: None)
+
+    def drop_old(self) -> None:
+        """Let go of all snapshots that nobody writes to any more: all actors have begun with their own."""
+        self.stop_copies()
+        self._held.drop_old()
+
+    def addresses(self) -> list[Address]:
+        """Return where others find this actor's snapshots, and those of others that it keeps."""
+        return [self._written(self._share, self._slots.files), *self._held.addresses()]
+
+    def hold(self, addresses: Sequence[Address]) -> None:
+        """Keep the snapshots of other actors of this node, those that are at these addresses."""
+        self._held.expect_new()
+        self._held.hold(addresses)
+
+    # --- copies on other nodes ---
+
+    def expect_copies(self, host: str, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+        """Get ready for copies of the snapshots of actors of other nodes.
+
+        Args:
+            host: The address of this node that others reach.
+            expected: Whose come, by their tokens.
+            files: Number of memory files for each.
+
+        Returns:
+            The address and the port to send them to, and where others of this node find them.
+
+        Raises:
+            OSError: It can't listen there.
+        """
+        self.stop_copies()
+        self._receiver = CopyReceiver(host, expected, files)
+        arriving = self._receiver.files()
+        for share, fds in arriving.items():
+            self._held.adopt(share, map(os.dup, fds))
+        return host, self._receiver.port, [self._written(share, fds) for share, fds in arriving.items()]
+
+    def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
+        """Begin to send copies, and keep those that arrive at this node.
+
+        Args:
+            to: The buddy; None if this actor has none.
+            step: The step that the run goes on after, whose snapshot is the first that is sent, if it is not 0.
+            addresses: Where copies arrive.
+            patience: The most seconds that a step waits for a copy.
+        """
+        self._held.hold(addresses)
+        if to is not None:
+            self._outgoing = OutgoingCopies(to, self._slots, patience)
+            if step:
+                self._outgoing.begin(step, 1)
+
+    def interrupt_copies(self) -> None:
+        """Let no step wait for a copy any more. It may be called from another thread."""
+        if (outgoing := self._outgoing) is not None:
+            outgoing.close()
+
+    def stop_copies(self) -> None:
+        """Send and receive no more copies. Those that are whole stay."""
+        if self._outgoing is not None:
+            self._outgoing.close()
+            self._slots.pinned, self._outgoing = frozenset(), None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    # --- going back ---
+
+    def steps(self) -> dict[Share, tuple[int, ...]]:
+        """Return, by share, the steps of which this actor has a snapshot."""
+        return self._files().steps()
+
+    def contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
+        """Return which parts of which tensors snapshots of a step have that are here. Raises KeyError if one is not."""
+        files = self._files()
+        return {share: contents_of(files.at(step, [share])) for share in shares}
+
+    def send(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
+        """Send snapshots of a step that this actor has, its own or those of others, one after the other.
+
+        Args:
+            step: Number of steps taken.
+            to: Whose snapshots, and to whom. He expects them; see ``expect_copies``.
+
+        Raises:
+            OSError: One of them did not arrive.
+            KeyError: One of them is not here.
+        """
+        files = self._files()
+        for share, recipient in to:
+            send_copy(files.file(share, step), recipient)
+
+    def write(self, step: int, shares: Sequence[Share], folder: Path) -> list[Written]:
+        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""
+        return write_snapshots(self._files(), step, shares, folder)
+
+    def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], state: WorkerState) -> None:
+        """Load the snapshots of a step.
+
+        Args:
+            step: Number of steps taken.
+            shares: Those that have what this actor holds, of the layout in which they were taken; or all.
+            arrived: Where those of them are that came from other nodes.
+            state: The actor's state.
+
+        Raises:
+            CheckpointError: They are not whole.
+            KeyError: One of them is not here.
+        """
+        self._held.hold(arrived)
+        files = self._files()
+        state.load(files, files.at(step, shares))
+
+    def forget_after(self, step: int) -> None:
+        """Forget this actor's snapshots of later steps, which are taken again, and send no more of them."""
+        self.stop_copies()
+        self._slots.forget_after(step)
+
+    def leave(self, comes_back: bool) -> None:
+        """Send and receive no more copies, and let go of all snapshots unless this actor comes back to the run."""
+        if comes_back:
+            self.stop_copies()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of all snapshots."""
+        self.stop_copies()
+        self._held.close()
+        self._slots.close()
+
+    def _written(self, share: Share, files: tuple[int, ...]) -> Address:
+        return Address(share, own_identity(), files, is_written=True)
+
+    def _files(self) -> SnapshotFiles:
+        others: Mapping[Share, Sequence[int]] = self._held.files()
+        return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})
+
+
+def kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
+    """Return the keeper of an actor. Raises RuntimeError if it has none."""
+    if keeper is None:
+        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
+    return keeper
+
+
+def keep_after(member: Worker | Server, keeper: SnapshotKeeper | None, step: int, copy_within: int) -> Copied:
+    """Take the snapshot that is due after a step, if the actor keeps any.
+
+    Args:
+        member: The worker or parameter server.
+        keeper: Its snapshots; None if its run has none.
+        step: Number of the step, from 0.
+        copy_within: See ``SnapshotKeeper.after``.
+
+    Returns:
+        What there is to tell of copies.
+
+    Raises:
+        ActionError: It can't be taken.
+    """
+    copied = Copied()
+    try:
+        member.faults.reach("end", step)
+        if keeper is not None:
+            copied = keeper.after(step + 1, member.state, copy_within)
+        member.faults.reach("report", step)
+        return copied
+    except Exception as error:
+        raise member.seat.failed("snapshot after the step", None, error) from None

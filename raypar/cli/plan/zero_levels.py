@@ -1,0 +1,97 @@
+"""``raypar plan``: what a run takes at each level of ZeRO: memory by kind and actor, and bytes sent."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from raypar.actors.mesh.world import Zero
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
+from raypar.config.run import check_run
+from raypar.errors import ConfigError
+from raypar.planner.memory.memory_of_all import actors_memory
+from raypar.planner.prediction import IN_SLOTS, before_run
+from raypar.planner.resource_needs import Rows, actors_told, counts_of, kinds_of, size
+from raypar.planner.traffic import sent_bytes
+from raypar.reporting.expert_table import expert_table
+from raypar.schedules.action import Op
+from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.text import milliseconds
+
+_LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
+
+
+def compared(run: Run) -> str:
+    """Compare a run with the same run at the other levels of ZeRO.
+
+    Args:
+        run: The run.
+
+    Returns:
+        A table: a column for the run, and one for each level if there are replicas to share with.
+
+    Raises:
+        ConfigError: The run has faults.
+    """
+    columns = {"this run": dict(_column(run))}
+    told = world_of(run)
+    if told.mesh.shards > 1 and not told.servers:
+        columns |= {f"zero {level}": dict(_column(_at_level(run, level))) for level in _LEVELS}
+    names = dict.fromkeys(name for column in reversed(columns.values()) for name in column)  # level 3 has most kinds
+    rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    padded = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
+    table = expert_table(run)
+    drawn = [table, ""] if table else []
+    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], padded)])
+
+
+def placed(run: Run) -> str:
+    """Say which actor would go on which node of the cluster at RAY_ADDRESS, and why it can't."""
+    from raypar.cluster.ray_cluster import connected, foreseen  # imports torch and Ray, which a plan on paper does not
+
+    where = f"on the cluster at {os.environ.get('RAY_ADDRESS', '')}"
+    try:
+        with connected() as nodes:
+            found = foreseen(world_of(run), nodes, run.device, run.resources)
+    except ConfigError as error:
+        found = error.faults
+    return "\n".join([f"{where}:", *(f"  {line}" for line in found)])
+
+
+def _at_level(run: Run, level: Zero) -> Run:
+    """Return the run at a level of ZeRO; what only level 3 has is left out of the others."""
+    if level == 3 or run.zero != 3:
+        return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None))
+    plain = Run()
+    return replace(
+        run,
+        zero=level,
+        mesh=replace(run.mesh, shard=run.mesh.shard if level else None),
+        zero_units=plain.zero_units,
+        zero_gather=plain.zero_gather,
+        zero_resident=plain.zero_resident,
+        reshard_after_forward=plain.reshard_after_forward,
+    )
+
+
+def _column(run: Run) -> Rows:
+    """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
+    schedule = check_run(run)["train"]
+    world, counts = world_of(run), counts_of(run, schedule, None)
+    prediction = before_run(run, world, counts, schedule)
+    found = actors_memory(run, world, counts, prediction.timeline, prediction.process)
+    each = [(f"pp={rank}" if len(found.workers) > 1 else "", memory) for rank, memory in enumerate(found.workers)]
+    other = "server" if world.servers else "experts"
+    each += [(f"{other} of pp={rank}", memory) for rank, memory in enumerate(found.others)]
+    rows = []
+    for actor, memory in each:
+        told = kinds_of(memory) | {"peak": size(memory.peak)}
+        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in told.items()]
+    seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
+    seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
+    rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
+    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {axis} {op}", size(sent)))
+    return rows

@@ -1,0 +1,1 @@
+"""Commands that draw, check, simulate and compare schedules."""

@@ -1,0 +1,1 @@
+"""`raypar train`, `sft` and what they share: dry runs, resuming, samples."""

@@ -1,0 +1,89 @@
+"""``raypar sft``: fine-tune a model of Hugging Face on examples."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, takewhile
+
+from raypar.actors.data.example_sets import missing_files
+from raypar.actors.specs.data import Examples
+from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.model import Llama
+from raypar.cli.train.data_conversion import convert_data
+from raypar.cli.train.train import Finished, Plan, TrainArgs, train
+from raypar.cli.words.examples import named_examples
+from raypar.cli.words.flags import HELP
+from raypar.cli.words.parsing import parse, values_of
+from raypar.config.finetuning import finetuning, lasting, settings_of, shortened
+from raypar.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_WHAT = "Fine-tune a model of Hugging Face on examples."
+_LASTING = ("steps", "eval_every", "eval_steps")
+_USAGE = "raypar sft EXAMPLES --model FOLDER"
+_HELP = f"""usage: {_USAGE} [flags]
+
+EXAMPLES is a file of examples, or files with a weight behind each: talks.jsonl 0.7 facts.jsonl 0.3.
+FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
+The other flags, with the defaults of an adapted Llama:"""
+
+
+def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
+    """Run ``raypar sft``.
+
+    Args:
+        words: The words after ``sft``: the examples, or several with a weight behind each, ``--model`` with the folder,
+            and flags of ``raypar train``.
+        terminal: Whether to draw a dry run's schedule in colours.
+
+    Raises:
+        ConfigError: The words, the folder or the examples have faults; no actor was started.
+        JobError: The run failed.
+        NonFiniteError: The gradients became infinite or NaN.
+    """
+    if HELP & {*words}:
+        sys.stdout.write(f"{_HELP}\n")
+        shown = settings_of(Llama(seq=512, lora=Lora()), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
+        parse(TrainArgs, ["--help"], "sft", _WHAT, "sft", known={"sft": shown})  # ends the process
+    left = list(words)
+    if any(word.partition("=")[0] == "--resume" for word in left):
+        raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])
+    folder = _taken(left, "--model")
+    named = [*takewhile(lambda word: not word.startswith("-"), left)]
+    path, faults = named_examples(named, _USAGE)
+    if folder is None:
+        faults.append(f"--model is missing, the folder of a model of Hugging Face: {_USAGE}")
+    if faults or folder is None:
+        raise ConfigError(faults)
+    left = left[len(named) :]
+    full = [word.lower() for word in left]
+    adapters = "--model.lora=none" not in full and ("--model.lora", "none") not in pairwise(full)
+    try:
+        start = finetuning(path, folder, adapters=adapters)
+    except ConfigError as error:
+        raise ConfigError([*(f"data.{fault}" for fault in missing_files(Examples(path))), *error.faults]) from error
+    flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
+    if flags.wrong:
+        return train(left, terminal, start)  # which raises them, with all else that is wrong
+    steps = flags.args.steps if [*values_of("--steps", left)] else None
+    convert_data(flags.args.run())
+    if (notice := shortened(flags.args.run())) is not None:
+        log.warning("%s", notice)
+    long = lasting(flags.args.run(), steps)
+    start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
+    return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))
+
+
+def _taken(words: list[str], flag: str) -> str | None:
+    """Remove a flag and its value from the words, and return the value; None if it is not there."""
+    for at, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return words.pop(at).partition("=")[2]
+        if word == flag and at + 1 < len(words):
+            words.pop(at)
+            return words.pop(at)
+    return None

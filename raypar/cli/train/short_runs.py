@@ -1,0 +1,66 @@
+"""The commands that take a few steps: ``raypar verify`` and ``raypar step``. Their flags are the fields of Run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
+from raypar.cli.words.parsing import parse
+from raypar.cli.words.run_args import RunArgs
+from raypar.config.fields import Fault, field_faults, right_fields
+from raypar.config.run import check_run, unrecorded
+from raypar.config.validate.recovery import recovery_faults
+from raypar.errors import ConfigError
+from raypar.planner.hardware.this_machine import room_faults
+
+if TYPE_CHECKING:
+    from raypar.parity.verify import Verdict
+
+_VERIFIED_STEPS = 5
+
+
+def verify(words: Sequence[str]) -> Verdict:
+    """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
+
+    The run may be that of a run folder, which is only read. Raises what ``train`` raises.
+    """
+    what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
+    parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
+    run = unrecorded(parsed.args.run())
+    _check(run, parsed.wrong)
+    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
+    from raypar.parity.verify import verify as verified
+
+    return verified(run)
+
+
+def step(words: Sequence[str]) -> None:
+    """Run ``raypar step``: a REPL for the run's first step. Raises what ``train`` raises."""
+    what = "Step through a schedule by hand, on actors, in a Python REPL."
+    parsed = parse(RunArgs, words, "step", what, "gpt-tiny")
+    run = parsed.args.run()
+    _check(run, parsed.wrong)
+    from raypar.cli.repl import interact
+    from raypar.job.launch import launch
+
+    with launch(run) as job:
+        interact(job)
+
+
+def _check(run: Run, wrong: Sequence[Fault]) -> None:
+    """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
+    faults = list[str]()
+    try:
+        check_run(run, wrong=wrong)
+    except ConfigError as error:
+        faults = error.faults
+    right = right_fields([*wrong, *field_faults(run)])
+    faults += recovery_faults(run.max_failures) if right("max_failures") else ()
+    if right("mesh", "data_parallel", "servers", "zero"):
+        faults += room_faults(world_of(run).size, run.resources.cpus)
+    if faults:
+        raise ConfigError(faults)

@@ -1,0 +1,53 @@
+"""Parse the words of a command that trains nothing: all mistakes in them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import tyro
+
+from raypar.cli.words.flags import HELP, read_flags
+from raypar.errors import ConfigError
+
+
+class Arguments(Protocol):
+    """What the words of a command say: a dataclass, of which one field may be a word without a flag."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def faults(self) -> Iterable[str]:
+        """Return which values are out of range or do not go together."""
+
+
+A = TypeVar("A", bound=Arguments)
+
+
+def parsed(blank: A, words: Sequence[str], command: str, what: str, missing: str = "") -> A:
+    """Parse the words of a command. For help, tyro ends the process.
+
+    Args:
+        blank: The arguments before any word is read.
+        words: The words after the command.
+        command: The command's name.
+        what: What the command does, for its help.
+        missing: What to say if the word without a flag is missing; "" if the command has none or needs none.
+
+    Raises:
+        ConfigError: There are mistakes. The error lists all of them.
+    """
+    sound, wrong = read_flags(type(blank), words, blank)
+    told, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
+    absent = bool(missing) and not HELP & set(words) and (not sound or sound[0].startswith("--"))
+    if absent and known.issuperset(fault.path for fault in wrong):  # else it may be the value of an unknown flag
+        told.append(missing)
+    args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}", description=what)
+    if told := [*told, *args.faults()]:
+        raise ConfigError(told)
+    return args
+
+
+def given(count: int) -> str:
+    """Say how many words without a flag are given, where they are too few or too many."""
+    return "1 word is given" if count == 1 else f"{count} words are given"

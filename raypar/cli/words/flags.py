@@ -1,0 +1,322 @@
+"""The flags of a command: which words belong to which flag, and all mistakes in them at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
+from raypar.actors.not_yet import reason_of
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.cli.words.examples import pattern_of
+from raypar.config.fields import Fault
+from raypar.config.recipes import RECIPES
+from raypar.schedules.nearest_name import nearest
+
+HELP = {"-h", "--help"}
+_NUMBERS = {int: "a whole number", float: "a number"}
+_MANY = {int: "whole numbers", float: "numbers"}
+_PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '1 0'"}  # by the type of the value
+_KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
+_SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
+_FIELD = re.compile(r"([a-z_]*(?:\.[a-z_]+)*)((?:\.\d+)?)")  # a field, and the number of an item in it
+_ELSEWHERE = {  # what other programs call flags, and what is here in its place
+    "epochs": "a run has --steps; the dry run says how many passes over the data they are",
+    "gpus": "actors are the product of --mesh.pp, --mesh.dp, --mesh.cp and --mesh.tp, each with a device of its own",
+}
+_FILES = {"data.path", "data.val_path"}  # of which a pattern without quotes gives several
+_SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A flag on a command line.
+
+    Attributes:
+        typed: The flag as it is written, such as ``--mesh.pp``.
+        path: Its field, such as ``mesh.pp``.
+        values: The words that belong to it.
+        hint: The type of its field; None if there is no such field.
+        surplus: A word behind a switch that looks like a value for it.
+    """
+
+    typed: str
+    path: str
+    values: Sequence[str]
+    hint: Any
+    surplus: str = ""
+
+    def words(self) -> list[str]:
+        """Return the words as tyro reads them."""
+        name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
+        if NoneType in _members(self.hint) and len(self.values) == 1 and self.values[0].lower() == "none":
+            return [f"--{name}", "None"]
+        return [f"--{name}", *self.values]
+
+
+_NO_FLAG = _Flag("", "", (), None)
+
+
+def read_flags(
+    kind: type, words: Sequence[str], default: object, wrong: Sequence[Fault] = ()
+) -> tuple[list[str], list[Fault]]:
+    """Find the mistakes in the flags of a command.
+
+    Args:
+        kind: The class whose fields the flags are; one of them may have a ``metavar``, and is a word without a flag, or
+            several if it is a tuple.
+        words: The words of a command line.
+        default: Its values before the flags; they tell which classes nested fields have.
+        wrong: Faults that are known already. Flags of these fields are left out without another fault.
+
+    Returns:
+        The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
+        or a value that its field can't have. If the words ask for help, they are returned as they are.
+    """
+    if HELP & set(words):
+        return [*words], []
+    sound, alone, faults, known = list[str](), list[str](), list[Fault](), {fault.path for fault in wrong}
+    before, strays = _NO_FLAG, dict[str, list[str]]()
+    for flag in _grouped(kind, words, default):
+        if isinstance(flag, str):
+            is_stray = before.path in _FILES and not _is_base(flag) and Path(flag).is_file()
+            (strays.setdefault(before.typed, [*before.values]) if is_stray else alone).append(flag)
+            continue
+        before = flag
+        if flag.path not in known:
+            told = list(_faults_of(kind, flag, default))
+            faults += [Fault(flag.path, text, of_type=True) for text in told]
+            sound += [] if told else flag.words()
+    faults += [Fault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
+    name, told_as = _alone(kind)
+    most = _most_words(get_type_hints(kind)[name]) if name else 0
+    for word in alone[most:]:
+        fix = f"only one {told_as} is read" if name else "all that is read are flags"
+        faults.append(Fault(name, f"{word!r} is a word too many: {fix}", of_type=True))
+    return [*alone[:most], *sound], faults
+
+
+def _unquoted(typed: str, files: Sequence[str]) -> str:
+    """Say that several files follow a flag that takes one, as after a pattern that the shell has read."""
+    fix = f"for several files give a pattern in quotes, {typed} {pattern_of(files)}"
+    return f"{typed} takes one word, and {len(files)} files are given: {fix}"
+
+
+def named_as_typed(faults: Iterable[str], words: Sequence[str]) -> list[str]:
+    """Return faults of fields, with the flags that were typed in place of the fields that they begin with.
+
+    Args:
+        faults: Sentences, such as "steps is 0: it must be at least 1".
+        words: The words of the command line.
+    """
+    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in typed}
+    flags |= {_SHORT[path]: flag for path, flag in flags.items() if path in _SHORT}
+    return [_as_typed(fault, flags) for fault in faults]
+
+
+def _as_typed(fault: str, flags: Mapping[str, str]) -> str:
+    path, item = _FIELD.match(fault).groups()  # type: ignore[union-attr]  # it matches any text
+    if path not in flags:
+        return fault
+    return f"{flags[path]}: {fault}" if item else flags[path] + fault.removeprefix(path)
+
+
+def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
+    """Yield the flags with their values, and the words that belong to none."""
+    index, short = 0, _aliases(kind)
+    while index < len(words):
+        typed, equals, value = words[index].partition("=")
+        typed = short.get(typed, typed)
+        index += 1
+        if not typed.startswith("--"):
+            word = words[index - 1]
+            yield _Flag(word, word, (), None) if word.startswith("-") and len(word) > 1 else word
+            continue
+        path = typed.removeprefix("--").replace("-", "_")
+        path, hint = _field_of(kind, _SHORT.get(path, path), default)
+        after: list[str] = []
+        while index + len(after) < len(words) and not words[index + len(after)].startswith("--"):
+            after.append(words[index + len(after)])
+        if hint is bool:
+            looks = [value] if equals else after[:1] if after and after[0].lower() in _SWITCHED else []
+            index += 0 if equals else len(looks)
+            yield _Flag(typed, path, (), hint, *looks)
+            continue
+        most = max(map(_most_words, _members(hint)))
+        if hint is None:  # one fault is enough, without one for each of its values
+            most = len([*takewhile(lambda word: not _is_base(word), after)])
+        values = [value] if equals else after[:most]
+        index += 0 if equals else len(values)
+        yield _Flag(typed, path, values, hint)
+
+
+def _is_base(word: str) -> bool:
+    return word in RECIPES or Path(word).suffix == ".toml"
+
+
+def _field_of(kind: type, path: str, default: object) -> tuple[str, Any]:
+    """Return the path and the type of a flag's field, the type without bounds; None if there is no such field.
+
+    The flag ``--model.no-tied`` is one of ``model.tied``.
+    """
+    *above, name = path.split(".")
+    for part in above:
+        default = getattr(default, part, None)
+        kind = type(default)
+    if not is_dataclass(kind):
+        return path, None
+    hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    if is_dataclass(getattr(default, name, None)):
+        return path, None  # a part, which has flags for its fields
+    if name not in hints and get_origin(hints.get(name.removeprefix("no_"))) is not Annotated:
+        name = name if plain.get(name.removeprefix("no_")) is not bool else name.removeprefix("no_")
+    return ".".join([*above, name]), plain.get(name) if name != _alone(kind)[0] else None
+
+
+def _extras(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a class's fields with what is said of their flags beside the type."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        yield from ((name, extra) for extra in getattr(hint, "__metadata__", ()))
+
+
+def _alone(kind: type) -> tuple[str, str]:
+    """Return the field that is a word without a flag, and how help calls it; empty texts if there is none."""
+    named = ((name, getattr(extra, "metavar", None)) for name, extra in _extras(kind))
+    return next(((name, metavar) for name, metavar in named if metavar), ("", ""))
+
+
+def _aliases(kind: type) -> dict[str, str]:
+    """Return the flags by their short names, as ``--out`` by ``-o``."""
+    return {alias: _spelled(name) for name, extra in _extras(kind) for alias in getattr(extra, "aliases", None) or ()}
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the members of a union, and of a Literal in it the words."""
+    if get_origin(hint) in (Union, UnionType):
+        return [member for one in get_args(hint) for member in _members(one)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
+
+
+def _most_words(kind: Any) -> int:
+    """Return how many words a value of a type takes at most."""
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        return 1 << 30 if Ellipsis in items else len(items)
+    return 1 << 30 if _is_mapping(kind) else 1
+
+
+def _is_mapping(kind: Any) -> bool:
+    """Return whether a type is a mapping, of which words give names and values in turn."""
+    return isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping)
+
+
+def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
+    """Yield what is wrong with a flag."""
+    if flag.hint is None:
+        yield from _unknown(kind, flag, default)
+    elif flag.surplus:
+        off = ".".join([*flag.path.split(".")[:-1], f"no-{flag.path.split('.')[-1]}"]).replace("_", "-")
+        fix = f"write {flag.typed} alone, or --{off}"
+        yield f"{flag.typed} is a switch, and takes no {flag.surplus!r}: {fix}"
+    elif flag.hint is not bool:
+        kinds = _members(flag.hint)
+        many = {item for one in kinds if get_origin(one) is tuple for item in _members(get_args(one)[0])}
+        choices = " or ".join(_word(one) for one in kinds if one is not NoneType and one not in many)
+        if not [value for value in flag.values if value]:
+            if str not in kinds or not flag.values:
+                yield f"{flag.typed} has no value: give {choices}"
+        elif not any(_fits(flag.values, one) for one in kinds):
+            asked = " ".join(flag.values)
+            yield f"{flag.typed} is {asked!r}: it must be {choices}{reason_of(asked)}"
+
+
+def _word(kind: Any) -> str:
+    """Say what a value of a type is."""
+    if get_origin(kind) is tuple:
+        items = [item for item in get_args(kind) if item is not Ellipsis]
+        many = "one or more" if Ellipsis in get_args(kind) else str(len(items))
+        one = _members(items[0])
+        return f"{many} of {' or '.join(map(_word, one))}" if len(one) > 1 else f"{many} {_MANY.get(items[0], 'texts')}"
+    if _is_mapping(kind):
+        name, value = get_args(kind)
+        return f"pairs of {_word(name)} and {_word(value)}, such as {_PAIRS[value]}"
+    if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
+        return _NUMBERS.get(kind, str(kind))
+    return "a path" if kind is Path else "a text"
+
+
+def _fits(values: Sequence[str], kind: Any) -> bool:
+    """Return whether words may be a value of a type; the parser looks at types that are not known here."""
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        long = Ellipsis in items or len(items) == len(values)
+        return long and all(any(_fits([value], one) for one in _members(items[0])) for value in values)
+    if _is_mapping(kind):
+        named = values[1::2]
+        return len(values) % 2 == 0 and all(_fits([value], get_args(kind)[1]) for value in named)
+    if get_origin(kind) is not None:
+        return True
+    if len(values) != 1:
+        return False
+    if kind is NoneType:
+        return values[0].lower() == "none"
+    if kind not in _NUMBERS:
+        return isinstance(kind, type) or values[0] == str(kind)
+    try:
+        kind(values[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
+    """Yield the fault of a flag that there is not, with what may have been meant."""
+    part, _, name = flag.path.rpartition(".")
+    if any(name == field.name for other in _KINDS.get(part, ()) for field in fields(other)):
+        yield from (f"{flag.typed}: {fault}" for fault in unknown_faults(type(getattr(default, part)).__name__, [name]))
+        return
+    paths = [*_paths(kind, default)]
+    beside = [path for path in paths if path.rpartition(".")[0] == part]
+    same = [path for path in paths if path.rpartition(".")[2] in (name, COMMON_NAMES.get(name))]
+    begun = [path for path in paths if len(name) > 1 and path.startswith(flag.path)]
+    inside = [path for path in paths if path.startswith(f"{flag.path}.")]
+    if "mesh.pp" in paths and name.removeprefix("num_") in _ELSEWHERE:
+        fix = _ELSEWHERE[name.removeprefix("num_")]
+    elif inside:
+        fix = f"give its parts, {_listed(inside)}"
+    elif same:
+        fix = f"did you mean {' or '.join(map(_spelled, same))}?"
+    elif begun:
+        fix = f"did you mean {' or '.join(map(_spelled, begun[:3]))}?"
+    elif part and beside:
+        close = nearest(name, [path.rpartition(".")[2] for path in beside], cutoff=0.5)
+        fix = f"did you mean {_spelled(f'{part}.{close}')}? There are {_listed(beside)}" if close else _listed(beside)
+    else:
+        close = nearest(flag.path, paths)
+        fix = f"did you mean {_spelled(close)}?" if close else "see --help for all flags"
+    yield f"{flag.typed} is no flag: {fix}"
+
+
+def _paths(kind: type, default: object) -> Iterator[str]:
+    """Yield the paths of all fields that have a flag."""
+    for field in fields(kind):
+        value = getattr(default, field.name, None)
+        if is_dataclass(value):
+            yield from (f"{field.name}.{path}" for path in _paths(type(value), value))
+        elif field.name != _alone(kind)[0]:
+            yield field.name
+
+
+def _spelled(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(map(_spelled, paths))

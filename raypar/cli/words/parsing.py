@@ -1,0 +1,177 @@
+"""Parse the words of a command that trains: the run they start from, and the flags that change it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import tyro
+
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.cli.words.flags import read_flags
+from raypar.cli.words.model_tables import read_tables
+from raypar.config.depth import depth
+from raypar.config.fields import Fault
+from raypar.config.hugging_face import HF
+from raypar.config.layouts import layout
+from raypar.config.toml import of_kind, read_run, read_table
+from raypar.errors import ConfigError
+from raypar.paths import RUN, holds_run
+
+A = TypeVar("A", bound=Run)
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[A]):
+    """The words of a command.
+
+    Attributes:
+        args: What they say, without what is wrong in them.
+        wrong: What is wrong in them and in the file that they name, for ``check_run``.
+    """
+
+    args: A
+    wrong: Sequence[Fault]
+
+
+_MORE = (
+    "Flags of parts that it has not: raypar train moe-small --help (--model.moe), raypar train llama-small --help, and "
+    "raypar sft --help (--model.lora, --data.template)."
+)
+
+
+def parse(
+    kind: type[A],
+    words: Sequence[str],
+    command: str,
+    what: str,
+    fallback: str,
+    table: dict[str, Any] | None = None,
+    known: Mapping[str, Run] | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Parsed[A]:
+    """Parse the words of a command. For help, tyro ends the process.
+
+    The run that the flags change, called the base, gives the flags their defaults, so it must be known first. It is
+    usually the first word. If it turns out to be another word, parse again with that base.
+
+    Args:
+        kind: The class to parse, with the fields of Run and one word without a flag, ``base``.
+        words: The words after the command.
+        command: The command's name.
+        what: What the command does, for its help.
+        fallback: Name of the base if the words have none.
+        table: Fields that change a recipe or a file's defaults.
+        known: Further bases by name, beside recipes and files.
+        defaults: What fields of a recipe or a file are where it does not say.
+    """
+
+    others = known or {}
+
+    def parsed(base: str) -> Parsed[A]:
+        """Parse the words with this base."""
+        default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
+        for changed in (_of_kinds, _of_depth):
+            default, unfit = changed(default, words)
+            wrong += unfit
+        for one in values_of("--layout", words):
+            try:
+                default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+            except ConfigError as error:
+                wrong += [Fault("layout", text, of_type=True) for text in error.faults]
+        model, left = read_tables(default.model, words)
+        default = replace(default, model=model)
+        sound, faults = read_flags(kind, left, default, wrong)
+        parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
+        with warnings.catch_warnings():
+            if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
+                warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
+            args: A = tyro.cli(
+                kind,
+                config=(tyro.conf.AvoidSubcommands,),
+                args=sound,
+                default=kind(**parts),
+                prog=f"raypar {command}",
+                description=f"{what} Flags change the recipe or the file; defaults below are those of {base}. {_MORE}",
+            )
+        return Parsed(args, [*wrong, *faults])
+
+    first = words[0] if words and not words[0].startswith("-") else fallback
+    done = parsed(first)
+    base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
+    return done if base == first else parsed(base)
+
+
+def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+    """Return a run with the model of the folder, and the kinds of model and optimizer, that words name; and faults."""
+    wrong = list[Fault]()
+    for one in values_of("--model.hf", words):
+        if one and one != "none" and not one.startswith("--"):
+            try:
+                default = replace(default, model=HF(one, **_given(words)))
+            except ConfigError as error:
+                wrong += [Fault("model.hf", text, of_type=True) for text in error.faults]
+    for part in ("model", "data", "optim"):
+        for one in values_of(f"--{part}.kind", words):
+            try:
+                default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
+            except ConfigError as error:
+                wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+    return default, wrong
+
+
+def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+    """Return the run of the depth that words name, with the data of the run that it replaces; and faults."""
+    for one in values_of("--depth", words):
+        if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
+            continue  # no number, which is told with the other flags; or none is wanted
+        given = {"dp": [*values_of("--mesh.dp", words)], "vocab": [*values_of("--model.vocab", words)]}
+        numbers = {name: int(values[-1]) for name, values in given.items() if values and values[-1].isdigit()}
+        try:
+            found = depth(int(one), **numbers)
+        except ConfigError as error:
+            return default, [Fault("depth", text, of_type=True) for text in error.faults]
+        return replace(found, data=default.data), []
+    return default, []
+
+
+def _given(words: Sequence[str]) -> dict[str, float]:
+    """Return the dropout that the words give, which a folder's own may contradict."""
+    try:
+        return {"dropout": float([*values_of("--model.dropout", words)][-1])}
+    except (ValueError, IndexError):
+        return {}
+
+
+def values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
+    """Yield the values of a flag."""
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        if word == flag:
+            yield after
+        elif word.startswith(f"{flag}="):
+            yield word.partition("=")[2]
+
+
+def _base(
+    name: str, table: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Run, list[Fault]]:
+    """Return the run of a recipe, a file or a run folder, without what is wrong in it, and the faults of that."""
+    try:
+        if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
+            return read_run(read_table(Path(name) / RUN) | table)
+        if Path(name).suffix == ".toml":
+            return read_run({**defaults, **table, **read_table(Path(name))})
+    except ConfigError as error:  # it can't be read at all
+        return Run(), [Fault("", text, of_type=True) for text in error.faults]
+    if not table and holds_run(Path(name)):
+        text = f"{name!r} is a run folder: go on with --resume {name}, or take it once more with {Path(name) / RUN}"
+        return Run(), [Fault("", text, of_type=True)]
+    run, wrong = read_run({"recipe": name, **defaults, **table})
+    other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
+    return run, [Fault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]

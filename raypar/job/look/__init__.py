@@ -1,0 +1,1 @@
+"""Looking inside the actors of a run: weights, gradients, tiles of tensors."""

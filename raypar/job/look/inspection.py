@@ -1,0 +1,360 @@
+"""Inspect a job: fetch weights, gradients, communication totals and times from its actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raypar.actors.collective.ledger import Entry
+from raypar.actors.sharding import Shard, join_shards
+from raypar.actors.specs.types import KEPT, DeviceKind
+from raypar.cluster.calls import Calls
+from raypar.errors import ConfigError, UnknownNameError
+from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
+from raypar.job.look.weights import Weights
+from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.loaded_run import LoadedRun
+from raypar.planner.prediction import from_steps
+from raypar.planner.resource_needs import size
+from raypar.reporting.forecasting import forecast_of
+from raypar.reporting.memory_table import MemoryTable, memory_table
+from raypar.reporting.notebook import table
+from raypar.reporting.report import Report, ledger_of, timelines_of
+from raypar.reporting.whereabouts import Whereabouts, actor_of, missing, without_rank
+from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.nearest_name import near
+from raypar.schedules.timeline import Timeline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raypar.actors.inspect.activations import Sight, Spot
+
+
+Read = Callable[[Callable[[], list[Any]]], list[Any]]
+
+_HEARD = 2.5  # seconds in which an actor answers
+
+
+class Inspection:
+    """Fetches the state of a job's actors for the loaded run. It never changes a number of the run.
+
+    Args:
+        lifetime: The life of the job's actors.
+        read: Makes a call to the actors, and handles its failure as the job does.
+        loaded: The run that the actors have.
+        holds: By rank, the shard that the rank holds of each of its logical parameters.
+    """
+
+    def __init__(self, lifetime: Lifetime, read: Read, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
+        self._lifetime, self._holds = lifetime, holds
+        self._guard, self._demand_open = read, lifetime.demand_open
+        self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
+        self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all logical parameters by name."""
+        return whole_shapes({name: shard.whole for held in self._holds for name, shard in held.items()})
+
+    def param(self, name: str) -> Tensor:
+        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU; see ``Job.param``."""
+        if name in self._skeleton.fixed:
+            return self._fixed(name)
+        method = "master" if self._has_masters else "parameter"
+        weight: Tensor = self._ask(name, method, self._world.trainers)
+        return weight
+
+    @property
+    def _has_masters(self) -> bool:
+        """Whether the optimizer's weights are others than the layers'."""
+        return self._run.precision.is_mixed
+
+    def weights(self, dp: int | None = None) -> Weights:
+        """Return the optimizer's weights or those of a replica, by logical name and whole; see ``Job.weights``."""
+        if dp is None and self._has_masters:
+            homes, everyone = self._skeleton.homes, self._world.trainers
+            shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
+            return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
+        dp = dp or 0
+        self._demand_replica(dp, self._run.mesh.ways("dp"))
+        homes, ranks = self._skeleton.homes, self._world.holders(dp)
+        held = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
+        shapes = whole_shapes(held)
+        return Weights(
+            shapes, partial(self._ask, method="parameter", ranks=ranks), lambda: joined(self._rank_by_rank(dp))
+        )
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
+        homes = self._skeleton.homes
+        for pp in range(self._run.mesh.pp):
+            ranks = self._world.trainers_of(pp)
+            found = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            held = dict(zip(ranks, found, strict=True))
+            for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
+                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
+                parts = [held[rank][name] for rank in group]
+                yield homes.get(name, name), self._joined(name, group, parts)
+
+    def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
+        homes, seen = self._skeleton.homes, set[tuple[int, str]]()
+        for rank in self._world.holders(dp):
+            ranks = self._world.tensor_group(rank)
+            held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
+            for name in self._spoken(rank):
+                if (end := (self._world.pp(rank), name)) not in seen:  # others of its experts' group may have it too
+                    seen.add(end)
+                    by_rank = dict(zip(ranks, held, strict=True))
+                    group = self._parts_of(name, rank)
+                    yield homes.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
+
+    def grad(self, name: str) -> Tensor | None:
+        """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
+
+        It comes from the actor that updates the weight, a worker or a parameter server.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            The whole gradient on the CPU; None if there is none, as before the first step.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
+        gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
+        return gradient
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
+        holders: dict[str, list[int]] = {}  # of each parameter, the first ranks of the tensor groups that hold it
+        for rank in self._world.server_ranks or range(self._world.size):
+            for name in self._spoken(rank):
+                holders.setdefault(name, []).append(rank)
+        found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
+        left = {name: ranks[1:] for name, ranks in holders.items() if name not in found}
+        found |= self._gradients_from(left)  # as with ZeRO, where only one replica has it
+        return dict(joined((name, found.get(name)) for name in holders))
+
+    def _gradients_from(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Ask for gradients, all ranks at once; return those that there are, by name.
+
+        Args:
+            holders: By name, the first ranks of the tensor groups to ask.
+        """
+        asked: dict[int, dict[str, None]] = {}
+        for name, ranks in holders.items():
+            for one in {one for rank in ranks for one in self._parts_of(name, rank)}:
+                asked.setdefault(one, {})[name] = None
+        arguments = [(list(names),) for names in asked.values()]
+        fetch = partial(self._calls.each, "gradients", arguments, what="fetching gradients", ranks=list(asked))
+        answers = self._guard(fetch)
+        parts = {rank: dict(zip(asked[rank], answer, strict=True)) for rank, answer in zip(asked, answers, strict=True)}
+        found = {}
+        for name, ranks in holders.items():
+            for rank in ranks:
+                group = self._parts_of(name, rank)
+                if parts[rank][name] is not None:
+                    found[name] = self._joined(name, group, [parts[one][name] for one in group])
+                    break
+        return found
+
+    def _spoken(self, rank: int) -> list[str]:
+        """Return the parameters of which a rank is the first of its tensor group to hold them, or a part of them."""
+        if self._world.leads(rank):
+            return list(self._holds[rank])
+        first = self._holds[self._world.tensor_group(rank)[0]]
+        return [name for name in self._holds[rank] if name not in first]
+
+    def _parts_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold a parameter together: the rank itself, or its tensor group if it has a part."""
+        return (rank,) if self._holds[rank][name].is_whole else self._world.tensor_group(rank)
+
+    def watch(self) -> tuple[str, ...]:
+        """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
+
+        A stage cannot be watched and recorded in the same step.
+
+        Returns:
+            The logical names of the watched layers, and of the watched modules inside them.
+        """
+        ranks = range(self._run.mesh.size)
+        found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
+        """Fetch watched tensors.
+
+        Args:
+            spots: The tensors.
+
+        Returns:
+            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
+        """
+        ranks = range(self._run.mesh.size)
+        found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
+        return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
+
+    def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
+        """Fetch every actor's part of a gradient of the latest step.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            By rank, the shard and its gradient on the CPU. Ranks without one are left out.
+        """
+        tiles = self._tiles(name)
+        made: dict[int, list[tuple[str, Tensor]]] = {}
+        for one in tiles or [name]:
+            ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if one in self._holds[rank]]
+            found = self._guard(partial(self._calls.some, ranks, "gradient", one, what=f"fetching {one}"))
+            for rank, gradient in zip(ranks, found, strict=True):
+                if gradient is not None:
+                    made.setdefault(rank, []).append((one, gradient))
+        if tiles:
+            return {rank: held_part(parts) for rank, parts in sorted(made.items())}
+        return {rank: (self._holds[rank][name], gradient) for rank, ((_, gradient),) in made.items()}
+
+    def actors(self, device: str, last: Report | None) -> str:
+        """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor.
+
+        Args:
+            device: What the actors compute on.
+            last: The report of the latest step, which has the peak memory of each pipeline rank; None before the first.
+        """
+        import torch
+
+        rows = []
+        for rank, held in enumerate(self._holds):
+            parts = (shard.take(torch.empty(shard.whole, device="meta")) for shard in held.values())
+            works = rank in self._world.trainers
+            peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
+            rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
+        return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
+
+    def who(self) -> Whereabouts:
+        """Say where every actor is and what it does now; see ``Job.who``."""
+        self._demand_open()
+        everyone = range(self._world.size)
+        at = self._calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
+        progress = self._calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        idle = [rank for rank, found in progress.items() if found.action is None]  # others would answer after the step
+        events = self._calls.answers(idle, "events", seconds=_HEARD)
+        actors = self._lifetime.actors
+        spare = Calls(actors.handles[self._world.size :], self._world, self._run.timeout)
+        found = spare.answers(range(len(spare.handles)), "located", seconds=_HEARD, group="ctl")
+        return Whereabouts(
+            [
+                *(
+                    actor_of(self._world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
+                    for rank in everyone
+                ),
+                *(without_rank(found.get(number)) for number in range(len(spare.handles))),
+                *(missing(has_room=vacancy.has_room) for vacancy in actors.vacancies),
+            ]
+        )
+
+    def memory(self, device: DeviceKind) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""
+        held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
+        return memory_table(replace(self._run, device=device), self._schedule, self._skeleton, held)
+
+    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
+        """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
+        return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
+
+    def timeline(self, dp: int = 0) -> Timeline:
+        """Return the measured timeline of one replica's latest compiled training step.
+
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Returns:
+            The timeline, in seconds since the first action on any actor.
+
+        Raises:
+            ValueError: No step was measured yet (a step by hand is not measured), or there is no such replica.
+        """
+        measured = self._replica(dp, 0)
+        if not measured.events:
+            raise ConfigError(["no step has been measured yet: job.step() takes one (a step by hand is not measured)"])
+        return measured
+
+    def timelines(self, ago: int = 0) -> list[Timeline]:
+        """Return the measured timelines of a compiled training step, all on one clock.
+
+        Args:
+            ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
+
+        Returns:
+            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
+            and so on.
+        """
+        rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
+        return timelines_of(self._schedule, self._world, rows)
+
+    def overlay(self, dp: int = 0, *, before_run: bool = False) -> Overlay:
+        """Compare the latest compiled training step of one replica with its prediction; see ``Job.overlay``."""
+        measured = self.timeline(dp)
+        if before_run:
+            found = forecast_of(self._run, self._schedule, self._skeleton)
+            if found.timeline is None:
+                raise ConfigError([f"no step was predicted in seconds before the run: {found.better}"])
+            return Overlay(measured, found.timeline, found.source)
+        before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
+        prediction = from_steps(measured, before)
+        return Overlay(measured, prediction.timeline, prediction.source)
+
+    def _replica(self, dp: int, ago: int) -> Timeline:
+        self._demand_replica(dp, self._run.mesh.dp)
+        return self.timelines(ago)[dp]
+
+    def _demand_replica(self, dp: int, count: int) -> None:
+        if not 0 <= dp < count:
+            raise ConfigError([f"there is no replica dp={dp}: the mesh has {count}, counted from 0"])
+
+    def _fixed(self, name: str) -> Tensor:
+        """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""
+        self._demand_open()
+        ranks = [rank for rank in self._world.replica(0) if self._world.leads(rank)]
+        found = self._guard(partial(self._calls.some, ranks, "fixed", name, what=f"fetching {name}"))
+        tensor: Tensor = next(tensor for tensor in found if tensor is not None)
+        if tuple(tensor.shape) != self._skeleton.fixed[name]:
+            raise UnknownNameError(
+                f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again"
+            )
+        return tensor
+
+    def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
+        self._demand_open()
+        if tiles := self._tiles(name):
+            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
+            return whole
+        for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
+            found = self._whole(name, method, rank)
+            if found is not None or rank == holders[-1]:
+                return found
+        if name in self._skeleton.fixed:
+            raise UnknownNameError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
+        close = near(str(name), [*self.parameters, *self._skeleton.fixed])
+        raise UnknownNameError(
+            f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
+        )
+
+    def _tiles(self, name: str) -> list[str]:
+        """Return the names of the tiles of a parameter, in order; [] if it is whole."""
+        return tiles_of(name, dict.fromkeys(one for held in self._holds for one in held))
+
+    def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
+        """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""
+        ranks = self._parts_of(name, rank)
+        parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
+        return None if parts[0] is None else self._joined(name, ranks, parts)
+
+    def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+        """Join the parts that these ranks hold of a logical tensor."""
+        return join_shards([self._holds[rank][name] for rank in ranks], parts)

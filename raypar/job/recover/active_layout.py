@@ -1,0 +1,207 @@
+"""A run as it stands on a job's actors: in which layout, who has which rank, their groups, and their snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raypar.actors.process_identity import ProcessIdentity, own_identity
+from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
+from raypar.checkpoint.find import Found, newest
+from raypar.cluster.calls import Calls
+from raypar.cluster.vacancies import nodes_of
+from raypar.errors import JobError
+from raypar.job.layout.elastic import Layout, Layouts
+from raypar.job.recover.snapshots import Snapshots
+from raypar.job.start.actor_plans import begun, plans_of
+from raypar.job.start.clocks import align
+from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.loaded_run import Guard, Holds, LoadedRun, loaded_on
+from raypar.paths import CHECKPOINTS, absolute
+from raypar.recovery.seats import seats_of
+
+Moved = Callable[[LoadedRun, Holds, Run | None], None]
+"""called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is
+another one"""
+
+HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+
+
+class Standing:
+    """A run as it stands on a job's actors.
+
+    Args:
+        lifetime: The life of the job's actors.
+        job: The job's name.
+        device: Device that the actors compute on.
+        faults: Faults that are injected on purpose.
+        moved: See ``Moved``.
+
+    Attributes:
+        loaded: The run in the layout that it has now.
+        layout: That layout.
+        layouts: All layouts of the run.
+        snapshots: The actors' snapshots.
+    """
+
+    def __init__(
+        self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault], moved: Moved
+    ) -> None:
+        self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
+        self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
+        self.snapshots, self._witnesses = Snapshots(), lifetime.witnesses
+        self.processes = list[ProcessIdentity]()  # by rank
+
+    def load(self, loaded: LoadedRun, layouts: Layouts, found: Found | None) -> None:
+        """Let another run stand on the actors, without calling them yet.
+
+        Args:
+            loaded: The run.
+            layouts: Its layouts, of which it has the whole one.
+            found: The checkpoint that it begins with; None for a new run.
+        """
+        self.loaded = self._told = loaded
+        self._found, self.layouts = found, layouts
+        self.layout, self._number = layouts.whole, self._number + 1
+        self.snapshots.close()
+
+    @property
+    def others(self) -> Calls:
+        """Calls to the actors that have no rank."""
+        world, timeout = self.loaded.world, self.loaded.run.timeout
+        return Calls(self._lifetime.actors.handles[world.size :], world, timeout)
+
+    def share(self) -> Sequence[Any]:
+        """Make every process hold the snapshots of all actors of its node; see ``Snapshots.share``."""
+        return self.snapshots.share(self.loaded, self.others)
+
+    def seat(self, layout: Layout, present: Sequence[int]) -> None:
+        """Give the ranks of a layout to actors.
+
+        Args:
+            layout: The layout.
+            present: The ranks of the present layout whose actors are there, and stay.
+        """
+        actors, world = self._lifetime.actors, self.loaded.world
+        others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
+        actors.seat(seats_of(world, layout.world, present, others))
+        if layout is self.layout:
+            for rank in range(world.size):
+                self.loaded.calls.replace(rank, actors.handles[rank])
+            return
+        self._stand_in(layout)
+
+    def change(self, layout: Layout, numbers: Sequence[int]) -> None:
+        """Let the run stand in another layout, in which it must join groups next.
+
+        Args:
+            layout: The layout.
+            numbers: The number that the actor of each rank has had.
+        """
+        self._lifetime.actors.seat(numbers)
+        self._stand_in(layout)
+
+    def commit(self, layouts: Layouts, holds: Holds) -> None:
+        """Let the layout that the run stands in be the whole one of these from now on.
+
+        Args:
+            layouts: The layouts.
+            holds: By rank, the shard of each of its logical parameters.
+        """
+        self.layouts, self._told = layouts, self.loaded
+        self._moved(self.loaded, holds, layouts.whole.run)
+
+    def stay(self, holds: Holds) -> None:
+        """Let the run go on in the layout that it has, on actors that have built it anew.
+
+        Args:
+            holds: By rank, the shard of each of its logical parameters.
+        """
+        self._told = self.loaded
+        self._moved(self.loaded, holds, None)
+
+    def again(self, taken: int, found: Found | None = None) -> tuple[int, str]:
+        """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
+
+        Args:
+            taken: Number of steps that the driver has reports of. Actors may have taken another one.
+            found: The checkpoint to go back to if there are no snapshots; None for the newest.
+        """
+        loaded, others = self.loaded, self.others
+        found = found or self._newest()
+        saved = 0 if found is None else found.manifest.step
+        holds = self.join(None, unguarded)
+        steps = self.snapshots.share(loaded, others)
+        common = self.snapshots.common(steps, taken)
+        from_memory = common is not None and common >= saved
+        if common is not None and from_memory:
+            self.snapshots.restore(loaded, others, steps, common, self.processes)
+        elif found is not None:
+            if not found.path.exists():
+                raise JobError(
+                    f"the run began with {found.path}, which is there no more: nothing is left to go back to"
+                )
+            loaded.load(found)
+        back_to = common if common is not None and from_memory else saved
+        self.begin(back_to)
+        if loaded is not self._told:
+            self._told = loaded
+            self._moved(loaded, holds, None)
+        return back_to, "memory" if from_memory else "" if found is None else found.path.name
+
+    def join(self, found: Found | None, guard: Guard, *, has_begun: bool = False) -> Holds:
+        """Make the actors join new groups and build the run, and load a checkpoint if there is one.
+
+        Args:
+            found: The checkpoint.
+            guard: Ends the job if a call fails.
+            has_begun: Whether the weights that the run began with are not needed, as others come.
+        """
+        self._generation += 1
+        self.snapshots.are_kept_for_stop = False
+        loaded, named = self.loaded, (self._job, self._generation, self._device)
+        run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
+        plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
+        holds = loaded.start(plans, found, guard, again=guard is unguarded)
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
+        unknown, ranks = ProcessIdentity(), range(loaded.world.size)
+        self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
+        homes, here = self._lifetime.actors.homes, own_identity().pid_domain
+        others = [rank for rank, at in located.items() if at.process.pid_domain != here]
+        elsewhere = dict(zip(others, nodes_of(homes[rank] for rank in others), strict=True))
+        self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
+        align(loaded.calls, located)
+        return holds
+
+    def begin(self, step: int) -> None:
+        """Make the actors go on after a step with snapshots of it; see ``Snapshots.begin``."""
+        self.snapshots.begin(self.loaded, self._number, self.others, step, self.processes)
+
+    def keep_snapshots(self, step: int) -> None:
+        """Make the actors take snapshots from now on, of this step first, though the run does not survive failures."""
+        self.loaded.calls.all("keep_snapshots", what="taking snapshots")
+        self.snapshots.are_kept_for_stop = True
+        self.share()
+        self.begin(step)
+
+    @property
+    def name(self) -> str:
+        """A name that is unique for this job and the groups that its actors have joined last."""
+        return f"{self._job}@{self._generation}"
+
+    def _stand_in(self, layout: Layout) -> None:
+        self.layout, self._number = layout, self._number + 1
+        self.loaded = loaded_on(self._lifetime, layout.run, layout.programs, self.loaded.skeleton)
+
+    def _newest(self) -> Found | None:
+        """Return the newest checkpoint of the run, or else the one that it began with."""
+        folder = self.loaded.run.folder
+        saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)
+        return saved or self._found
+
+
+def unguarded(call: Callable[[], list[Any]]) -> list[Any]:
+    """Call without ending the job at a failure: another recovery follows."""
+    return call()

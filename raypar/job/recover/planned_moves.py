@@ -1,0 +1,59 @@
+"""Let a run go on with other actors, between two steps: with more replicas, or away from nodes that are taken away."""
+
+from __future__ import annotations
+
+import logging
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.run import Run
+from raypar.checkpoint.background_save import Saver
+from raypar.checkpoint.resume import find
+from raypar.errors import PreemptedError, RayLostError
+from raypar.job.recover.restarts import Starter
+from raypar.job.recover.snapshots import takes_snapshots
+from raypar.job.start.run_folders import put_aside
+from raypar.paths import absolute, checkpoints_in
+
+log = logging.getLogger(__name__)
+
+
+def rearranged(starter: Starter, saver: Saver, run: Run, step: int) -> int:
+    """Go on from a step with other actors: from snapshots, or else from a checkpoint that is saved for it.
+
+    Args:
+        starter: Starts the run again.
+        saver: Saves checkpoints; nothing is under way.
+        run: The run.
+        step: Number of steps taken.
+
+    Returns:
+        The number of steps taken that the run goes on after.
+
+    Raises:
+        PreemptedError: It can't go on, as nodes are taken away. It was saved.
+        RayLostError: It can't go on without Ray's control server. It was saved.
+        JobError: It failed; the run can be recovered.
+    """
+    if why := starter.why_lost():
+        raise RayLostError(f"{why}: {_saved(saver, run, step)}")
+    if why := starter.why_end():
+        raise PreemptedError(f"{why}: {_saved(saver, run, step)}")
+    if takes_snapshots(run):
+        return starter.rearrange(step)
+    with put_aside(run) as folder:
+        try:
+            found = find(saver.save(folder, step, run.keep_last))
+        except CheckpointError as error:
+            log.warning("the run goes on with the actors that it has, as no checkpoint was saved:\n%s", error)
+            return step
+        return starter.rearrange(step, found)
+
+
+def _saved(saver: Saver, run: Run, step: int) -> str:
+    """Save a checkpoint in the run's folder before it ends, and say so."""
+    if run.folder is None or not step:
+        return "there is nothing to save yet" if not step else "it has no folder to be saved in"
+    try:
+        return f"saved as {saver.save(checkpoints_in(absolute(run.folder)), step, run.keep_last).name}"
+    except CheckpointError as error:
+        return f"nothing was saved: {'; '.join(error.faults)}"

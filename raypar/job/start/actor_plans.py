@@ -1,0 +1,81 @@
+"""Create the plan of every actor from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
+from raypar.actors.specs.worlds import world_of
+from raypar.actors.worker.build.plan import Plan
+from raypar.config.absolute_paths import rooted
+from raypar.config.schedule import Programs, only_row
+
+
+def plans_of(
+    run: Run,
+    programs: Programs,
+    job: str,
+    generation: int = 1,
+    device: DeviceKind = "cpu",
+    faults: Sequence[InjectedFault] = (),
+    layout: int = 0,
+) -> list[Plan]:
+    """Create the plan of every rank.
+
+    Args:
+        run: The run.
+        programs: Its lowered schedules.
+        job: A name that is unique for this job.
+        generation: How often its actors have joined groups, this time included.
+        device: Device that all actors compute on.
+        faults: Faults that are injected on purpose.
+        layout: Number of the run's layout; see ``Plan``.
+
+    Returns:
+        The plans by rank.
+    """
+    world = world_of(run)
+    told = shipped(run)
+    alone = replace(told, zero=0)  # an expert actor shares its weights with nobody
+    own = [
+        {key: only_row(schedule, row) for key, schedule in programs.items()}
+        for row in range(programs["train"].num_ranks)
+    ]
+    return [
+        Plan(
+            run=alone if world.is_expert(rank) else told,
+            job=job,
+            generation=generation,
+            rank=rank,
+            programs=own[world.row(rank)],
+            device=device,
+            faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
+            layout=layout,
+        )
+        for rank in range(world.size)
+    ]
+
+
+def begun(run: Run) -> Run:
+    """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with.
+
+    With adapters it needs the model's, because a checkpoint has only what learns.
+    """
+    if isinstance(run.model, Transformer) and run.model.lora is not None:
+        return replace(run, model=replace(run.model, lora=replace(run.model.lora, hf=None)))
+    if run.model.hf is None:
+        return run
+    return replace(run, model=replace(run.model, hf=None))
+
+
+def shipped(run: Run) -> Run:
+    """Return the run that the actors get.
+
+    Paths are absolute. A Schedule is replaced by its name, because actors get their own rows separately.
+    """
+    schedule = run.schedule if isinstance(run.schedule, str) else run.schedule.name
+    return replace(rooted(run), schedule=schedule)

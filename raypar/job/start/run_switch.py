@@ -1,0 +1,126 @@
+"""Load runs on a job's actors: the first one, others in its place, and the same one in another layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
+from raypar.actors.specs.worlds import world_of
+from raypar.checkpoint.find import Found
+from raypar.config.schedule import Programs
+from raypar.errors import RelayoutLostError
+from raypar.job.layout.other_layout import other_layout
+from raypar.job.layout.rebalance import Loads, rebalanced
+from raypar.job.look.inspection import Inspection
+from raypar.job.recover.active_layout import Standing
+from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
+from raypar.job.recover.restarts import Starter
+from raypar.job.start.before_launch import replacement
+from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
+from raypar.job.start.run_folders import put_aside, settled
+from raypar.job.steps.training_loop import TrainingLoop
+from raypar.recovery.failures import Failure
+from raypar.reporting.record import Record
+from raypar.reporting.summary import log_plan
+
+log = logging.getLogger(__name__)
+
+
+class Loading:
+    """Loads runs on a job's actors.
+
+    Args:
+        lifetime: The life of the actors.
+        device: Device that they compute on.
+        name: The job's name.
+        chaos: Faults that are injected on purpose.
+        loaded: The first run, which ``start`` makes the actors build.
+        record: Its record.
+
+    Attributes:
+        starter: Starts runs, and starts them again.
+        loop: Takes the steps of the run.
+        inspection: Looks inside the actors of the run.
+    """
+
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        device: DeviceKind,
+        name: str,
+        chaos: Sequence[InjectedFault],
+        loaded: LoadedRun,
+        record: Record,
+    ) -> None:
+        self._lifetime, self._device, self._name = lifetime, device, name
+        self.starter = Starter(lifetime, name, Standing(lifetime, name, device, chaos, self._moved))
+        self.loop = TrainingLoop(lifetime, device, loaded, record, self.starter)
+
+    def start(self, programs: Programs, found: Found | None) -> None:
+        """Make the actors build the run that the loop has, and load a checkpoint if there is one."""
+        loaded = self.loop.loaded
+        holds = self.starter.start(loaded, programs, found)
+        self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
+        self.loop.begin(0 if found is None else found.manifest.step, self._name)
+
+    def replace(self, run: Run, resume: str | PathLike[str] | Found | None, *, keep_idle: bool = False) -> None:
+        """Replace the run by another one on the same actors, as ``Job.reset`` does."""
+        self.loop.demand_ready()
+        with self.loop.unlocked():
+            run, programs, skeleton, found = replacement(run, resume, self.loop.loaded.run, self._device)
+        actors, size = self._lifetime.actors, world_of(run).size
+        demand_actors(actors, size, self._name, "reset")
+        run, calls = settled(run), self.loop.loaded.calls
+        if self.loop.loaded.run.max_failures:  # one that has died since the last step is replaced as in a step
+            self.loop.between_steps(lambda: calls.all("progress", what="the end of the run before"), "a reset")
+        self.loop.leave(run.folder)
+        self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
+        if not keep_idle:
+            actors.shrink(size + run.spares)
+
+    def relayout(self, to: Run | None, changes: Mapping[str, Any]) -> Relayout:
+        """Go on with the run in another layout, as ``Job.relayout`` does."""
+        self.loop.demand_ready()
+        standing, actors = self.starter.standing, self._lifetime.actors
+        whole, skeleton = standing.layouts.whole, self.loop.loaded.skeleton
+        layout = other_layout(whole, to, changes, skeleton, self._device)
+        if layout.run == whole.run and standing.layout is whole:
+            return unmoved(self.loop.next_step)
+        found = self.loop.between_steps(lambda: relaid(standing, actors, layout, self.loop.next_step), "a relayout")
+        if isinstance(found, Failure):
+            raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")
+        log.info("%s", found)
+        return found
+
+    def rebalance(self, loads: Loads | None) -> Mapping[str, str]:
+        """Move experts with their states between actors, as ``Job.rebalance`` does."""
+        run = rebalanced(self.loop.loaded.run, loads, self.loop.last)
+        with put_aside(run) as folder:
+            self.replace(run, self.loop.save(folder, None))
+        return run.expert_order
+
+    def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
+        """Replace the actors' run by another one."""
+        self.loop.finish()
+        try:
+            self.loop.loaded.calls.all("leave", what="the end of the run before")
+            loaded = loaded_on(self._lifetime, run, programs, skeleton)
+            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
+            self.loop.exchange(loaded, record)
+        except BaseException:
+            record.close()
+            raise
+        self.start(programs, found)
+
+    def _moved(self, loaded: LoadedRun, holds: Holds, run: Run | None) -> None:
+        """Go on with the run in another layout; with another run, if it was asked for that."""
+        self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
+        self.loop.move(loaded, run)

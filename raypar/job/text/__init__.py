@@ -1,0 +1,1 @@
+"""Texts that a job's actors generate and score."""

@@ -1,0 +1,316 @@
+"""Generate text on the actors of a job: cut prompts into groups, keep steps under way, end texts at their stops."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.bounds import Count, NotNegative, Probability, Seed
+from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.specs.data import Examples, Text
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.config.arguments import checked_arguments
+from raypar.config.run import zero_actions_of
+from raypar.config.schedule import Loaded, with_zero
+from raypar.config.validate.generation import generation_faults, prompt_faults
+from raypar.errors import ConfigError, JobError
+from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.steps.averages import demand_averages, use_averages
+from raypar.job.steps.training_loop import TrainingLoop
+from raypar.job.text.growing_text import Continuation, GrowingText, Request
+from raypar.planner.hardware.this_machine import computes_here, free_memory
+from raypar.planner.memory.kv_cache import cache_bytes
+from raypar.planner.resource_needs import size
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+Read = Callable[[Callable[[], list[Any]]], list[Any]]
+Told = Callable[[int, int, str], None]
+
+_ENOUGH = 8  # prompts of a group whose products of matrices take longer than to read a stage's weights
+_AHEAD = 2  # steps that the actors have beside the one that is waited for
+
+
+def request_of(
+    run: Run,
+    prompts: Sequence[str | Sequence[int]],
+    new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str | int] | None,
+) -> Request:
+    """Check what is to be generated, before anything runs.
+
+    Args:
+        run: The run.
+        prompts: Texts, which begin as the tokenizer begins one, or the token ids of each.
+        new_tokens: The most tokens that each gets; 0 if they are scored.
+        sampling: How tokens are chosen.
+        stop: What ends a text: token ids and texts; None: the ids that the tokenizer's folder says.
+
+    Raises:
+        ConfigError: The run can't generate, or the prompts don't fit. Lists all faults.
+    """
+    faults, tokenizer = [*generation_faults(run)], None
+    try:
+        tokenizer = tokenizer_of(run)
+    except ExampleError as error:
+        faults.append(str(error))
+    words = any(isinstance(one, str) for one in (*prompts, *(stop or ())))
+    if words and tokenizer is None and not faults:
+        faults.append("the run has no tokenizer for texts: give token ids, or a run whose data is rp.Text")
+    if faults:
+        raise ConfigError(faults)
+    encode = (lambda text: ()) if tokenizer is None else tokenizer.prompted
+    ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
+    if faults := [*prompt_faults(run.model, ids, new_tokens)]:
+        raise ConfigError(faults)
+    ends = frozenset[int]() if tokenizer is None else tokenizer.ends
+    stop_tokens = ends if stop is None else frozenset(one for one in stop if isinstance(one, int))
+    stop_texts = tuple(one for one in stop or () if isinstance(one, str))
+    return Request(ids, new_tokens, sampling, stop_tokens, stop_texts, tokenizer)
+
+
+def tokenizer_of(run: Run) -> Tokenizer | None:
+    """Return the tokenizer of a run: that of its text or examples, that of its model's folder, or bytes.
+
+    None if its data are token ids or batches of the user's, and the model has no folder with a tokenizer.
+
+    Raises:
+        ExampleError: It can't be read.
+    """
+    data, model = run.data, run.model
+    if isinstance(data, Text | Examples) and data.tokenizer is not None:
+        return Tokenizer(data.tokenizer, data.template if isinstance(data, Examples) else None)
+    folder = model.hf
+    if folder is not None and (Path(folder) / "tokenizer.json").exists():
+        return Tokenizer(folder)
+    is_text = isinstance(data, Examples) or (isinstance(data, Text) and not data.path.endswith(".bin"))
+    return Tokenizer(None) if is_text and model.vocab >= 256 else None
+
+
+class TextGenerator:
+    """Generates text on the actors of a job, with the weights that they have now.
+
+    Args:
+        loop: The job's training loop.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    @checked_arguments
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        max_new_tokens: Count = 64,
+        *,
+        temperature: NotNegative = 0.0,
+        top_k: Count | None = None,
+        top_p: Probability = 1.0,
+        seed: Seed = 0,
+        stop: Sequence[str | int] | None = None,
+        on: Callable[[int, int, str], None] | None = None,
+        ema: bool = False,
+    ) -> list[Continuation]:
+        """Go on with prompts: several at a time, each with the same tokens on every mesh.
+
+        Args:
+            prompts: A text, or several, which begin as the tokenizer begins one, with ``<bos>``, say; or the token ids
+                of each, as they are.
+            max_new_tokens: The most tokens that each prompt gets. With the prompt they must fit the model's positions.
+            temperature: What logits are divided by before one is drawn; 0 takes the likeliest token.
+            top_k: Draw only from so many of the likeliest tokens; None: from all.
+            top_p: Draw only from the fewest of the likeliest tokens that have this probability together.
+            seed: Seed of what is drawn. What is drawn for a prompt depends on this, its number and its position alone.
+            stop: Texts and token ids that end a text, without them; None: what the files beside the tokenizer say.
+            on: Called with every new token: the number of its prompt, its id, and what it adds to the text. That is ""
+                until a character is whole, or while it might be the beginning of a stop.
+            ema: Whether to use the averages of the weights, which a run with ``ema`` keeps.
+
+        Returns:
+            What each prompt has got, in their order.
+
+        Raises:
+            ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
+            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
+        """
+        self._loop.demand_ready()
+        if ema:
+            demand_averages(self._loop.loaded.run)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        every = [prompts] if isinstance(prompts, str) else prompts
+        request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
+        if not self._loop.generating.acquire(blocking=False):
+            raise JobError("this job is generating text: call generate again when it has returned")
+        if isinstance(self._loop.loaded.run.model, Layers):
+            log.warning(
+                "modules of transformers keep no keys and values here: each token computes its whole text again"
+            )
+        try:
+            self._loop.is_averaged = ema
+            return Generation(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
+        finally:
+            self._loop.is_averaged = False
+            self._loop.generating.release()
+
+
+class Generation:
+    """One generation on the actors of a job.
+
+    After a failure that the run survives it begins again, with the prompts and what they have got until then.
+
+    Args:
+        request: What to generate.
+        loaded: Returns the run as the actors have it now.
+        read: Makes a call to the actors, and handles its failure as the job does.
+        ema: Whether the actors use the averages of their weights.
+
+    Raises:
+        ConfigError: The caches take more memory than is free here.
+    """
+
+    def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read, *, ema: bool = False) -> None:
+        self._request, self._loaded, self._read, self._ema = request, loaded, read, ema
+        self._texts = [GrowingText(request) for _ in request.prompts]
+        self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
+        self._handed: deque[list[Any]] = deque()
+        self._seats: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
+        self._made = 0  # tokens that each text has got, or would have if it were not at its end
+        self._demand_room(loaded())
+
+    def run(self, on: Told | None = None) -> list[Continuation]:
+        """Generate, and return what each prompt has got.
+
+        Args:
+            on: Called with every new token: the number of its prompt, its id, and what it adds to the text, "" as long
+                as that is no whole character, or might be the beginning of a stop.
+        """
+        try:
+            while self._made < self._request.new_tokens and not all(text.is_over for text in self._texts):
+                drawn = self._read(self._next)
+                self._made += 1
+                for number, token in drawn:
+                    added = self._texts[number].add(token)
+                    if on is not None and added is not None:
+                        on(number, token, added)
+        finally:
+            if self._begun_on is not None:
+                self._read(self._end)
+        for number, text in enumerate(self._texts):
+            rest = text.end()
+            if on is not None and rest:
+                on(number, text.tokens[-1], rest)
+        return [text.continuation() for text in self._texts]
+
+    def _next(self) -> list[tuple[int, int]]:
+        """Hand over steps, wait for the oldest one, and return the tokens that it has given to which prompts."""
+        loaded = self._loaded()
+        again, self._begun_on = self._begun_on is not loaded, None
+        if again:
+            self._begin(loaded)
+        while len(self._handed) <= min(_AHEAD, self._request.new_tokens - self._made - 1):
+            self._handed.append(_submit(loaded, ["next"] * loaded.run.mesh.size))
+        found = loaded.calls.gather(self._handed.popleft(), f"token {self._made + 1}", range(loaded.run.mesh.size))
+        self._begun_on = loaded
+        tokens = {loaded.world.at(rank)["dp"]: drawn for rank, drawn in enumerate(found) if drawn}
+        return [
+            (number, token)
+            for dp, groups in self._seats.items()
+            for numbers, made in zip(groups, tokens[dp], strict=True)
+            for number, token in zip(numbers, made, strict=False)
+        ]
+
+    def _begin(self, loaded: LoadedRun) -> None:
+        """Have the actors read the prompts, and what these have got already."""
+        self._handed.clear()
+        schedule = forwards_of(loaded, _num_groups(loaded, len(self._texts)))
+        self._seats = seats_of(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
+        whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
+        orders = []
+        for rank in range(loaded.run.mesh.size):
+            seats = self._seats[loaded.world.at(rank)["dp"]]
+            filler = (Prompt(-1, whole[0][:1]),)  # all replicas take part in every step, also those with nothing to do
+            groups = tuple(tuple(Prompt(number, whole[number]) for number in one) or filler for one in seats)
+            orders.append(Prompts(schedule, groups, self._slots(groups), self._request.sampling))
+        if self._ema:
+            use_averages(loaded.calls, use=True)
+        loaded.calls.gather(_submit(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
+
+    def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
+        """Return the positions of the caches of each group: the last token that is made is in none."""
+        left = self._request.new_tokens - self._made - 1
+        return tuple(max(len(prompt.tokens) for prompt in group) + left for group in groups)
+
+    def _end(self) -> list[Any]:
+        """Wait for the steps under way, and let the actors drop their caches."""
+        loaded, self._begun_on = self._begun_on, None
+        if loaded is None:  # the run goes on on other actors
+            return []
+        ranks = range(loaded.run.mesh.size)
+        while self._handed:
+            loaded.calls.gather(self._handed.popleft(), "the last tokens", ranks)
+        ended = loaded.calls.gather(_submit(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+        if self._ema:
+            use_averages(loaded.calls, use=False)
+        return ended
+
+    def _demand_room(self, loaded: LoadedRun) -> None:
+        """Raise ConfigError if the caches take more memory than is free here."""
+        run = loaded.run
+        free = free_memory() if computes_here(run.device) else None
+        needed = sum(self.cache_bytes(loaded)) * run.mesh.dp * run.mesh.tensor_ranks
+        if free is not None and needed > free:
+            told = f"the keys and values of {len(self._texts)} prompts take {size(needed)}"
+            raise ConfigError([f"{told}, and {size(free)} are free here: give fewer prompts, or less max_new_tokens"])
+
+    def cache_bytes(self, loaded: LoadedRun) -> list[int]:
+        """Return the bytes of the caches of an actor of each pipeline rank, of the replica with the most."""
+        if isinstance(loaded.run.model, Layers):  # they keep nothing
+            return [0] * loaded.run.mesh.pp
+        count, lengths = _num_groups(loaded, len(self._texts)), [len(prompt) for prompt in self._request.prompts]
+        seats = seats_of(len(lengths), loaded.run.mesh.dp, count)[0]
+        rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]
+        return cache_bytes(loaded.run, loaded.run.model, loaded.schedule, rows)
+
+
+def forwards_of(loaded: LoadedRun, groups: int) -> Schedule:
+    """Return the lowered and checked schedule of a step that gives each of so many groups a token: forwards alone."""
+    schedule = loaded.schedule
+    rows = [
+        [Action(stage, Op.F, group) for stage in schedule.stages_of(rank) for group in range(groups)]
+        for rank in range(schedule.num_ranks)
+    ]
+    lowered = Loaded(Schedule.of(f"{schedule.name} generation", rows)).lowered()
+    return with_zero({"evaluate": lowered}, zero_actions_of(loaded.run))["evaluate"]
+
+
+def seats_of(prompts: int, replicas: int, groups: int) -> dict[int, list[list[int]]]:
+    """Divide prompts over replicas, and those of each into groups; returns their numbers by replica and group."""
+    return {
+        dp: [list(range(prompts))[dp::replicas][group::groups] for group in range(groups)] for dp in range(replicas)
+    }
+
+
+def _num_groups(loaded: LoadedRun, prompts: int) -> int:
+    """Return into how many groups the prompts of a replica are cut: as many as pipeline ranks, if there are enough.
+
+    Few prompts stay together. A stage takes the time to read its weights for each group, however few prompts that has,
+    so groups that are computed at once save no time then, and cost each stage one more reading. Where whole texts are
+    computed again, a text alone is enough.
+    """
+    each, enough = -(-prompts // loaded.run.mesh.dp), 1 if isinstance(loaded.run.model, Layers) else _ENOUGH
+    return max(1, min(loaded.schedule.num_ranks, each // enough))
+
+
+def _submit(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
+    """Give each worker its order, without waiting; returns the object refs by rank."""
+    return [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]

@@ -1,0 +1,136 @@
+"""Score texts on the actors of a job: the probability of each token behind those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+from raypar.actors.bounds import Count
+from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.config.arguments import checked_arguments
+from raypar.errors import ConfigError, JobError
+from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.steps.training_loop import TrainingLoop
+from raypar.job.text.generation import Read, forwards_of, request_of, seats_of
+from raypar.schedules.float_sum import float_sum
+
+_FILLER = Prompt(-1, (0, 0))  # for groups without texts, as all replicas take part in every step
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model makes of a text.
+
+    Attributes:
+        tokens: Its token ids.
+        logs: The natural logarithm of the probability of each token but the first, behind those before it.
+        likeliest: Whether no other token was more likely there.
+        num_bytes: Bytes of the text in UTF-8; None if it was given as token ids.
+    """
+
+    tokens: tuple[int, ...]
+    logs: tuple[float, ...]
+    likeliest: tuple[bool, ...]
+    num_bytes: int | None = None
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The bits of all tokens but the first by the bytes of the text. Raises ValueError if these are not known."""
+        if not self.num_bytes:
+            raise ValueError("bits per byte are of a text with bytes, and this one was given as token ids: give texts")
+        return -float_sum(self.logs) / log(2) / self.num_bytes
+
+
+class TextScorer:
+    """Scores texts on the actors of a job, with the weights that they have now.
+
+    Args:
+        loop: The job's training loop.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+
+    @checked_arguments
+    def score(self, texts: Sequence[str | Sequence[int]], batch: Count = 4) -> list[Scored]:
+        """Score texts: several at a time, with the same numbers on every mesh but for rounding.
+
+        Args:
+            texts: Texts, which begin as the tokenizer begins one, with ``<bos>``, say, or the token ids of each, as
+                they are; two tokens at least, and one more than the model's ``seq`` at most.
+            batch: The most texts that a stage computes at a time.
+
+        Returns:
+            What each text has got, in their order.
+
+        Raises:
+            ConfigError: The run can't score, or a text does not fit. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
+            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
+        """
+        self._loop.demand_ready()
+        if not self._loop.generating.acquire(blocking=False):
+            raise JobError("this job is generating text: call score again when it has returned")
+        try:
+            return scores(lambda: self._loop.loaded, self._loop.read, texts, batch)
+        finally:
+            self._loop.generating.release()
+
+
+def scores(
+    loaded: Callable[[], LoadedRun], read: Read, texts: Sequence[str | Sequence[int]], batch: int
+) -> list[Scored]:
+    """Score texts; see ``TextScorer.score``.
+
+    Args:
+        loaded: Returns the run as the actors have it now.
+        read: Makes a call to the actors, and handles its failure as the job does.
+        texts: The texts.
+        batch: The most texts that a stage computes at a time.
+    """
+    run = loaded().run
+    if not texts:
+        return []
+    request = request_of(run, texts, 0, Sampling(), ())
+    if faults := [*_short(request.prompts)]:
+        raise ConfigError(faults)
+    at_once, found = batch * run.mesh.dp * loaded().schedule.num_ranks, list[list[tuple[float, bool]]]()
+    for first in range(0, len(request.prompts), at_once):
+        some = request.prompts[first : first + at_once]
+        found += read(lambda some=some: _scored(loaded(), some))  # type: ignore[misc]
+    return [
+        Scored(
+            tuple(ids),
+            tuple(value for value, _ in each),
+            tuple(best for _, best in each),
+            len(text.encode()) if isinstance(text, str) else None,
+        )
+        for text, ids, each in zip(texts, request.prompts, found, strict=True)
+    ]
+
+
+def _short(prompts: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Yield the texts that have nothing to score."""
+    for number, ids in enumerate(prompts):
+        if len(ids) < 2:
+            yield f"text {number} has {len(ids)} token, and the first one is not scored: give two at least"
+
+
+def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
+    """Have the actors score some texts, at once."""
+    run, ranks = loaded.run, range(loaded.run.mesh.size)
+    schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
+    seats = seats_of(len(texts), run.mesh.dp, schedule.num_microbatches)
+    orders = []
+    for rank in ranks:
+        mine = seats[loaded.world.at(rank)["dp"]]
+        groups = tuple(tuple(Prompt(number, tuple(texts[number])) for number in one) or (_FILLER,) for one in mine)
+        orders.append(Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True))
+    refs = [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]
+    found: dict[int, Any] = {}
+    for rank, made in enumerate(loaded.calls.gather(refs, "scoring texts", ranks)):
+        for numbers, each in zip(seats[loaded.world.at(rank)["dp"]], made, strict=False):
+            found |= dict(zip(numbers, each, strict=False))
+    return [found[number] for number in range(len(texts))]

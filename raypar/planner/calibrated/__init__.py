@@ -1,0 +1,1 @@
+"""Costs that were measured: the calibration, its file, and what it predicts."""

@@ -1,0 +1,239 @@
+"""The durations of a training step's actions on a machine that was calibrated.
+
+A forward of a stage takes what an action and its blocks take besides, its products and attention at their shapes, and
+the messages inside of layers. A backward takes its two products each, and what it runs again. Actors that compute at
+once take longer: on CPUs they share the memory, and beyond the number of cores the cores.
+
+Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
+an operation of the measured group of nearest size. What an axis takes beyond that was measured on short runs that have
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.specs.recompute import word_of
+from raypar.actors.specs.run import Run
+from raypar.planner.calibrated.calibration import Calibration, Kind
+from raypar.planner.calibrated.product_seconds import block_products, head_products, num_logits
+from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
+from raypar.planner.memory.worker import Counts, element_bytes
+from raypar.planner.rates import Rates
+from raypar.schedules.action import COMPUTE, SENDS, Action, Op
+from raypar.schedules.float_sum import float_sum
+from raypar.schedules.rules import MAKES_GRADIENTS
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.timeline import Event, Timeline
+
+_ON_CORES = COMPUTE | SENDS  # what an actor needs a core for; all actors STEP at once
+_ROUNDS = 4  # of finding out how many actors compute at once, from a simulation in which they take longer
+
+
+def calibrated_costs(
+    run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration, cores: int | None
+) -> Costs:
+    """Return the durations of the actions, in seconds.
+
+    Args:
+        run: The run, of a GPT or Llama.
+        world: Its ranks.
+        counts: Its parameters.
+        schedule: The lowered schedule of a training step.
+        calibration: What was measured.
+        cores: Number of cores that the actors share; None if each has its own device.
+    """
+    model = run.model
+    assert isinstance(model, Transformer)
+    costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
+    of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
+    stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
+    for stage, blocks in enumerate(stages):
+        parameters = counts.units[stage].gathered / len(blocks)
+        tp = run.mesh.tp_of(schedule.placement[stage])
+        found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp)
+        of_stage |= {(stage, op): seconds for op, seconds in found.items()}
+        of_stage |= {(stage, op): calibration.message for op in SENDS}
+    tokens = run.micro_batch_size * model.seq / run.mesh.cp
+    boundary = element_bytes(run).weight * model.hidden * tokens
+    costs = replace(
+        costs,
+        of_stage=of_stage,
+        step=step_seconds(run, world, counts, schedule, calibration),
+        link=calibration.group("p2p", 2, boundary) + calibration.message,
+        reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
+    )
+    costs = replace(costs, of_action=_last_backwards(costs, world, counts, schedule, stages, calibration))
+    return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
+
+
+def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration) -> float:
+    """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
+    ``calibrated_costs``."""
+    owners = world.owners if run.zero != 0 else 1
+    tensors = max(
+        sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
+    updated, update = max(counts.held) / owners, calibration.update
+    seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
+    rates = _rates(calibration, max(2, world.replicas))
+    seconds += seconds_behind_update(run, world, counts, schedule, rates)
+    if owners > 1 and not world.gathers:
+        seconds += calibration.beside("shared", max(counts.held))[1]
+    return seconds
+
+
+def _last_backwards(
+    costs: Costs, world: World, counts: Counts, schedule: Schedule, stages: Sequence[range], calibration: Calibration
+) -> dict[Action, float]:
+    """Return the durations of the last backward of each stage whose gradients are summed over replicas, once a step."""
+    found: dict[Action, float] = {}
+    if not world.reduces or world.lends:
+        return found
+    for stage, (blocks, units) in enumerate(zip(stages, counts.units, strict=True)):
+        longer = len(blocks) * calibration.beside("reduced", units.gathered / len(blocks))[1]
+        for row in schedule.rows:
+            last = [action for action in row if action.stage == stage and action.op in MAKES_GRADIENTS][-1:]
+            found |= {action: costs.of(action) + longer for action in last}
+    return found
+
+
+def _rates(calibration: Calibration, members: int) -> Rates:
+    """Return the rates of messages between replicas: of an all_reduce, which moves each byte twice."""
+    small, large = 4 << 10, 8 << 20
+    latency = calibration.group("all_reduce", members, small)
+    seconds = calibration.group("all_reduce", members, large) - latency
+    moved = 2 * (1 - 1 / members) * large
+    return Rates(1.0, moved / seconds if seconds > 0 else 1e12, latency)
+
+
+def stage_seconds(
+    run: Run,
+    world: World,
+    blocks: range,
+    parameters: float,
+    calibration: Calibration,
+    *,
+    tp: int = 1,
+) -> dict[Op, float]:
+    """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
+
+    Args:
+        run: The run, of a GPT or Llama.
+        world: Its ranks.
+        blocks: The stage's blocks.
+        parameters: Parameters of a block that are gathered or whose gradients are lent to buckets, where that is done.
+        calibration: What was measured.
+        tp: Number of tensor ranks that divide the stage.
+    """
+    model = run.model
+    assert isinstance(model, Transformer)
+    size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
+    forward, backward, later, longer = calibration.action_forward, calibration.action_backward, 0.0, 0.0
+    moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
+    for block in blocks:
+        one = block_products(run, model, block, calibration, tp)
+        sent = _messages(run, model, block, tp, calibration)
+        besides = [*(calibration.beside(kind, size) for kind in _kinds(run, model, block, tp)), *moved]
+        own = one.forward + sent + float_sum(there for there, _ in besides)
+        forward += own
+        backward += one.backward + sent + float_sum(back for _, back in besides)
+        again = word_of(run.recompute, range(model.layers), block)
+        backward += own if again == "full" else one.core if again == "selective" else 0.0
+        split, apart = calibration.beside("split", size)
+        longer, later = longer + split, later + one.later + apart
+    if blocks[-1] == model.layers - 1:
+        head = head_products(run, model, calibration, tp)
+        there, back = calibration.beside("head", num_logits(run, model, tp))
+        forward += head.forward + there
+        backward, later = backward + head.backward + back, later + head.later
+    return {Op.F: forward, Op.B: backward, Op.I: max(0.0, backward + longer - later), Op.W: later}
+
+
+def _moved_kinds(world: World) -> Iterator[Kind]:
+    """Yield what takes time in a pass over a block because replicas share out gradients and weights."""
+    if world.lends:
+        yield "lent"
+    if world.gathers:
+        yield "gathered"
+
+
+def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
+    """Yield what takes time in a block besides its products and messages."""
+    yield "llama" if isinstance(model, Llama) else "gpt"
+    if run.mesh.pp > 1:
+        yield "pipeline"
+    if tp > 1:
+        yield "sequence" if run.sequence_parallel else "tensor"
+    if run.mesh.cp > 1:
+        yield "context"
+    if model.num_experts(block):
+        yield "experts"
+        if run.mesh.ep > 1:
+            yield "expert parallel"
+
+
+def _messages(run: Run, model: Transformer, block: int, tp: int, calibration: Calibration) -> float:
+    """Return the seconds of the messages inside of a block in one direction."""
+    tokens, each = run.micro_batch_size * model.seq / run.mesh.cp, element_bytes(run).weight
+    stream = tokens * model.hidden * each
+    seconds = 2 * calibration.group("all_reduce", tp, stream) if tp > 1 else 0.0
+    if run.mesh.cp > 1:
+        keys = 2 * tokens * model.num_kv_heads * model.head_size * each / tp
+        seconds += (run.mesh.cp - 1) * calibration.group("p2p", 2, keys)
+    if model.moe is not None and model.num_experts(block) and run.mesh.ep > 1:
+        seconds += 2 * calibration.group("all_gather", run.mesh.ep, stream * model.moe.top_k)
+    return seconds
+
+
+def _sharing(costs: Costs, schedule: Schedule, actors: float, cores: int, calibration: Calibration) -> Costs:
+    """Return the costs of actors that share cores, each action by how many need a core while it runs.
+
+    Args:
+        costs: The costs of an actor that computes alone.
+        schedule: The schedule.
+        actors: Number of actors of a row.
+        cores: Number of cores.
+        calibration: How much longer an actor takes while all cores are busy.
+    """
+    alone = {action: costs.of(action) for row in schedule.rows for action in row if action.op in _ON_CORES}
+    waiting = max(1.0, schedule.num_ranks * actors / cores)
+    costs = replace(costs, step=costs.step * waiting, link=costs.link * waiting)
+    shared = dict(alone)
+    for _ in range(_ROUNDS):
+        timeline = simulate(schedule, replace(costs, of_action=shared))
+        slower = _slowdowns(timeline, actors, cores, calibration.busy)
+        shared = {action: seconds * slower.get(action, 1.0) for action, seconds in alone.items()}
+    return replace(costs, of_action=shared)
+
+
+def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> dict[Action, float]:
+    """Return how much longer each action takes that needs a core, by how many others run beside it."""
+    events = [event for event in timeline.events if event.action.op in _ON_CORES]
+    changes = sorted([(one.start, 1) for one in events] + [(one.end, -1) for one in events])
+    times, sums, slow, last, running = list[float](), list[float](), 0.0, 0.0, 0
+    for at, change in changes:  # the integral of the slowdown over time
+        slow += (at - last) * _slowdown(running * actors, cores, busy)
+        last, running = at, running + change
+        times.append(at)
+        sums.append(slow)
+    places = dict(zip(times, sums, strict=True))
+    return {one.action: _mean(one, places) for one in events}
+
+
+def _mean(event: Event, places: dict[float, float]) -> float:
+    length = event.end - event.start
+    return (places[event.end] - places[event.start]) / length if length > 0 else 1.0
+
+
+def _slowdown(running: float, cores: int, busy: float) -> float:
+    """Return how much longer each of so many computing actors takes."""
+    if running <= 1 or cores < 2:
+        return max(1.0, running / cores)
+    crowded = 1 + (busy - 1) * min(1.0, (running - 1) / (cores - 1))
+    return crowded * max(1.0, running / cores)

@@ -1,0 +1,1 @@
+"""What actors hold in memory: weights, gradients, states, activations, caches, snapshots, checkpoints."""

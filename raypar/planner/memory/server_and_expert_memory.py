@@ -1,0 +1,88 @@
+"""How much memory the actors of a run need that are no workers: parameter servers, and expert actors."""
+
+from __future__ import annotations
+
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.planner.hardware.this_machine import device_kind
+from raypar.planner.memory.activations import most_kept
+from raypar.planner.memory.snapshots import snapshot_counts
+from raypar.planner.memory.worker import (
+    WORKING_OF,
+    Counts,
+    Memory,
+    element_bytes,
+    offloaded_bytes,
+    process_bytes,
+    saved_bytes,
+    states_of,
+)
+from raypar.schedules.timeline import Timeline
+
+
+def others_memory(
+    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
+) -> list[Memory]:
+    """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
+
+    The arguments are those of ``worker_memory``.
+    """
+    return expert_memory(run, world, counts, timeline, process) or server_memory(run, world, counts, process)
+
+
+def server_memory(run: Run, world: World, counts: Counts, process: int | None = None) -> list[Memory]:
+    """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
+
+    The arguments are those of ``worker_memory``.
+    """
+    if not world.servers:
+        return []
+    each, servers, (snapshots, copies) = element_bytes(run), world.servers, snapshot_counts(run)
+    device, found = device_kind(run.device), []
+    for count, state in zip(counts.held, states_of(run, counts), strict=True):
+        share, optimizer = -(-count // servers), each.state * -(-state // servers)
+        saved = saved_bytes(each, share, optimizer)
+        found.append(
+            Memory(
+                each.weight * share,
+                each.gradient * share,
+                optimizer,
+                0,
+                process=process_bytes(device) if process is None else process,
+                snapshots=snapshots * saved,
+                copies=copies * saved,
+            )
+        )
+    return found
+
+
+def expert_memory(
+    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
+) -> list[Memory]:
+    """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
+
+    What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
+    """
+    if (own := counts.apart) is None:
+        return []
+    each, (snapshots, copies) = element_bytes(run), snapshot_counts(run)
+    kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
+    stays, device, found = world.offload == "none", device_kind(run.device), []
+    for count, state, rows in zip(own.held, states_of(run, own), kept, strict=True):
+        weights, optimizer = each.weight * count, each.state * state + each.master * count
+        saved = saved_bytes(each, count, optimizer)
+        found.append(
+            Memory(
+                weights=0 if world.offload == "parameters" else weights,
+                gradients=each.gradient * count if stays else 0,
+                optimizer=optimizer if stays else 0,
+                activations=rows,
+                process=process_bytes(device) if process is None else process,
+                working=round(WORKING_OF[device] * (rows or 0)),
+                offloaded=offloaded_bytes(world, each, count, weights, optimizer),
+                snapshots=snapshots * saved,
+                copies=copies * saved,
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""How many parameters there are, of which tensors, and on which actor."""
