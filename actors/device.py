@@ -98,7 +98,7 @@ def _close(files: tuple[int, ...]) -> None:
         os.close(file)
 
 
-class Place(ABC):
+class ComputeDevice(ABC):
     """The device on which an actor computes.
 
     Attributes:
@@ -160,7 +160,7 @@ class Place(ABC):
         """Return the peak of memory since ``begin``, in bytes."""
 
 
-class Host(Place):
+class Host(ComputeDevice):
     """The CPUs of this machine. Work is complete when the call returns, so a mark is the time itself."""
 
     kind: DeviceKind = "cpu"
@@ -202,7 +202,7 @@ class Host(Place):
         return self._memory.read()
 
 
-class Cuda(Place):
+class Cuda(ComputeDevice):
     """A GPU. It runs asynchronously, so marks are events in its stream, whose times are read at the end of a step.
 
     Args:
@@ -280,6 +280,6 @@ class Cuda(Place):
         return torch.cuda.default_generators[index]
 
 
-def place_of(kind: DeviceKind) -> Place:
+def place_of(kind: DeviceKind) -> ComputeDevice:
     """Return this process's place for a kind of device. Raises RuntimeError if it has none."""
     return Cuda() if kind == "cuda" else Host()

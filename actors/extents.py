@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raypar.actors.device import Place
+    from raypar.actors.device import ComputeDevice
 
 
 class Extents(NamedTuple):
@@ -22,6 +22,6 @@ class Extents(NamedTuple):
     starts: Tensor | None = None
     lengths: Tensor | None = None
 
-    def on(self, place: Place) -> Extents:
+    def on(self, place: ComputeDevice) -> Extents:
         """Return the same on the device of a place."""
         return Extents(*(None if each is None else place.to((each,))[0] for each in self))

@@ -31,7 +31,7 @@ _NOT_MAPPED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _WAIT_BEFORE = 1  # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE
 
 
-class Home(ABC):
+class OffloadStorage(ABC):
     """Where an actor keeps its masters, optimizer states, sums of gradients, and perhaps weights.
 
     Attributes:
@@ -107,7 +107,7 @@ class Home(ABC):
         return self.empty(tensor.numel(), dtype).as_strided(tensor.shape, strides)
 
 
-class DeviceHome(Home):
+class DeviceHome(OffloadStorage):
     """The memory of the device itself: nothing is offloaded."""
 
     is_apart = False
@@ -122,7 +122,7 @@ class DeviceHome(Home):
         return True
 
 
-class PinnedHome(Home):
+class PinnedHome(OffloadStorage):
     """Host memory of an actor that computes on a GPU, which reads and writes it directly."""
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ class PinnedHome(Home):
         return tensor.device.type == "cpu"
 
 
-class MappedHome(Home):
+class MappedHome(OffloadStorage):
     """Memory that is mapped as shared: of a file without a name, or of none, that is, host memory.
 
     The file takes no room after its actor's end, however that comes. What is not at hand is not in the size of the
@@ -266,7 +266,7 @@ _FULL = "free some space, or give another offload_folder"
 _FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}
 
 
-def home_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> Home:
+def home_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> OffloadStorage:
     """Return the home of an actor: its device, host memory, or a file.
 
     Args:

@@ -12,7 +12,7 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
 from raypar.planner.timing.messages import LADDER, RAYPAR, Software
-from raypar.planner.timing.step import Paper
+from raypar.planner.timing.step import StepModel
 
 #: Megatron-LM of 2021.
 MEGATRON = Software(scatters=True, hides="alone")
@@ -87,10 +87,10 @@ def cluster_of(row: Row) -> Cluster:
     return Cluster(DEVICES["a100"], row.gpus // 8, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
 
 
-def paper_of(row: Row, *, selective: bool = False) -> Paper:
+def paper_of(row: Row, *, selective: bool = False) -> StepModel:
     """Return the run of a row on paper."""
     run = run_of(row, selective=selective)
-    return Paper(run, model_of(row), cluster_of(row), LADDER, MEGATRON)
+    return StepModel(run, model_of(row), cluster_of(row), LADDER, MEGATRON)
 
 
 class LlamaRow(NamedTuple):
@@ -105,7 +105,7 @@ class LlamaRow(NamedTuple):
 LLAMA = (LlamaRow(64, 32, 430), LlamaRow(128, 16, 400))
 
 
-def paper_of_llama(row: LlamaRow) -> Paper:
+def paper_of_llama(row: LlamaRow) -> StepModel:
     """Return a row's run on paper.
 
     The model has 128 layers, one for each of 16 x 8 stages; the real one has 126, so that the first and the last stage
@@ -125,4 +125,4 @@ def paper_of_llama(row: LlamaRow) -> Paper:
         bucket_mb=512,
     )
     cluster = Cluster(DEVICES["h100"], 16 * row.dp, 8, LINKS["nvlink4"], LINKS["ethernet-400"], 8)
-    return Paper(run, model, cluster, LADDER, RAYPAR)
+    return StepModel(run, model, cluster, LADDER, RAYPAR)

@@ -12,7 +12,7 @@ from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.tensors import Values
 
 
-class Tail:
+class GraphEnd:
     """The end of an autograd graph, from which a backward starts.
 
     It keeps the graph alive but not the outputs: their memory can be freed as soon as they were sent. A backward can be

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values, as_values
@@ -46,7 +46,7 @@ class Anchored:
         return out
 
 
-class Twice:
+class InPlaceGuard:
     """Call a function twice on the same inputs, in the forward and in the recomputation.
 
     A function that writes into its inputs is given copies of them. The first call always gets copies, and tells whether
@@ -111,7 +111,7 @@ class LayerAgain:
     """
 
     def __init__(self, module: nn.Module, writes: FrozenWrites) -> None:
-        self._module, self._twice, self._state = module, Twice(), ForwardState(module, writes=writes)
+        self._module, self._twice, self._state = module, InPlaceGuard(), ForwardState(module, writes=writes)
 
     def __call__(self, inputs: Values, reseed: Callable[[], None]) -> Values:
         """Compute the layer's outputs.
@@ -214,7 +214,7 @@ class _Rerun(torch.autograd.Function):
         with torch.enable_grad():
             outputs = ctx.again(*leaves)
             pairs = [(value, g) for value, g in zip(outputs, gradients, strict=True) if g is not None]
-            tail = Tail(tuple([value for value, _ in pairs]))
+            tail = GraphEnd(tuple([value for value, _ in pairs]))
         every = (*leaves, *ctx.parameters)
         targets = [value for value, wants in zip(every, wanted, strict=True) if wants]
         found = iter(tail.gradients(tuple([g for _, g in pairs]), targets))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
 from raypar.actors.checkpoint.shards import AtHand, stored_in
-from raypar.actors.checkpoint.snapshot_address import Address, Share
+from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.memory_files import reserve
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.process_identity import ProcessIdentity, open_files
@@ -102,7 +102,7 @@ class Slots:
         return tuple(slot.fd for slot in self._slots)
 
 
-class Held:
+class HeldMemoryFiles:
     """The memory files of other actors that this process holds open.
 
     Args:
@@ -111,7 +111,7 @@ class Held:
 
     def __init__(self, own: ProcessIdentity) -> None:
         self._own = own
-        self._files: dict[Share, dict[int, int]] = {}  # by share and inode, the descriptor
+        self._files: dict[SnapshotOwner, dict[int, int]] = {}  # by share and inode, the descriptor
         self._written = set[int]()  # inodes of the files that living actors write to
 
     def hold(self, addresses: Iterable[Address]) -> None:
@@ -125,7 +125,7 @@ class Held:
                         self._written.add(os.fstat(fd).st_ino)
                     self._keep(address.share, fd)
 
-    def adopt(self, share: Share, files: Iterable[int]) -> None:
+    def adopt(self, share: SnapshotOwner, files: Iterable[int]) -> None:
         """Take over files to which this process writes itself, or has written in a layout before."""
         for fd in files:
             self._keep(share, fd)
@@ -140,7 +140,7 @@ class Held:
         """Take all files for old ones, until their actors say that they write to them."""
         self._written.clear()
 
-    def files(self) -> dict[Share, tuple[int, ...]]:
+    def files(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return the descriptors of all files that are held, by share."""
         return {share: tuple(files.values()) for share, files in self._files.items() if files}
 
@@ -154,7 +154,7 @@ class Held:
         self.drop_old()
         self._files.clear()
 
-    def _keep(self, share: Share, fd: int) -> None:
+    def _keep(self, share: SnapshotOwner, fd: int) -> None:
         files, inode = self._files.setdefault(share, {}), os.fstat(fd).st_ino
         if inode in files:
             os.close(fd)
@@ -169,20 +169,20 @@ class SnapshotFiles:
         files: For each share, the descriptors of its files, of any steps.
     """
 
-    def __init__(self, files: Mapping[Share, Sequence[int]]) -> None:
+    def __init__(self, files: Mapping[SnapshotOwner, Sequence[int]]) -> None:
         found = {one: {step: fd for fd in kept if (step := _step_of(fd)) is not None} for one, kept in files.items()}
         self._files = {share: steps for share, steps in found.items() if steps}
         self._chosen: dict[str, int] = {}  # by name, the descriptor
 
-    def steps(self) -> dict[Share, tuple[int, ...]]:
+    def steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return, by share, the steps of which there is a whole snapshot."""
         return {share: tuple(sorted(steps)) for share, steps in self._files.items()}
 
-    def file(self, share: Share, step: int) -> int:
+    def file(self, share: SnapshotOwner, step: int) -> int:
         """Return the descriptor of a file. Raises KeyError if there is none of this step."""
         return self._files[share][step]
 
-    def at(self, step: int, shares: Iterable[Share]) -> dict[str, Logical]:
+    def at(self, step: int, shares: Iterable[SnapshotOwner]) -> dict[str, Logical]:
         """Choose the snapshots of one step, which ``open`` and ``header`` then read.
 
         Args:

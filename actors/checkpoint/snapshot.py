@@ -15,7 +15,7 @@ from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
@@ -51,7 +51,7 @@ class Copies:
         home: Where the actor keeps its state: copies are there too if it is away from the device, else on the host.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: OffloadStorage) -> None:
         self._home = home
         self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Shard]] | Exception] = SimpleQueue()
         self._maker = ThreadPoolExecutor(1)

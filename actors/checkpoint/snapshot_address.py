@@ -8,7 +8,7 @@ from typing import NamedTuple
 from raypar.actors.process_identity import ProcessIdentity
 
 
-class Share(NamedTuple):
+class SnapshotOwner(NamedTuple):
     """Whose snapshot it is.
 
     Attributes:
@@ -31,7 +31,7 @@ class Address:
         is_written: Whether that process writes to them: the rank's actor itself, or one that gets copies of its own.
     """
 
-    share: Share
+    share: SnapshotOwner
     process: ProcessIdentity
     files: tuple[int, ...]
     is_written: bool = False

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import cycle
 
-from raypar.actors.checkpoint.snapshot_address import Recipient, Share
+from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
 from raypar.actors.memory_files import reserve
 
 SILENCE = 10.0  # seconds in which a copy gets further, or else its connection is given up
@@ -45,7 +45,7 @@ class CopyReceiver:
         OSError: It can't listen there.
     """
 
-    def __init__(self, host: str, expected: Mapping[str, Share], files: int) -> None:
+    def __init__(self, host: str, expected: Mapping[str, SnapshotOwner], files: int) -> None:
         self._rooms = {token: tuple(_Room() for _ in range(files)) for token in expected}
         self._expected = dict(expected)
         self._listener = socket.create_server((host, 0), backlog=len(expected) + 1)
@@ -54,7 +54,7 @@ class CopyReceiver:
         self._lock, self._is_closed = threading.Lock(), False
         self._start(self._accept)
 
-    def files(self) -> dict[Share, tuple[int, ...]]:
+    def files(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return the descriptors of the files, by whose copies they are for. They end with the receiver."""
         return {share: tuple(room.fd for room in self._rooms[token]) for token, share in self._expected.items()}
 

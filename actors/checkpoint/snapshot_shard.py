@@ -10,11 +10,11 @@ from pathlib import Path
 from raypar.actors.checkpoint.memory_snapshot import SnapshotFiles
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot import Written
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.files import told, write_whole
 
 
-def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[Share], folder: Path) -> list[Written]:
+def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOwner], folder: Path) -> list[Written]:
     """Write snapshots of a step as shards.
 
     Args:

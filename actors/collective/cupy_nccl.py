@@ -17,7 +17,7 @@ from torch import Tensor
 from raypar.actors.collective.gpu import GpuGroup
 from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.watcher import Transfer
+from raypar.actors.collective.watcher import IssuedOp
 from raypar.actors.tensors import row_size, staged
 
 # Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
@@ -51,10 +51,10 @@ class CupyGroup(GpuGroup):
         uid = bytes.fromhex(self._store.get(key).decode())
         return _Lane(self._nccl, self._nccl.NcclCommunicator(size, uid, rank), self.device)
 
-    def _put(self, edge: _Lane, flat: Tensor) -> Transfer:
+    def _put(self, edge: _Lane, flat: Tensor) -> IssuedOp:
         return edge.issue(lambda comm, stream: self._send_part(comm, _bytes(flat), 1, stream))
 
-    def _take(self, edge: _Lane, flat: Tensor) -> Transfer:
+    def _take(self, edge: _Lane, flat: Tensor) -> IssuedOp:
         return edge.issue(lambda comm, stream: self._recv_part(comm, _bytes(flat), 0, stream))
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
@@ -138,7 +138,7 @@ class CupyGroup(GpuGroup):
 
     # --- NCCL's calls ---
 
-    def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> Transfer:
+    def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> IssuedOp:
         """Send to some ranks and receive from some, possibly including this one, as one op.
 
         Args:
@@ -192,7 +192,7 @@ class _Lane:
         self._lock = threading.Lock()
         self._aborted = False
 
-    def issue(self, call: Callable[[Any, int], object]) -> Transfer:
+    def issue(self, call: Callable[[Any, int], object]) -> IssuedOp:
         """Issue an op.
 
         Args:

@@ -29,7 +29,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.exchange import exchange
 from raypar.actors.collective.group import Edge, Finish, Group, Handle
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.collective.watcher import Issued, Transfer, Watcher, block_until_over
+from raypar.actors.collective.watcher import Issued, IssuedOp, Watcher, block_until_over
 from raypar.actors.errors import first_line
 from raypar.actors.tensors import staged
 
@@ -189,14 +189,14 @@ class GpuGroup(Group):
         """
 
     @abstractmethod
-    def _put(self, edge: Any, flat: Tensor) -> Transfer:
+    def _put(self, edge: Any, flat: Tensor) -> IssuedOp:
         """Start to send a contiguous tensor over an edge, from the communicator's rank 0 to its rank 1."""
 
     @abstractmethod
-    def _take(self, edge: Any, flat: Tensor) -> Transfer:
+    def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
         """Start to receive a contiguous tensor over an edge."""
 
-    def _issued(self, transfer: Transfer, then: Callable[[], object] | None, *keep: object) -> Issued:
+    def _issued(self, transfer: IssuedOp, then: Callable[[], object] | None, *keep: object) -> Issued:
         return Issued(transfer, then, list(keep), self._on_device, self._demand_open)
 
     def _nothing(self) -> Finish:

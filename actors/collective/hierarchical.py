@@ -24,7 +24,7 @@ from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.links import Link
+from raypar.actors.collective.shm.links import PeerConnection
 from raypar.actors.tensors import nbytes, staged
 
 LARGE = 1 << 18  # bytes from which an all_reduce goes node by node
@@ -52,7 +52,7 @@ class HierarchicalGroup(Group):
         timeout: float,
         *,
         nodes: Sequence[Sequence[int]],
-        connect_node: Callable[[Sequence[int], float], dict[int, Link]],
+        connect_node: Callable[[Sequence[int], float], dict[int, PeerConnection]],
         store: Store,
         device: Any,
         connect_timeout: float = 60.0,

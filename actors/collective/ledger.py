@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Counts of one op on one axis. Two entries are equal if their calls and bytes are, whatever time they took.
 
     Attributes:
@@ -42,9 +42,10 @@ class Ledger:
         with self._lock:
             self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + seconds
 
-    def entries(self) -> dict[tuple[str, str], Entry]:
+    def entries(self) -> dict[tuple[str, str], LedgerEntry]:
         """Return a copy of the counts so far."""
         with self._lock:
             return {
-                key: Entry(calls, nbytes, self._seconds.get(key, 0.0)) for key, (calls, nbytes) in self._counts.items()
+                key: LedgerEntry(calls, nbytes, self._seconds.get(key, 0.0))
+                for key, (calls, nbytes) in self._counts.items()
             }

@@ -15,7 +15,7 @@ from raypar.actors.autograd.torch_private import all_gather_flat, reduce_scatter
 from raypar.actors.collective.gpu import GpuGroup
 from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.watcher import Transfer
+from raypar.actors.collective.watcher import IssuedOp
 from raypar.actors.tensors import row_size, staged
 
 _OPS: dict[ReduceOp, Any] = {
@@ -53,10 +53,10 @@ class NcclGroup(GpuGroup):
         group.eager_connect_single_device(self.device)  # else send and recv would create communicators of their own
         return group
 
-    def _put(self, edge: Any, flat: Tensor) -> Transfer:
+    def _put(self, edge: Any, flat: Tensor) -> IssuedOp:
         return _Work(edge.send([flat], 1, 0))
 
-    def _take(self, edge: Any, flat: Tensor) -> Transfer:
+    def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
         return _Work(edge.recv([flat], 0, 0))
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:

@@ -16,7 +16,7 @@ from raypar.actors.collective.autograd import (
     through,
 )
 from raypar.actors.collective.group import Group
-from raypar.actors.collective.routes import Placement, State, Step, route, split_dim
+from raypar.actors.collective.routes import CollectiveStep, Placement, State, route, split_dim
 
 
 def redistribute(
@@ -57,7 +57,7 @@ def _of_gradient(state: Sequence[Placement]) -> State:
     return tuple("R" if placement == "P" else placement for placement in state)
 
 
-def _moved(groups: Sequence[Group], steps: Sequence[Step], x: Tensor) -> Tensor:
+def _moved(groups: Sequence[Group], steps: Sequence[CollectiveStep], x: Tensor) -> Tensor:
     """Take the steps of a route, without autograd."""
     if not steps:
         return x.view_as(x)

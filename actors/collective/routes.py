@@ -16,7 +16,7 @@ Placement = str
 State = tuple[Placement, ...]
 
 
-class Step(NamedTuple):
+class CollectiveStep(NamedTuple):
     """A collective on one axis.
 
     Attributes:
@@ -37,7 +37,7 @@ def split_dim(placement: Placement) -> int | None:
     return int(placement[1:]) if placement.startswith("S") else None
 
 
-def route(before: State, after: State, shape: Sequence[int], sizes: Sequence[int]) -> list[Step]:
+def route(before: State, after: State, shape: Sequence[int], sizes: Sequence[int]) -> list[CollectiveStep]:
     """Find the collectives that lead from one placement to another and send the fewest elements; of these, the fewest.
 
     They are: a slice, which sends nothing; an all-gather; an all-to-all; a reduce-scatter; and an all-reduce.
@@ -53,7 +53,7 @@ def route(before: State, after: State, shape: Sequence[int], sizes: Sequence[int
 
     Source: Xu et al. 2021, "GSPMD", section 4.5, for the cases; Dijkstra 1959 for the search.
     """
-    queue: list[tuple[float, int, State, tuple[Step, ...]]] = [(0.0, 0, tuple(before), ())]
+    queue: list[tuple[float, int, State, tuple[CollectiveStep, ...]]] = [(0.0, 0, tuple(before), ())]
     done = set[State]()
     while queue:
         sent, count, state, steps = heapq.heappop(queue)
@@ -71,7 +71,7 @@ def route(before: State, after: State, shape: Sequence[int], sizes: Sequence[int
     )
 
 
-def steps_from(state: State, shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Step]:
+def steps_from(state: State, shape: Sequence[int], sizes: Sequence[int]) -> Iterator[CollectiveStep]:
     """Yield the collectives on one axis that a placement allows. The arguments are those of ``route``."""
     parts = math.prod(size for placement, size in zip(state, sizes, strict=True) if placement.startswith("S"))
     here = math.prod(shape) / parts
@@ -80,13 +80,13 @@ def steps_from(state: State, shape: Sequence[int], sizes: Sequence[int]) -> Iter
         if dim is not None and _has_inner(state, axis, dim):
             continue  # its parts would not follow each other
         if dim is not None:
-            yield Step(axis, placement, "R", (size - 1) * here)
+            yield CollectiveStep(axis, placement, "R", (size - 1) * here)
         if placement == "P":
-            yield Step(axis, placement, "R", 2 * (size - 1) / size * here)
+            yield CollectiveStep(axis, placement, "R", 2 * (size - 1) / size * here)
         for other in range(len(shape)):
             if other == dim or _has_inner(state, axis, other) or shape[other] % (size * _ways(state, sizes, other)):
                 continue
-            yield Step(axis, placement, f"S{other}", 0.0 if placement == "R" else (size - 1) / size * here)
+            yield CollectiveStep(axis, placement, f"S{other}", 0.0 if placement == "R" else (size - 1) / size * here)
 
 
 def _has_inner(state: State, axis: int, dim: int) -> bool:

@@ -16,7 +16,7 @@ _LOOK = 0.02  # seconds between two checks of the ops in progress: how late a fa
 _SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two checks while the host is blocked
 
 
-class Transfer(Protocol):
+class IssuedOp(Protocol):
     """An op that was issued to the GPU."""
 
     def join(self) -> None:
@@ -46,7 +46,7 @@ class Issued:
         failed: Why the transfer failed; "" if it has not.
     """
 
-    transfer: Transfer
+    transfer: IssuedOp
     then: Callable[[], object] | None
     keep: list[object]
     on_device: Callable[[], AbstractContextManager[object]]
@@ -148,7 +148,7 @@ class Watcher:
         return ""
 
 
-def block_until_over(transfer: Transfer, deadline: float, seconds: float, demand_open: Callable[[], None]) -> None:
+def block_until_over(transfer: IssuedOp, deadline: float, seconds: float, demand_open: Callable[[], None]) -> None:
     """Block the host until a transfer is complete.
 
     Args:

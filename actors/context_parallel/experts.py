@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gathered, reduce_from
 from raypar.actors.collective.group import Group
-from raypar.actors.models.moe import MoE
+from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.sharding import Pieces, Sharding
 
@@ -31,7 +31,7 @@ class ExpertsOfTokens(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Set how the layer reaches the other ranks' tokens."""
-        assert isinstance(module, MoE)
+        assert isinstance(module, MixtureOfExperts)
         own = Sharding({1: self.tokens[self.group.rank]})
         noise = module.router.noise
         noise.sharding = noise.sharding.then(own)

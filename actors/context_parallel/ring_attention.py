@@ -28,7 +28,7 @@ from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import finite_logs
 
 
-class Block(NamedTuple):
+class AttendedBlock(NamedTuple):
     """Adjacent queries of this rank, and the adjacent keys of one rank that they attend to.
 
     Attributes:
@@ -82,7 +82,7 @@ class View:
     window: int | None = None
     starts: Tensor | None = None
 
-    def blocks(self, source: int, length: int) -> Iterator[Block]:
+    def blocks(self, source: int, length: int) -> Iterator[AttendedBlock]:
         """Yield the blocks of queries of this rank and keys of another that attention needs.
 
         A window leaves out those in which no query sees a key.
@@ -95,10 +95,10 @@ class View:
             if self.window is None or bool((self._distance(block, source, length) < self.window).any()):
                 yield block
 
-    def _behind(self, source: int, length: int) -> Iterator[Block]:
+    def _behind(self, source: int, length: int) -> Iterator[AttendedBlock]:
         """Yield the blocks in which queries are not ahead of all keys."""
         if source == self.rank:  # its pieces are in the order of the sequence, so one causal block is enough
-            yield Block(slice(0, length), slice(0, length), True)
+            yield AttendedBlock(slice(0, length), slice(0, length), True)
             return
         own, theirs = self.tokens[self.rank].own, self.tokens[source].own
         piece = length // len(own)
@@ -107,16 +107,16 @@ class View:
         for stop in range(1, len(own) + 1):
             if stop == len(own) or sees[stop] != sees[start]:
                 if sees[start]:
-                    yield Block(slice(start * piece, stop * piece), slice(0, sees[start] * piece), False)
+                    yield AttendedBlock(slice(start * piece, stop * piece), slice(0, sees[start] * piece), False)
                 start = stop
 
-    def _distance(self, block: Block, source: int, length: int) -> Tensor:
+    def _distance(self, block: AttendedBlock, source: int, length: int) -> Tensor:
         """Return by how many tokens each query of a block is behind each key, (queries, keys)."""
         positions = torch.arange(self.tokens[self.rank].whole_length(length))
         mine, theirs = self.tokens[self.rank].take(positions, 0), self.tokens[source].take(positions, 0)
         return mine[block.queries, None] - theirs[block.keys]
 
-    def unseen(self, block: Block, source: int, length: int) -> Tensor | None:
+    def unseen(self, block: AttendedBlock, source: int, length: int) -> Tensor | None:
         """Return which keys of a block a query does not see, or None if neither window nor documents hide any.
 
         Its shape is (queries, keys) bool, or with documents (B, 1, queries, keys).
@@ -128,7 +128,7 @@ class View:
         distance = self._distance(block, source, length)
         return (distance < 0) | (distance >= self.window) if bool((distance >= self.window).any()) else None
 
-    def _in_other_documents(self, block: Block, source: int, length: int, starts: Tensor) -> Tensor | None:
+    def _in_other_documents(self, block: AttendedBlock, source: int, length: int, starts: Tensor) -> Tensor | None:
         positions = torch.arange(self.tokens[self.rank].whole_length(length))
         keys = self.tokens[source].take(positions, 0)[block.keys].to(starts)
         hidden = (keys < starts[:, block.queries, None])[:, None]
@@ -138,7 +138,7 @@ class View:
             return None
         return hidden | (self._distance(block, source, length) < 0).to(hidden.device)
 
-    def extras(self, block: Block, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
+    def extras(self, block: AttendedBlock, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the bias (N, queries, keys) and the dropout mask (B, N, queries, keys) of a block, or None for each.
 
         Args:
@@ -237,7 +237,7 @@ class Terms(NamedTuple):
     """What becomes of the scores of one block.
 
     Attributes:
-        causal: As in ``Block``.
+        causal: As in ``AttendedBlock``.
         bias: Bias (N, S, T) or None.
         mask: Dropout mask (B, N, S, T) or None.
         hidden: Which keys a query does not see, (S, T) or (B, 1, S, T); None for those that ``causal`` or the bias

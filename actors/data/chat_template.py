@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from raypar.actors.data.example_shapes import ExampleError, Span, Written
+from raypar.actors.data.example_shapes import ExampleError, ExampleText, Span
 
 _BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # no characters: no text has them
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
@@ -64,7 +64,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._special = tuple({token: None for token in (*tokens.values(), *special) if token})
 
-    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> Written:
+    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> ExampleText:
         """Write a conversation; see ``Template.written``."""
         messages = [_plain(message) for message in messages]
         text, spans = _without_marks(self._rendered(messages, more))
@@ -72,7 +72,7 @@ class ChatTemplate:
             chosen = [*self._chosen(spans, messages, learned, more)]
         else:
             chosen = [self._answer(text, messages, number, more) for number in learned]
-        return Written(text, chosen, is_chat=True)
+        return ExampleText(text, chosen, is_chat=True)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """Write a conversation, up to where the assistant answers."""

@@ -41,7 +41,7 @@ class ConversionError(ValueError):
     """A process that converts has ended, or does not answer. The text says what helps."""
 
 
-class Conversion(Protocol):
+class BlockConverter(Protocol):
     """Converts blocks: a dataclass of plain fields, which another process can make again."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -51,13 +51,13 @@ class Conversion(Protocol):
 
 
 Converted: TypeAlias = Generator[bytes, None, None]
-Convert: TypeAlias = Callable[[Conversion, Iterable[bytes], int], Converted]
+Convert: TypeAlias = Callable[[BlockConverter, Iterable[bytes], int], Converted]
 """Converts blocks of so many bytes in all, and yields what they are converted to, in order.
 
 Raises ValueError for a block that can't be converted, and ConversionError."""
 
 
-def by_size(conversion: Conversion, blocks: Iterable[bytes], size: int) -> Converted:
+def by_size(conversion: BlockConverter, blocks: Iterable[bytes], size: int) -> Converted:
     """Convert in this process what is small, and the rest in one process for each core.
 
     Args:
@@ -73,7 +73,7 @@ def by_size(conversion: Conversion, blocks: Iterable[bytes], size: int) -> Conve
     yield from map(conversion, blocks) if count < 2 else in_processes(conversion, blocks, count)
 
 
-def in_processes(conversion: Conversion, blocks: Iterable[bytes], count: int) -> Converted:
+def in_processes(conversion: BlockConverter, blocks: Iterable[bytes], count: int) -> Converted:
     """Convert blocks in child processes, which end with the last block, or when the caller stops.
 
     Args:
@@ -132,7 +132,7 @@ class _Process:
         conversion: What it does with each block.
     """
 
-    def __init__(self, conversion: Conversion) -> None:
+    def __init__(self, conversion: BlockConverter) -> None:
         self._pipe, other = Pipe()
         self._said = TemporaryFile()  # noqa: SIM115  (as long as the process)
         kind = type(conversion)
@@ -189,7 +189,7 @@ def serve() -> None:
     """Convert the blocks that a parent process sends, until it closes the pipe. The main function of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent too, which ends this process
     _, descriptor, module, name, fields = sys.argv[1:]
-    conversion: Conversion = getattr(import_module(module), name)(**json.loads(fields))
+    conversion: BlockConverter = getattr(import_module(module), name)(**json.loads(fields))
     pipe = Connection(int(descriptor))
     with suppress(EOFError, OSError):
         while True:

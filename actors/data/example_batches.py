@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class ExamplePieces:
     """The pieces of some examples.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pieces:
     dropped: int
 
 
-class Sequences:
+class ExampleSequences:
     """The sequences of some examples.
 
     Args:
@@ -111,7 +111,7 @@ class Mixture:
         shares: How many samples of a block each set has, (n,).
     """
 
-    def __init__(self, parts: Mapping[str, Sequences], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Mapping[str, ExampleSequences], weights: Sequence[float]) -> None:
         self.parts, self.shares = parts, shares_of(weights)
         self._sets = [*parts.values()]
 
@@ -188,7 +188,10 @@ def open_sequences(spec: Examples, seq: int) -> tuple[Mixture, Mixture]:
     """
     train, val = (
         Mixture(
-            {path: Sequences(one.converted, one.chosen, seq, packing=spec.packing) for path, one in parts.items()},
+            {
+                path: ExampleSequences(one.converted, one.chosen, seq, packing=spec.packing)
+                for path, one in parts.items()
+            },
             [one.weight for one in parts.values()],
         )
         for parts in example_sets(spec)
@@ -228,7 +231,7 @@ def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:
     return position if ordered else int(shuffled(np.array([position]), np.array([epoch]), size, seed)[0])
 
 
-def _pieces(converted: Converted, chosen: Int64s, seq: int) -> Pieces:
+def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
     """Cut examples into pieces of at most ``seq`` inputs, and leave out those in which nothing is learned."""
     firsts, lengths, cut, dropped = list[int](), list[int](), 0, 0
     ends, learned = converted.ends, converted.learned
@@ -242,7 +245,7 @@ def _pieces(converted: Converted, chosen: Int64s, seq: int) -> Pieces:
         dropped += not kept
         firsts += [at for at, _ in kept]
         lengths += [size for _, size in kept]
-    return Pieces(np.array(firsts, np.int64), np.array(lengths, np.int64), cut, dropped)
+    return ExamplePieces(np.array(firsts, np.int64), np.array(lengths, np.int64), cut, dropped)
 
 
 def _unlearned(converted: Converted, chosen: Int64s, spec: Examples, seq: int) -> str:

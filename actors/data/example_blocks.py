@@ -21,7 +21,7 @@ _MOST_LINE = 1 << 26  # bytes of an example
 _PYARROW = "needs the pyarrow package: pip install 'raypar[datasets]'"
 
 
-class Found(NamedTuple):
+class FoundExample(NamedTuple):
     """An example of a block.
 
     Attributes:
@@ -69,13 +69,13 @@ def _text(file: Path) -> str:
         raise ExampleError(f"{file.name} is no UTF-8 text: {where} is not UTF-8: {fix}") from error
 
 
-def examples_in(block: bytes) -> Iterator[Found]:
+def examples_in(block: bytes) -> Iterator[FoundExample]:
     """Yield the examples of a block. Raises ExampleError if pyarrow is missing."""
     raw, _, body = block.partition(b"\n")
     head = json.loads(raw)
     file, number = head["file"], head["example"]
     if head["kind"] == "wrong":
-        yield Found(file, ExampleError(body.decode()))
+        yield FoundExample(file, ExampleError(body.decode()))
     elif head["kind"] == "lines":
         for line, text in enumerate(body.split(b"\n"), head["line"]):
             if text.strip():
@@ -83,7 +83,7 @@ def examples_in(block: bytes) -> Iterator[Found]:
                 number += 1
     else:
         records = _batch(body) if head["kind"] == "rows" else json.loads(body)
-        yield from (Found(f"example {number + i} of {file}", record) for i, record in enumerate(records))
+        yield from (FoundExample(f"example {number + i} of {file}", record) for i, record in enumerate(records))
 
 
 def _block(kind: str, file: str, body: bytes, *, example: int = 1, line: int = 1) -> bytes:
@@ -115,11 +115,11 @@ def _some(readline: Callable[[int], bytes]) -> Iterator[bytes]:
             return
 
 
-def _parsed(raw: bytes, where: str, named: str) -> Found:
+def _parsed(raw: bytes, where: str, named: str) -> FoundExample:
     try:
-        return Found(named, json.loads(raw))
+        return FoundExample(named, json.loads(raw))
     except (ValueError, RecursionError) as error:
-        return Found(named, ExampleError(f"{where} is not JSON ({error})"))
+        return FoundExample(named, ExampleError(f"{where} is not JSON ({error})"))
 
 
 def _json(file: Path) -> Iterator[bytes]:

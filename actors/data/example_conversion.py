@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raypar.actors.data.example_blocks import examples_in
-from raypar.actors.data.example_shapes import ExampleError, Written, written
+from raypar.actors.data.example_shapes import ExampleError, ExampleText, written
 from raypar.actors.data.tokenizer import Mask, Tokenizer
 from raypar.actors.specs.data import Learned
 
@@ -83,7 +83,7 @@ class ExampleConversion:
         """Numpy's name of the dtype of the ids: "<u2" or "<u4"."""
         return "<u2" if self.opened.num_ids <= 1 << 16 else "<u4"
 
-    def _written(self, block: bytes, faults: Wrong) -> Iterator[Written]:
+    def _written(self, block: bytes, faults: Wrong) -> Iterator[ExampleText]:
         """Yield the examples of a block as text. What is wrong is added to ``faults``."""
         template, end = self.opened.template, self.opened.end
         for where, record in examples_in(block):

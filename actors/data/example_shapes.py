@@ -14,7 +14,7 @@ class ExampleError(ValueError):
     """An example that has no shape, or that the template does not take."""
 
 
-class Written(NamedTuple):
+class ExampleText(NamedTuple):
     """An example as text.
 
     Attributes:
@@ -31,7 +31,7 @@ class Written(NamedTuple):
 class Template(Protocol):
     """Writes a conversation as text."""
 
-    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> Written:
+    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> ExampleText:
         """Write a conversation.
 
         Args:
@@ -50,7 +50,7 @@ class Template(Protocol):
         """Return whether a special token ends an answer, and not just the marker of what follows."""
 
 
-def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> Written:
+def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> ExampleText:
     """Write an example as text.
 
     Args:
@@ -70,7 +70,7 @@ def written(record: Any, template: Template | None, end: str, *, learns_all: boo
         found = _completed(record["prompt"], record["completion"], template, end, record)
     elif isinstance(record.get("text"), str):
         text = record["text"] + end
-        found = Written(text, [(0, len(text))])
+        found = ExampleText(text, [(0, len(text))])
     else:
         named = ", ".join(map(str, list(record)[:5])) or "nothing"
         raise ExampleError(f"has {named}: an example has {SHAPES}")
@@ -82,17 +82,19 @@ def written(record: Any, template: Template | None, end: str, *, learns_all: boo
     return found._replace(learned=[(0, len(found.text))]) if learns_all else found
 
 
-def _completed(prompt: Any, completion: Any, template: Template | None, end: str, record: Mapping[str, Any]) -> Written:
+def _completed(
+    prompt: Any, completion: Any, template: Template | None, end: str, record: Mapping[str, Any]
+) -> ExampleText:
     """Write a prompt and what completes it: two texts, or two lists of messages."""
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion + end
-        return Written(text, [(len(prompt), len(text))])
+        return ExampleText(text, [(len(prompt), len(text))])
     if isinstance(prompt, list) and isinstance(completion, list):
         return _chat([*prompt, *completion], len(prompt), template, record)
     raise ExampleError("has a prompt and a completion that are not both texts or both lists of messages")
 
 
-def _chat(messages: Any, first: int, template: Template | None, record: Mapping[str, Any]) -> Written:
+def _chat(messages: Any, first: int, template: Template | None, record: Mapping[str, Any]) -> ExampleText:
     """Write a conversation, of which the assistant's messages from the index ``first`` on are learned."""
     if not isinstance(messages, list) or not messages:
         raise ExampleError(f"has messages {_brief(messages)}: they are a list with one at least")

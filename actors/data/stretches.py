@@ -45,7 +45,7 @@ class Stretches:
         return int(self.lengths.sum())
 
 
-class Windows:
+class TokenWindows:
     """The windows of stretches: ``seq + 1`` tokens each, of which the last one is the first of the next window.
 
     Args:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raypar.actors.data.conversion import Convert, by_size
-from raypar.actors.data.stretches import Int64s, Stretches, Windows, drawn_blocks
+from raypar.actors.data.stretches import Int64s, Stretches, TokenWindows, drawn_blocks
 from raypar.actors.data.text_conversion import Tokens
 from raypar.actors.data.text_files import Facts, TextError, open_tokens
 from raypar.actors.data.tokenizer import fix_of_vocab
@@ -211,7 +211,10 @@ class TokenBatches:
                 raise ValueError(f"{name} data: {len(tokens)} tokens are fewer than one window of seq + 1 = {seq + 1}")
         self.micro_batch_size, self.microbatches, self.num_dp = micro_batch_size, microbatches, num_dp
         self.seq, self.seed = seq, seed
-        self._train_windows, self._val_windows = Windows(corpus.train, seq), Windows(corpus.val, seq, across=True)
+        self._train_windows, self._val_windows = (
+            TokenWindows(corpus.train, seq),
+            TokenWindows(corpus.val, seq, across=True),
+        )
         # row k of a view holds tokens k to k + seq - 1; nothing is read until rows are taken
         self._train = sliding_window_view(np.asarray(corpus.train.tokens), seq)
         self._val = sliding_window_view(np.asarray(corpus.val.tokens), seq)

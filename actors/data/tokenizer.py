@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.data.example_shapes import ExampleError, Template, Written
+from raypar.actors.data.example_shapes import ExampleError, ExampleText, Template
 from raypar.actors.data.token_bytes import Sizes, bytes_of_ids
 from raypar.actors.files import expanded, open_named, read_named
 
@@ -147,7 +147,7 @@ class Tokenizer:
         depends = hashlib.sha256(file).digest(), self._source, self.tokens, self.end
         return hashlib.sha256(repr(depends).encode()).hexdigest()
 
-    def tokenized(self, examples: Sequence[Written]) -> Iterator[Tokenized]:
+    def tokenized(self, examples: Sequence[ExampleText]) -> Iterator[Tokenized]:
         """Yield examples as tokens; several are encoded in parallel.
 
         A token is a target if any of its characters is learned. Around a text is what the post-processor puts in
@@ -268,7 +268,7 @@ def _model(path: Path) -> Any:
     return model
 
 
-def _as_bytes(example: Written) -> Tokenized:
+def _as_bytes(example: ExampleText) -> Tokenized:
     """Return the UTF-8 bytes of an example as tokens."""
     ids = np.frombuffer(example.text.encode(), np.uint8).astype(np.uint32)
     learned = np.zeros(len(ids), np.uint8)

@@ -15,7 +15,7 @@ from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.specs.results import Span
 from raypar.actors.tensors import nbytes
 from raypar.schedules.action import Action, Op
@@ -62,7 +62,7 @@ class _Transfer:
         flat: Its flat tensor, (elements of the bucket,); None once it has arrived.
         handle: The reduction under way.
         num_bytes: Bytes of the flat tensor.
-        start: When the reduction was started, a mark of the device's clock (``Place.mark``).
+        start: When the reduction was started, a mark of the device's clock (``ComputeDevice.mark``).
         end: When the wait for it returned, likewise.
     """
 
@@ -113,7 +113,7 @@ class Reducer:
         self,
         buckets: Sequence[Bucket],
         channels: Sequence[Channel],
-        place: Place,
+        place: ComputeDevice,
         sums: GradientSums,
         rounds: Sequence[int] | None = None,
         *,
@@ -248,7 +248,7 @@ class Reducer:
     def spans(self) -> list[Span]:
         """One span for each bucket of this step, from the start of its reduction until its wait returned.
 
-        Times are marks of the device's clock (``Place.mark``), not seconds.
+        Times are marks of the device's clock (``ComputeDevice.mark``), not seconds.
         """
         return [
             Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, one.num_bytes, number)

@@ -45,7 +45,7 @@ def fixed_weights(
     return {name for names in fixed.values() for name in names}
 
 
-class Held(NamedTuple):
+class CheckedTensor(NamedTuple):
     """A tensor of a layer.
 
     Attributes:
@@ -59,7 +59,7 @@ class Held(NamedTuple):
     tensor: Tensor
 
 
-def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tuple[Held, Held]]:
+def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tuple[CheckedTensor, CheckedTensor]]:
     """Find the trainable parameters that have elements in common with another tensor that layers refer to.
 
     Args:
@@ -70,18 +70,18 @@ def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tupl
         For each such parameter, the parameter and the first such tensor; each pair once.
     """
     held = {
-        id(tensor): Held(index, f"{path}.{inner}", tensor)
+        id(tensor): CheckedTensor(index, f"{path}.{inner}", tensor)
         for index, module in reversed(list(enumerate(modules)))
         for path, part in module.named_modules(prefix=names[index])
         for _, inner, tensor in slots_of(part)
     }
     for index, module in enumerate(modules):
         for tensor in unregistered([module]):
-            held.setdefault(id(tensor), Held(index, f"a tensor that {names[index]} does not register", tensor))
-    by_storage = defaultdict[int, list[Held]](list)
+            held.setdefault(id(tensor), CheckedTensor(index, f"a tensor that {names[index]} does not register", tensor))
+    by_storage = defaultdict[int, list[CheckedTensor]](list)
     for one in held.values():
         by_storage[storage_id(one.tensor)].append(one)
-    found: dict[frozenset[int], tuple[Held, Held]] = {}
+    found: dict[frozenset[int], tuple[CheckedTensor, CheckedTensor]] = {}
     for sharers in by_storage.values():
         for one in sharers if len(sharers) > 1 else ():
             if isinstance(one.tensor, nn.Parameter) and one.tensor.requires_grad:

@@ -11,7 +11,7 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
 from raypar.actors.models.tile_names import tile_of
@@ -56,8 +56,8 @@ class Sharder:
         same: Mapping[str, str],
         owners: Owners,
         groups: Mapping[str, Group],
-        rest: Home,
-        home: Home,
+        rest: OffloadStorage,
+        home: OffloadStorage,
         layers: int,
         precision: Precision,
         *,

@@ -190,7 +190,7 @@ class StageWeights:
             unit.free(self)
 
 
-class Windows:
+class WeightWindows:
     """The windows of all sharded stages of an actor, as a row opens and closes them.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 
@@ -30,7 +30,11 @@ class GradientSums:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], here: Collection[int], home: Home, masters: Mapping[str, nn.Parameter]
+        self,
+        buckets: Sequence[Bucket],
+        here: Collection[int],
+        home: OffloadStorage,
+        masters: Mapping[str, nn.Parameter],
     ) -> None:
         self.is_apart = home.is_apart
         self._buckets, self._home, self._masters = buckets, home, masters

@@ -15,7 +15,7 @@ from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.flat_memory import FlatMemory
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 
@@ -49,7 +49,7 @@ class Unit:
         parameters: Mapping[str, nn.Parameter],
         owner_of: Mapping[str, int],
         group: Group | None,
-        home: Home,
+        home: OffloadStorage,
         gathered: HighWater,
     ) -> None:
         self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
@@ -127,7 +127,11 @@ class _Flat:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None, home: Home
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owner_of: Mapping[str, int],
+        group: Group | None,
+        home: OffloadStorage,
     ) -> None:
         self._group, self._home = group, home
         rank, size = (0, 1) if group is None else (group.rank, group.size)

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
@@ -57,7 +57,7 @@ class ShardedUpdate:
         buckets: Sequence[SharedBucket],
         fixed: Set[str] = frozenset(),
         lent: Callable[[int, torch.dtype], Tensor] | None = None,
-        home: Home | None = None,
+        home: OffloadStorage | None = None,
     ) -> None:
         self._updater = updater
         self._weights = [_Weights(bucket, fixed, lent, home) for bucket in buckets]
@@ -119,7 +119,7 @@ class _Weights:
         shared: SharedBucket,
         fixed: Set[str],
         lent: Callable[[int, torch.dtype], Tensor] | None,
-        home: Home | None,
+        home: OffloadStorage | None,
     ) -> None:
         self._bucket, self._replicas, self._root = shared
         self._home, self._lent = home, lent

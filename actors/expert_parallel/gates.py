@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """What a gate returns.
 
     Attributes:
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     skipped: Tensor | None = None
 
 
-def softmax_top_k(logits_TE: Tensor, choices: int, *, normalise: bool, bias_E: Tensor | None = None) -> Choice:
+def softmax_top_k(logits_TE: Tensor, choices: int, *, normalise: bool, bias_E: Tensor | None = None) -> ExpertChoice:
     """Choose the experts of the largest probabilities, the softmax over all experts: TopK(softmax(x W)).
 
     With one choice and raw gates it is Switch's gate (Fedus et al. 2021, section 2.1); with noise in the logits it is
@@ -44,10 +44,10 @@ def softmax_top_k(logits_TE: Tensor, choices: int, *, normalise: bool, bias_E: T
     probs_TE = logits_TE.softmax(-1)
     chosen_TK = _best(probs_TE, choices, bias_E)
     gates_TK = probs_TE.gather(1, chosen_TK)
-    return Choice(chosen_TK, _normalised(gates_TK) if normalise else gates_TK, probs_TE)
+    return ExpertChoice(chosen_TK, _normalised(gates_TK) if normalise else gates_TK, probs_TE)
 
 
-def top_k_softmax(logits_TE: Tensor, choices: int) -> Choice:
+def top_k_softmax(logits_TE: Tensor, choices: int) -> ExpertChoice:
     """Choose the experts of the largest logits; the gates are the softmax over these: softmax(KeepTopK(H(x), k)).
 
     Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", equations 3 and 5. The noise in H(x) is
@@ -58,7 +58,7 @@ def top_k_softmax(logits_TE: Tensor, choices: int) -> Choice:
         choices: Number of experts of a token.
     """
     kept_TK, chosen_TK = logits_TE.topk(choices, -1)
-    return Choice(chosen_TK, kept_TK.softmax(-1), logits_TE.softmax(-1))
+    return ExpertChoice(chosen_TK, kept_TK.softmax(-1), logits_TE.softmax(-1))
 
 
 def learned_noise(normal_TE: Tensor, widths_TE: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def learned_noise(normal_TE: Tensor, widths_TE: Tensor) -> Tensor:
     return normal_TE * F.softplus(widths_TE)
 
 
-def gshard_top_2(logits_TE: Tensor, uniform_T: Tensor | None, *, normalise: bool = True) -> Choice:
+def gshard_top_2(logits_TE: Tensor, uniform_T: Tensor | None, *, normalise: bool = True) -> ExpertChoice:
     """Choose the two best experts; the second one by chance, in proportion to its gate.
 
     Args:
@@ -93,7 +93,7 @@ def gshard_top_2(logits_TE: Tensor, uniform_T: Tensor | None, *, normalise: bool
 
 def sigmoid_top_k(
     logits_TE: Tensor, choices: int, *, normalise: bool, bias_E: Tensor | None = None, groups: int = 1, kept: int = 1
-) -> Choice:
+) -> ExpertChoice:
     """Choose the experts of the largest sigmoids, within the best groups of experts.
 
     Args:
@@ -113,7 +113,7 @@ def sigmoid_top_k(
         scores_TE = in_best_groups(scores_TE, groups, kept, math.ceil(choices / kept))
     chosen_TK = scores_TE.topk(choices, -1).indices
     gates_TK = sigmoids_TE.gather(1, chosen_TK)
-    return Choice(chosen_TK, _normalised(gates_TK) if normalise else gates_TK, _normalised(sigmoids_TE))
+    return ExpertChoice(chosen_TK, _normalised(gates_TK) if normalise else gates_TK, _normalised(sigmoids_TE))
 
 
 def in_best_groups(scores_TE: Tensor, groups: int, kept: int, counted: int) -> Tensor:

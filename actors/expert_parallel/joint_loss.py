@@ -19,7 +19,7 @@ from torch import Tensor
 from raypar.actors.expert_parallel.losses import Sums, counted, load_of, num_counted
 
 
-class Tally:
+class LoadTally:
     """What the layers of a microbatch have counted until now.
 
     Args:
@@ -55,7 +55,7 @@ class JointLoss:
     """
 
     def __init__(self) -> None:
-        self._tallies: dict[int | None, Tally] = {}  # by microbatch
+        self._tallies: dict[int | None, LoadTally] = {}  # by microbatch
 
     def of_layer(
         self,
@@ -86,7 +86,7 @@ class JointLoss:
         if again:
             return _Late.apply(probs_E, probs_E.new_zeros(()), self._tallies[microbatch])  # type: ignore[no-any-return, no-untyped-call]
         if is_first:
-            self._tallies[microbatch] = Tally(num_experts, probs_E)
+            self._tallies[microbatch] = LoadTally(num_experts, probs_E)
         tally = self._tallies[microbatch]
         with torch.no_grad():
             load_E = load_of(chosen_TK, num_experts).to(probs_E)
@@ -99,11 +99,11 @@ class _Late(torch.autograd.Function):
     """A scalar whose gradient is read from a tally in the backward, when all layers have counted."""
 
     @staticmethod
-    def forward(ctx: Any, probs_E: Tensor, value: Tensor, tally: Tally) -> Tensor:
+    def forward(ctx: Any, probs_E: Tensor, value: Tensor, tally: LoadTally) -> Tensor:
         ctx.tally = tally
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        tally: Tally = ctx.tally
+        tally: LoadTally = ctx.tally
         return gradient * tally.slopes(), None, None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.expert_parallel.shadowing import Choice
+from raypar.actors.expert_parallel.shadowing import ShadowChoice
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed
 from raypar.schedules.float_sum import float_sum
 
@@ -93,7 +93,7 @@ class RouterRecord:
         if self.microbatch is not None:
             self._loads[layer].append((asked_E.detach(), dropped_E.detach()))
 
-    def shadows(self, layer: str, experts: int, choice: Choice) -> None:
+    def shadows(self, layer: str, experts: int, choice: ShadowChoice) -> None:
         """Tell which experts of a list are shadowed.
 
         Args:

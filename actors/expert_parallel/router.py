@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.expert_parallel.gates import (
-    Choice,
+    ExpertChoice,
     gshard_top_2,
     learned_noise,
     sigmoid_top_k,
@@ -113,7 +113,7 @@ class Router(nn.Module):
         choice = self._choose(logits.flatten(0, -2), chance)
         return Routing(choice.chosen, choice.gates, choice.probs, clean.flatten(0, -2), choice.skipped)
 
-    def _choose(self, logits_TE: Tensor, chance_T: Tensor | None) -> Choice:
+    def _choose(self, logits_TE: Tensor, chance_T: Tensor | None) -> ExpertChoice:
         moe = self.moe
         if moe.gate == "shazeer":
             return top_k_softmax(logits_TE, moe.top_k)

@@ -23,7 +23,7 @@ Asked = Sequence[Sequence[Sequence[int]]]  # rows by sender, owner and expert of
 Weights = tuple[Tensor, ...]
 
 
-class Choice(NamedTuple):
+class ShadowChoice(NamedTuple):
     """Which experts are shadowed, and why.
 
     Attributes:
@@ -53,7 +53,7 @@ class Shadowing:
     row_bytes: int
     weight_bytes: int
 
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: Asked) -> ShadowChoice:
         """Return the experts to shadow. All members of a group choose the same ones."""
         owners, each = len(asked), len(asked[0][0])
         rows = {
@@ -65,7 +65,7 @@ class Shadowing:
         counts = range(min(self.most, len(popular)) + 1)
         seconds = [self.seconds(asked, popular[:count]) for count in counts]
         best = min(counts, key=lambda count: (seconds[count], count))
-        return Choice(tuple(sorted(popular[:best])), seconds[0], seconds[best])
+        return ShadowChoice(tuple(sorted(popular[:best])), seconds[0], seconds[best])
 
     def seconds(self, asked: Asked, shadows: Sequence[int]) -> float:
         """Predict how long the layer takes for a microbatch, forward and backward.

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Conversion:
+class WeightPart:
     """A weight of ours, as a part of a tensor of theirs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Conversion:
     parts: int = 1
     more: float = 0.0
 
-    def numbered(self, numbers: Iterable[str]) -> Conversion:
+    def numbered(self, numbers: Iterable[str]) -> WeightPart:
         """Return the conversion with these numbers in the place of the stars of both names."""
         ours, theirs = self.ours, self.theirs
         for number in numbers:
@@ -54,7 +54,7 @@ class Table:
         zeros: Patterns of weights of ours that are zeros if our model has none, as biases are.
     """
 
-    conversions: tuple[Conversion, ...]
+    conversions: tuple[WeightPart, ...]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class Table:
 
 def _gpt2() -> Table:
     """Return the table of GPT-2, whose linear layers have transposed weights, and one for queries, keys and values."""
-    h, fused = "transformer.h.*", [Conversion(f"blocks.*.attn.{n}", "", part=i, parts=3) for i, n in enumerate("qkv")]
+    h, fused = "transformer.h.*", [WeightPart(f"blocks.*.attn.{n}", "", part=i, parts=3) for i, n in enumerate("qkv")]
     qkv = [
-        Conversion(f"{one.ours}.{kind}", f"{h}.attn.c_attn.{kind}", kind == "weight", one.part, 3)
+        WeightPart(f"{one.ours}.{kind}", f"{h}.attn.c_attn.{kind}", kind == "weight", one.part, 3)
         for kind in ("weight", "bias")
         for one in fused
     ]
@@ -72,20 +72,20 @@ def _gpt2() -> Table:
     norms = {"blocks.*.norm1": f"{h}.ln_1", "blocks.*.norm2": f"{h}.ln_2", "head.norm": "transformer.ln_f"}
     return Table(
         (
-            Conversion("embed.tokens.weight", "transformer.wte.weight"),
-            Conversion(POSITIONS, "transformer.wpe.weight"),
+            WeightPart("embed.tokens.weight", "transformer.wte.weight"),
+            WeightPart(POSITIONS, "transformer.wpe.weight"),
             *qkv,
             *(
-                Conversion(f"blocks.*.{ours}.{kind}", f"{h}.{theirs}.{kind}", kind == "weight")
+                WeightPart(f"blocks.*.{ours}.{kind}", f"{h}.{theirs}.{kind}", kind == "weight")
                 for ours, theirs in linears.items()
                 for kind in ("weight", "bias")
             ),
             *(
-                Conversion(f"{ours}.{kind}", f"{theirs}.{kind}")
+                WeightPart(f"{ours}.{kind}", f"{theirs}.{kind}")
                 for ours, theirs in norms.items()
                 for kind in ("weight", "bias")
             ),
-            Conversion("head.out.weight", "lm_head.weight"),
+            WeightPart("head.out.weight", "lm_head.weight"),
         ),
         prefix="transformer.",
         ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
@@ -126,11 +126,11 @@ def _llama(
         around: What the weights of norms are a distance from.
     """
     block = {f"attn.{ours}": theirs for ours, theirs in _ATTENTION.items()} | dict(mlp) | dict(norms)
-    found = [Conversion(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight") for ours, theirs in block.items()]
+    found = [WeightPart(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight") for ours, theirs in block.items()]
     if biases:
-        found += [Conversion(f"blocks.*.attn.{n}.bias", f"model.layers.*.self_attn.{n}_proj.bias") for n in "qkv"]
+        found += [WeightPart(f"blocks.*.attn.{n}.bias", f"model.layers.*.self_attn.{n}_proj.bias") for n in "qkv"]
     outside = {"embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.out": "lm_head"}
-    found += [Conversion(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in outside.items()]
+    found += [WeightPart(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in outside.items()]
     found = [replace(one, more=around) if "norm" in one.ours else one for one in found]
     return Table(tuple(found), ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 
@@ -152,7 +152,7 @@ PEFT = "base_model.model."  # of the names of PEFT, ahead of those of the model
 THEIRS = ".net."  # what is behind it, in the names of weights of modules that are theirs, is a tensor's name
 
 
-def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
+def converted(model_type: str, names: Iterable[str]) -> dict[str, WeightPart]:
     """Return the conversion of each weight of ours that the table has, by logical name, its numbers filled in.
 
     Args:
@@ -160,13 +160,13 @@ def converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
         names: Logical names of weights.
     """
     if model_type not in TABLES:
-        return {name: Conversion(name, name.partition(THEIRS)[2]) for name in names if THEIRS in name}
+        return {name: WeightPart(name, name.partition(THEIRS)[2]) for name in names if THEIRS in name}
     table = {one.ours: one for one in TABLES[model_type].conversions}
     starred = {name: _NUMBER.sub("*", name) for name in names}
     return {name: table[key].numbered(_NUMBER.findall(name)) for name, key in starred.items() if key in table}
 
 
-def adapters_converted(model_type: str, names: Iterable[str]) -> dict[str, Conversion]:
+def adapters_converted(model_type: str, names: Iterable[str]) -> dict[str, WeightPart]:
     """Return the conversion of each weight of an adapter that PEFT has too, by logical name.
 
     PEFT has no adapter of a part of a module, as the queries of a GPT-2 are.
@@ -175,14 +175,14 @@ def adapters_converted(model_type: str, names: Iterable[str]) -> dict[str, Conve
         model_type: Type of the model that is adapted.
         names: Logical names of adapters' weights.
     """
-    found = dict[str, Conversion]()
+    found = dict[str, WeightPart]()
     for name in names:
         module, _, half = name.removesuffix(".weight").rpartition(".")
         layer = f"{module.removesuffix(LORA)}.weight"
         one = converted(model_type, [layer]).get(layer)
         if one is not None and one.parts == 1:
             theirs = f"{PEFT}{one.theirs.removesuffix('.weight')}.lora_{half.upper()}.weight"
-            found[name] = Conversion(name, theirs)
+            found[name] = WeightPart(name, theirs)
     return found
 
 

@@ -35,7 +35,7 @@ _SAFE = (
 )
 
 
-class Kept(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
@@ -88,7 +88,7 @@ def model_type_of(folder: Path) -> str:
     return found
 
 
-def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
+def tensors_in(folder: Path, model_type: str) -> dict[str, FileTensor]:
     """Return where the tensors of a model are, by name, from the headers of its files.
 
     Args:
@@ -101,7 +101,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
     """
     index = _index(folder)
     faults: list[str] = []
-    found: dict[str, Kept] = {}
+    found: dict[str, FileTensor] = {}
     for file in sorted(set(index.values())) if index else [SINGLE]:
         if not _PLAIN.fullmatch(file):
             faults.append(f"{INDEX} names the file {file[:80]!r}, which leaves the folder: no such file is read")
@@ -127,7 +127,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, Kept]:
     return found
 
 
-def same_bytes(folder: Path, one: Kept, other: Kept) -> bool:
+def same_bytes(folder: Path, one: FileTensor, other: FileTensor) -> bool:
     """Return whether two tensors in a folder have the same dtype, shape and bytes. Raises CheckpointError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -147,7 +147,7 @@ def same_bytes(folder: Path, one: Kept, other: Kept) -> bool:
     return True
 
 
-def adapters_in(folder: Path) -> tuple[dict[str, Kept], str]:
+def adapters_in(folder: Path) -> tuple[dict[str, FileTensor], str]:
     """Return where the tensors of an adapter are, by name, and the fingerprint of the weights that it belongs to.
 
     Args:
@@ -217,7 +217,7 @@ def _plain_header(folder: Path, file: str) -> tuple[dict[str, Any], int, int]:
     return plain, length, status.st_size
 
 
-def _header(folder: Path, file: str) -> dict[str, Kept]:
+def _header(folder: Path, file: str) -> dict[str, FileTensor]:
     """Return the tensors of a safetensors file. Raises CheckpointError if it is none, or ends early."""
     plain, length, size = _plain_header(folder, file)
     try:
@@ -235,11 +235,11 @@ def _broken(file: str, why: object) -> CheckpointError:
     return CheckpointError([f"{file!r} has a broken header ({why}): copy it again"])
 
 
-def _kept(file: str, entry: Mapping[str, Any], start: int) -> Kept:
+def _kept(file: str, entry: Mapping[str, Any], start: int) -> FileTensor:
     """Read an entry of a header. Raises ValueError, KeyError or TypeError if it contradicts itself."""
     dtype, shape, (first, behind) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, first, behind)):
         raise ValueError("a size is no whole number")
     if dtype in ITEM and behind - first != math.prod(shape) * ITEM[dtype]:
         raise ValueError("a tensor has not the bytes that its shape needs")
-    return Kept(file, str(dtype), shape, start + first)
+    return FileTensor(file, str(dtype), shape, start + first)

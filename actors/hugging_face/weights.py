@@ -12,8 +12,8 @@ from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import AT_ONCE, told
-from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, adapters_converted, converted
-from raypar.actors.hugging_face.folder import ITEM, Kept, adapters_in, model_type_of, tensors_in
+from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, adapters_converted, converted
+from raypar.actors.hugging_face.folder import ITEM, FileTensor, adapters_in, model_type_of, tensors_in
 from raypar.actors.sharding import Shard
 
 Span = tuple[int, int]  # first index along a dim, and the one behind the last
@@ -85,7 +85,7 @@ class FolderWeights:
         if conversion.more:
             parameter.add_(conversion.more)
 
-    def _read(self, file: int, kept: Kept, box: Sequence[Span], target: Tensor) -> None:
+    def _read(self, file: int, kept: FileTensor, box: Sequence[Span], target: Tensor) -> None:
         """Read a box of a tensor into a target of its shape, some rows at a time."""
         item, (first, behind) = ITEM[kept.dtype], box[0] if box else (0, 1)
         row = item  # bytes of a whole row, of those dims behind the first
@@ -107,7 +107,7 @@ class FolderWeights:
             rows = target[start - first : start - first + count] if box else target
             rows.copy_(raw.view(_DTYPES[kept.dtype]).view(rows.shape))
 
-    def _fetch(self, file: int, kept: Kept, into: memoryview, at: int) -> None:
+    def _fetch(self, file: int, kept: FileTensor, into: memoryview, at: int) -> None:
         """Read consecutive bytes of a file. Raises CheckpointError if it ends early."""
         while into:
             if not (got := os.preadv(file, [into], at)):
@@ -115,7 +115,7 @@ class FolderWeights:
             into, at, self.num_read = into[got:], at + got, self.num_read + got
 
 
-def fits(conversion: Conversion, kept: Kept, shape: Sequence[int]) -> bool:
+def fits(conversion: WeightPart, kept: FileTensor, shape: Sequence[int]) -> bool:
     """Return whether a tensor in a file holds a weight of this shape, as the conversion says. Tables may be longer."""
     wanted = shape_in(conversion, shape)
     if kept.dtype not in ITEM or len(kept.shape) != len(wanted):
@@ -124,7 +124,7 @@ def fits(conversion: Conversion, kept: Kept, shape: Sequence[int]) -> bool:
     return kept.shape[1:] == wanted[1:] and (kept.shape[:1] == wanted[:1] or (longer and kept.shape[0] > wanted[0]))
 
 
-def shape_in(conversion: Conversion, shape: Sequence[int]) -> tuple[int, ...]:
+def shape_in(conversion: WeightPart, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the tensor of theirs for a weight of this shape."""
     wanted = (shape[0] * conversion.parts, *shape[1:])
     return wanted[::-1] if conversion.transposed else wanted

@@ -47,7 +47,7 @@ class Sight(NamedTuple):
     sharding: Sharding
 
 
-class Watch:
+class OutputWatch:
     """Keep copies, on the host, of the outputs of modules and of their gradients.
 
     A Watch is a Listener of a stage, as a Tape is. A plain process without stages uses the context ``of`` instead. If

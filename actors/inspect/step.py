@@ -79,7 +79,7 @@ class Look:
 
 
 @dataclass(frozen=True, repr=False)
-class Seen:
+class ComputedValue:
     """What an action computed: an output, the loss, or the gradient that goes back.
 
     Attributes:
@@ -99,7 +99,9 @@ class Seen:
     tensors: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(cls, actor: str, action: Action, values: Values, in_flight: int, memory: int, *, tensors: bool) -> Seen:
+    def of(
+        cls, actor: str, action: Action, values: Values, in_flight: int, memory: int, *, tensors: bool
+    ) -> ComputedValue:
         """Compute the figures of an action's tensors.
 
         Args:
@@ -135,7 +137,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Held:
+class ActorContents:
     """What an actor holds in the middle of a step, or after it.
 
     Attributes:

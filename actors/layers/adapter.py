@@ -12,14 +12,14 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.linear import SharedInputLinears, linear_of
 from raypar.actors.specs.lora import Adaptable
 from raypar.actors.specs.model import Transformer
 
-Adapted: TypeAlias = tuple[nn.Linear, "Adapter | None"]
+Adapted: TypeAlias = tuple[nn.Linear, "LoraAdapter | None"]
 
 
-class Adapter(nn.Module):
+class LoraAdapter(nn.Module):
     """A low-rank adapter: (..., E) -> (..., F).
 
     Args:
@@ -55,7 +55,7 @@ class SummedLinear(nn.Linear):
         raise NotImplementedError
 
 
-def adapter_of(spec: Transformer, layer: nn.Linear, name: Adaptable) -> Adapter | None:
+def adapter_of(spec: Transformer, layer: nn.Linear, name: Adaptable) -> LoraAdapter | None:
     """Return the adapter of a linear layer; None if the model has none there.
 
     Args:
@@ -63,10 +63,10 @@ def adapter_of(spec: Transformer, layer: nn.Linear, name: Adaptable) -> Adapter 
         layer: The layer.
         name: Its name in a block.
     """
-    return Adapter(spec, layer) if spec.lora is not None and name in spec.lora.layers else None
+    return LoraAdapter(spec, layer) if spec.lora is not None and name in spec.lora.layers else None
 
 
-def fanned(fan: Fan, x: Tensor, layers: Sequence[Adapted]) -> list[Tensor]:
+def fanned(fan: SharedInputLinears, x: Tensor, layers: Sequence[Adapted]) -> list[Tensor]:
     """Call layers, and the first halves of their adapters, on one input, and return the outputs of each.
 
     Args:
@@ -83,7 +83,7 @@ def fanned(fan: Fan, x: Tensor, layers: Sequence[Adapted]) -> list[Tensor]:
     ]
 
 
-def applied(layer: nn.Linear, adapter: Adapter | None, x: Tensor) -> Tensor:
+def applied(layer: nn.Linear, adapter: LoraAdapter | None, x: Tensor) -> Tensor:
     """Call a layer with its adapter, if it has one: (..., E) -> (..., F)."""
     if adapter is None:
         out: Tensor = layer(x)

@@ -18,11 +18,11 @@ from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, re
 from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
-from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.attention_scratch import ScratchAllocator
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
-from raypar.actors.layers.kv_cache import Incremental, Sequences, attend_to_cache
-from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.kv_cache import CachedSequences, Incremental, attend_to_cache
+from raypar.actors.layers.linear import SharedInputLinears, linear_of
 from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.layers.token_slices import TokenSlices
@@ -53,13 +53,13 @@ class Core(nn.Module, SelectiveRecompute):
         kind: AttentionKind,
         dropout: float,
         alibi: Alibi | None,
-        desk: Desk | None = None,
+        desk: ScratchAllocator | None = None,
         window: int | None = None,
         documents: Documents | None = None,
         cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.desk, self.documents, self.cap = desk or Desk(), documents or Documents(), cap
+        self.desk, self.documents, self.cap = desk or ScratchAllocator(), documents or Documents(), cap
         self.kind, self.alibi, self.window = kind, alibi, window
         self._further: dict[tuple[int, int], Tensor] = {}  # by first query and number of keys, the bias of a slice
         self.drop: nn.Dropout = nn.Dropout(dropout)
@@ -195,7 +195,7 @@ class Attention(nn.Module, Incremental):
         self,
         spec: Transformer,
         between: Rope | Alibi | None,
-        desk: Desk,
+        desk: ScratchAllocator,
         *,
         bias: bool,
         window: int | None = None,
@@ -219,7 +219,7 @@ class Attention(nn.Module, Incremental):
         self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
         self.q_lora, self.k_lora = adapter_of(spec, self.q, "q"), adapter_of(spec, self.k, "k")
         self.v_lora, self.out_lora = adapter_of(spec, self.v, "v"), adapter_of(spec, self.out, "out")
-        self.fan = Fan(together=spec.attention == "blocks")
+        self.fan = SharedInputLinears(together=spec.attention == "blocks")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Attend to the tokens of the sequence."""
@@ -244,7 +244,9 @@ class Attention(nn.Module, Incremental):
             y_BNSd = self.core(*inputs) if now is None else self._slices.attend(self.core, *inputs)
         return applied(self.out, self.out_lora, y_BNSd.transpose(1, 2).flatten(2))
 
-    def _further(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: Sequences, at_B: Tensor) -> Tensor:
+    def _further(
+        self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: CachedSequences, at_B: Tensor
+    ) -> Tensor:
         """Compute the core for each sequence's next token, whose keys and values join those that are kept."""
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)

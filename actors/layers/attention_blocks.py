@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.attention_scratch import Desk, Place, Size
+from raypar.actors.layers.attention_scratch import Place, ScratchAllocator, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
 from raypar.actors.specs.attention import LEAST, ROWS
 
@@ -45,7 +45,7 @@ def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
     )
 
 
-def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor:
+def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: ScratchAllocator) -> Tensor:
     """Compute causal attention, softmax(q k^T / sqrt(d)) v, block by block.
 
     The softmax is kept for the backward as far as the desk has room. The backward recomputes the rest, block by block,
@@ -73,7 +73,7 @@ class _Causal(torch.autograd.Function):
     """The autograd function of ``attend``."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor:
+    def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: ScratchAllocator) -> Tensor:
         """Compute the output (B, N, S, d), and keep the softmax of as many heads as the desk has room for."""
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
         ctx.desk, ctx.kept = desk, []

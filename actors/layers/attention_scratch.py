@@ -88,7 +88,7 @@ class Scores(NamedTuple):
     corner: Tensor
 
 
-class Block(NamedTuple):
+class QueryRange(NamedTuple):
     """A range of queries of a few heads, with the keys and values that they see. All tensors are views of a Scratch.
 
     Attributes:
@@ -152,7 +152,7 @@ class Scratch:
         self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
         later = like.new_full((SIDE, SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
-        self.blocks: list[Block] = []
+        self.blocks: list[QueryRange] = []
         for (start, stop), made in zip(size.spans, self.made.rows, strict=True):
             queries = slice(start * shared, stop * shared)
             scores = _scores(common, size, start, stop)
@@ -162,7 +162,7 @@ class Scratch:
             hidden = later[: (stop - start) * shared, : stop - start]
             beta = 0.0 if stop == size.S else 1.0
             self.blocks.append(
-                Block(q, gradient, made, k, v, dk, dv, scores, room, hidden, beta, 1.0 / math.sqrt(size.d))
+                QueryRange(q, gradient, made, k, v, dk, dv, scores, room, hidden, beta, 1.0 / math.sqrt(size.d))
             )
 
 
@@ -178,7 +178,7 @@ def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
     return Scores(whole_nQT, whole_nQT[:, :, start:])
 
 
-class Kept:
+class SoftmaxMemory:
     """Memory that keeps the softmax of a group of heads, block by block, from the forward to the backward."""
 
     def __init__(self, like: Tensor, size: Size) -> None:
@@ -186,7 +186,7 @@ class Kept:
         self.scores: list[Scores] = all_scores(like, size)
 
 
-class Desk:
+class ScratchAllocator:
     """Allocator of the memory for attention in blocks: reused scratch memory, and a budget for kept softmaxes.
 
     A softmax that has no room in the budget is recomputed by its backward, with the same bits. A copy (deepcopy,
@@ -199,11 +199,11 @@ class Desk:
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
         self._scratch: list[Scratch] = []
-        self._free: list[Kept] = []
-        self._lent: WeakSet[Kept] = WeakSet()  # weak: a graph may be dropped without a backward
+        self._free: list[SoftmaxMemory] = []
+        self._lent: WeakSet[SoftmaxMemory] = WeakSet()  # weak: a graph may be dropped without a backward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Desk, (self._room,)
+        return ScratchAllocator, (self._room,)
 
     @contextmanager
     def scratch(self, like: Tensor, size: Size) -> Iterator[Scratch]:
@@ -214,18 +214,18 @@ class Desk:
         yield found
         self._scratch[:] = [found]
 
-    def lend(self, like: Tensor, size: Size) -> Kept | None:
+    def lend(self, like: Tensor, size: Size) -> SoftmaxMemory | None:
         """Lend memory that keeps the softmax of a group of heads, or return None if the budget is used up."""
         self._free = [kept for kept in self._free if kept.size == size]
         if not self._free:
             if self._room < like.itemsize * sum(size.scores) + sum(lent.bytes for lent in self._lent):
                 return None
-            self._free.append(Kept(like, size))
+            self._free.append(SoftmaxMemory(like, size))
         kept = self._free.pop()
         self._lent.add(kept)
         return kept
 
-    def take_back(self, kept: Kept) -> None:
+    def take_back(self, kept: SoftmaxMemory) -> None:
         """Take back memory that ``lend`` returned, for the next call."""
         self._lent.discard(kept)
         self._free.append(kept)

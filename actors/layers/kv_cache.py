@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.tensors import bent, in_fp32, nbytes
 
 
-class Sequences:
+class CachedSequences:
     """The sequences of a batch that is generated on one actor: their caches, and the position of their next tokens.
 
     Args:
@@ -83,7 +83,7 @@ class Incremental:
         sequences: The sequences that the next forward goes on with; None for whole sequences, as in training.
     """
 
-    sequences: Sequences | None = None
+    sequences: CachedSequences | None = None
 
 
 def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
@@ -92,7 +92,7 @@ def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
 
 
 @contextmanager
-def going_on(modules: Iterable[Incremental], sequences: Sequences) -> Iterator[None]:
+def going_on(modules: Iterable[Incremental], sequences: CachedSequences) -> Iterator[None]:
     """Within this context, modules go on with sequences.
 
     Args:

@@ -115,7 +115,7 @@ class Linear(nn.Linear):
         if not (undisturbed(input) and serves(input, self.weight)):
             return super().forward(input)
         out: Tensor
-        (out,) = Product.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        (out,) = LinearProduct.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -129,7 +129,7 @@ def products_of(layer: nn.Linear) -> Products:
     return ONEDNN if isinstance(layer, Linear) else TORCH
 
 
-class Product(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
     """The outputs of one or more linear layers for one input, as an autograd function."""
 
     @staticmethod
@@ -315,7 +315,7 @@ ONEDNN = Products(_onednns_linear, _onednns_inner)
 _MOST = 1 << 20  # elements of all weights: to copy more of them side by side takes as long as it saves
 
 
-class Fan(nn.Module):
+class SharedInputLinears(nn.Module):
     """Call linear layers on one input: (..., in) -> (..., out) of each.
 
     It has no weights. If the layers are sharded over actors, its replacement communicates once for all of them.
@@ -338,7 +338,7 @@ class Fan(nn.Module):
     def as_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         """Return the output (..., out) of each layer for x (..., in), computed as one product."""
         parameters = chain.from_iterable((linear.weight, linear.bias) for linear in linears)
-        outs: tuple[Tensor, ...] = Product.apply(ONEDNN, anywhere, x, *parameters)  # type: ignore[no-untyped-call]
+        outs: tuple[Tensor, ...] = LinearProduct.apply(ONEDNN, anywhere, x, *parameters)  # type: ignore[no-untyped-call]
         return outs
 
     def are_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.sharding import Pieces
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (B, N, S, d), keys and values (B, K, T, d)
@@ -71,7 +71,7 @@ class TokenSlices:
     def __init__(self) -> None:
         self.count, self.replicas = 1, 1
         self.now: Slice | None = None
-        self._kept: dict[tuple[tuple[int, int, int], AttentionCore], Kept] = {}
+        self._kept: dict[tuple[tuple[int, int, int], AttentionCore], SlicedKeysValues] = {}
 
     def begin(self) -> None:
         """Begin a step: let go of what an interrupted one has kept."""
@@ -102,7 +102,7 @@ class TokenSlices:
         """
         assert self.now is not None
         key, attend = (self.now.sequence, core), partial(core.attend, starts_BS=None)
-        kept = self._kept.setdefault(key, Kept())
+        kept = self._kept.setdefault(key, SlicedKeysValues())
         start, is_last = self.now.start(q_BNSd.shape[2]), self.now.index == self.now.count - 1
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSd, k_BKSd, v_BKSd))
 
@@ -120,7 +120,7 @@ class TokenSlices:
         return attend(q_BNSd, *kept.until(start + q_BNSd.shape[2]))
 
 
-class Kept:
+class SlicedKeysValues:
     """The keys and values of a microbatch in one layer, and their gradients as far as they are made."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _OfSlice(torch.autograd.Function):
         k_BKSd: Tensor,
         v_BKSd: Tensor,
         attend: Attend,
-        kept: Kept,
+        kept: SlicedKeysValues,
         start: int,
         again: bool,
         let_go: Callable[[], None],
@@ -183,7 +183,7 @@ class _OfSlice(torch.autograd.Function):
             return attend(*leaves)
         with torch.enable_grad():
             out = attend(*leaves)
-            ctx.tail = Tail((out,))
+            ctx.tail = GraphEnd((out,))
         return out.detach()
 
     @staticmethod
@@ -191,7 +191,7 @@ class _OfSlice(torch.autograd.Function):
         tail = ctx.tail
         if tail is None:
             with torch.enable_grad():
-                tail = Tail((ctx.attend(*ctx.leaves),))
+                tail = GraphEnd((ctx.attend(*ctx.leaves),))
         dq, dk, dv = tail.gradients((gradient,), ctx.leaves)
         own = ctx.kept.add(ctx.start, dk, dv)
         ctx.leaves = ctx.tail = None

@@ -14,7 +14,7 @@ GridKind = Literal["2d", "2.5d", "3d"]
 _SIDE = "[1-9][0-9]{0,2}"
 
 
-class Line(NamedTuple):
+class GridLine(NamedTuple):
     """The ranks of a grid that differ along one axis only.
 
     Attributes:
@@ -63,14 +63,14 @@ class Grid:
         """Number of parts into which each microbatch is divided."""
         return self.side**2 if self.kind == "3d" else self.side * self.depth
 
-    def lines(self, rank: int) -> Iterator[Line]:
+    def lines(self, rank: int) -> Iterator[GridLine]:
         """Yield the lines of more than one rank that contain ``rank``, which counts from 0 within the grid."""
         stride = self.size
         for axis, count in self.axes.items():
             stride //= count
             first = rank - rank // stride % count * stride
             if count > 1:
-                yield Line(axis, tuple(range(first, first + count * stride, stride)))
+                yield GridLine(axis, tuple(range(first, first + count * stride, stride)))
 
 
 @cache

@@ -12,7 +12,7 @@ Zero = Literal[0, 1, 2, 3]
 Offload = Literal["none", "optimizer", "parameters"]
 
 
-class Replicas(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """The actors of a pipeline rank that hold the same weights: the experts of one actor, or all its other weights.
 
     Attributes:
@@ -135,16 +135,16 @@ class World:
         return self.shard_key
 
     @property
-    def dense(self) -> Replicas:
+    def dense(self) -> ReplicaGroup:
         """Those who hold the same weights, experts left out if they are divided over actors."""
-        return Replicas("dp", self.shard_key, "gather", self.owners)
+        return ReplicaGroup("dp", self.shard_key, "gather", self.owners)
 
     @property
-    def experts(self) -> Replicas | None:
+    def experts(self) -> ReplicaGroup | None:
         """Those who hold the same experts; None if experts are not divided over actors, but are as other weights."""
         if not self.mesh.divides_experts:
             return None
-        return Replicas("edp", "edp", "edp.gather", self.expert_replicas if self.sharded else 1)
+        return ReplicaGroup("edp", "edp", "edp.gather", self.expert_replicas if self.sharded else 1)
 
     @property
     def expert_replicas(self) -> int:

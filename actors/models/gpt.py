@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
-from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.linear import SharedInputLinears, linear_of
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.model import GPT, Transformer
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
         linear = linear_of(spec.linear)
         self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
         self.up_lora, self.down_lora = adapter_of(spec, self.up, "up"), adapter_of(spec, self.down, "down")
-        self.fan = Fan()
+        self.fan = SharedInputLinears()
         self.approximate = "tanh" if isinstance(spec, GPT) and spec.gelu == "tanh" else "none"
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
-from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.linear import SharedInputLinears, linear_of
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.model import Gate, Llama, Transformer
 
@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         self.down = linear(width, hidden, bias=False)
         self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "gate"), adapter_of(spec, self.up, "up")
         self.down_lora = adapter_of(spec, self.down, "down")
-        self.fan = Fan()
+        self.fan = SharedInputLinears()
         self._activated = _GATES[spec.gate if isinstance(spec, Llama) else "silu"]
 
     def forward(self, x_BSD: Tensor) -> Tensor:

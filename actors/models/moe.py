@@ -23,7 +23,7 @@ from raypar.actors.specs.model import Transformer
 MakeMLP = Callable[[int], nn.Module]  # by its width
 
 
-class MoE(nn.Module, Balanced):
+class MixtureOfExperts(nn.Module, Balanced):
     """A mixture of experts, (B, S, D) -> (B, S, D).
 
     Args:

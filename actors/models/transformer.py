@@ -18,7 +18,7 @@ from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.hugging_face.folder import model_type_of
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.attention_scratch import ScratchAllocator
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
@@ -26,7 +26,7 @@ from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, add
 from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.deferred_init import on_meta, unfilled
-from raypar.actors.models.moe import MoE
+from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
@@ -78,7 +78,7 @@ class Embedding(nn.Module, Incremental):
         return table_SD if starts_BS is None else table_SD[torch.arange(len(table_SD)).to(starts_BS) - starts_BS]
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream.
 
     Args:
@@ -168,7 +168,9 @@ class TransformerModel(Model):
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         self.documents, self.slices, self._joint = Documents(), TokenSlices(), JointLoss()
-        super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
+        super().__init__(
+            on_meta(lambda: map(partial(self._layer, between(spec), ScratchAllocator()), range(len(self.names))))
+        )
 
     @abstractmethod
     def norm(self) -> nn.Module:
@@ -211,9 +213,9 @@ class TransformerModel(Model):
         return mean
 
     @cached_property
-    def _shared(self) -> tuple[Rope | Alibi | None, Desk]:
+    def _shared(self) -> tuple[Rope | Alibi | None, ScratchAllocator]:
         """The tables of positions and the scratch memory of all attention layers of this process."""
-        return between(self.spec), Desk()
+        return between(self.spec), ScratchAllocator()
 
     @cached_property
     def _folder(self) -> FolderWeights | None:
@@ -228,7 +230,7 @@ class TransformerModel(Model):
             return None
         return FolderWeights(Path(lora.hf), adapts=model_type_of(Path(folder)))
 
-    def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
+    def _layer(self, apart: Rope | Alibi | None, desk: ScratchAllocator, index: int) -> nn.Module:
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
         return self._freeze(self._whole_layer(apart, desk, index))
 
@@ -239,7 +241,7 @@ class TransformerModel(Model):
                 parameter.requires_grad_(is_adapter(name))
         return layer
 
-    def _whole_layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
+    def _whole_layer(self, apart: Rope | Alibi | None, desk: ScratchAllocator, index: int) -> nn.Module:
         spec = self.spec
         if index == 0:
             return Embedding(spec, self.documents, self.slices)
@@ -249,14 +251,14 @@ class TransformerModel(Model):
         window = spec.window_of(block)
         attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents, slices=self.slices)
         norms = [self.norm() for _ in range(spec.norms)]
-        return Block(norms, attn, self._mlp_or_experts(block), spec.dropout)
+        return DecoderBlock(norms, attn, self._mlp_or_experts(block), spec.dropout)
 
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
         num_experts = self.spec.num_experts(block)
         if not num_experts:
             return self.mlp(self.spec.mlp_width)
-        return MoE(self.spec, num_experts, self.mlp, self.documents, self._joint, block)
+        return MixtureOfExperts(self.spec, num_experts, self.mlp, self.documents, self._joint, block)
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:

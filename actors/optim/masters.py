@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.models.cast import cast
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
@@ -34,7 +34,7 @@ class Masters:
 
     def __init__(
         self,
-        home: Home,
+        home: OffloadStorage,
         model: Mapping[str, nn.Parameter],
         masters: Mapping[str, nn.Parameter] | None = None,
         copies: Mapping[str, Tensor] | None = None,
@@ -81,7 +81,7 @@ class Masters:
 
 
 def masters_of(
-    precision: Precision, home: Home, layers: Iterable[nn.Module], own: Mapping[str, nn.Parameter]
+    precision: Precision, home: OffloadStorage, layers: Iterable[nn.Module], own: Mapping[str, nn.Parameter]
 ) -> Masters:
     """Cast layers to the precision of a run, and return the masters of the parameters that an actor updates.
 
@@ -100,7 +100,7 @@ def masters_of(
     return Masters(home, own, masters)
 
 
-def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, home: Home) -> nn.Parameter:
+def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, home: OffloadStorage) -> nn.Parameter:
     """Return the master of a parameter. It is the parameter itself if that was not cast and is in this home.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.optim.groups import rule_of
 from raypar.actors.optim.optimizer import KEPT, Optimizer
 from raypar.actors.specs.optim import SGD, AnyOptimizer
@@ -34,7 +34,7 @@ class OffloadedOptimizer:
     Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
     """
 
-    def __init__(self, optimizer: Optimizer, home: Home) -> None:
+    def __init__(self, optimizer: Optimizer, home: OffloadStorage) -> None:
         self._optimizer, self._home = optimizer, home
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: defaultdict[Tensor, Any] = optimizer.state
@@ -66,7 +66,7 @@ class OffloadedOptimizer:
                     state[key] = self._home.moved(value)
 
 
-def reserve_states(home: Home, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+def reserve_states(home: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Make sure that there will be room for the states that an optimizer creates in its first step.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
@@ -106,7 +106,9 @@ def kept_by(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Ite
                 yield name, key, value
 
 
-def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], home: Home, read: Read) -> None:
+def keep(
+    optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], home: OffloadStorage, read: Read
+) -> None:
     """Replace an optimizer's state by a saved one.
 
     Args:

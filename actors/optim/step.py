@@ -20,7 +20,7 @@ from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
 from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, keep, kept_by, set_lr
-from raypar.actors.optim.votes import Tally, Told, Vote
+from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.precision import FP16_MAX, Nonfinite
@@ -30,7 +30,7 @@ from raypar.actors.tensor_parallel.gradients import ShardedGradients
 _TIE_TAG = 1 << 30  # tag of the first message about tied weights, above every tag of a schedule's messages
 
 
-class Update(Protocol):
+class ParameterUpdate(Protocol):
     """What a worker does at the end of a step, once the gradients are summed over the replicas.
 
     The methods are those of ``Updater``.
@@ -78,7 +78,7 @@ class Updater:
         ties: Sequence[Ends],
         group: Group | None,
         tensors: ShardedGradients,
-        told: Told,
+        told: ReportedGradients,
         optim: AnyOptimizer,
         clip: float | None,
         steps: int,
@@ -121,7 +121,7 @@ class Updater:
         self._prepare()
         return self._decide(step, ballot, self._count(ballot), change)
 
-    def begin(self, ballot: Tensor | None) -> Vote:
+    def begin(self, ballot: Tensor | None) -> PendingReport:
         """Tell the gradients' norms to the group, for a step whose outcome ``conclude`` says when all have told theirs.
 
         Args:
@@ -129,10 +129,12 @@ class Updater:
         """
         self._prepare()
         known, numbers = self._numbers(ballot)
-        own = Tally.of(known)  # alike on all that share a stage, though one of them reports it: they update together
+        own = GradientTally.of(
+            known
+        )  # alike on all that share a stage, though one of them reports it: they update together
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
         handle = None if self._group is None else self._group.host.all_reduce(numbers)
-        return Vote(ballot, numbers, handle, is_plain)
+        return PendingReport(ballot, numbers, handle, is_plain)
 
     def apply(self, step: int) -> float:
         """Update the parameters by their gradients as they are, and return the learning rate."""
@@ -146,7 +148,7 @@ class Updater:
         self._masters.home.check()
         return lr
 
-    def conclude(self, step: int, vote: Vote, undo: Callable[[], object]) -> tuple[Updated, bool]:
+    def conclude(self, step: int, vote: PendingReport, undo: Callable[[], object]) -> tuple[Updated, bool]:
         """Wait for the votes of all, and let the weights be those that ``step`` would have made.
 
         Args:
@@ -162,7 +164,7 @@ class Updater:
         """
         if vote.handle is not None:
             vote.handle.wait()
-        tally = Tally.of(vote.numbers)
+        tally = GradientTally.of(vote.numbers)
         if vote.is_plain and self._is_plain(tally):
             scale = self._scaler.scale if self._scaler.is_on else None
             lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
@@ -178,14 +180,14 @@ class Updater:
         self._tensors.complete(self._parameters)
         self._reduce_ties()
 
-    def _is_plain(self, tally: Tally) -> bool:
+    def _is_plain(self, tally: GradientTally) -> bool:
         """Return whether the update takes the gradients as they are: finite, uncorrected and within the clip."""
         total = torch.linalg.vector_norm(tally.norms)
         fits = self._clip is None or not bool(self._clip / (total + 1e-6) < 1.0)
         return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
 
     def _decide(
-        self, step: int, ballot: Tensor | None, tally: Tally, change: Callable[[], object] | None = None
+        self, step: int, ballot: Tensor | None, tally: GradientTally, change: Callable[[], object] | None = None
     ) -> Updated:
         """Clip the gradients and update the parameters, or not, as all say; see ``step``."""
         scale = self._scaler.scale if self._scaler.is_on else None
@@ -251,7 +253,7 @@ class Updater:
         if self._average is not None:
             self._average.use(use=use)
 
-    def _refuse(self, step: int, tally: Tally) -> None:
+    def _refuse(self, step: int, tally: GradientTally) -> None:
         """Skip a step that is not finite: lower the scale of the loss, if it can fall.
 
         Raises:
@@ -281,7 +283,7 @@ class Updater:
         for _, _, gradient in self._masters.with_gradients(writes=True):
             change(gradient)
 
-    def _count(self, ballot: Tensor | None) -> Tally:
+    def _count(self, ballot: Tensor | None) -> GradientTally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
 
         Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
@@ -293,7 +295,7 @@ class Updater:
         _, numbers = self._numbers(ballot)
         if self._group is not None:
             self._group.host.all_reduce(numbers).wait()
-        return Tally.of(numbers)
+        return GradientTally.of(numbers)
 
     def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what this actor knows and, in another tensor, what of that it reports to the group.

@@ -10,7 +10,7 @@ from torch import Tensor
 from raypar.actors.collective.group import Handle
 
 
-class Tally(NamedTuple):
+class GradientTally(NamedTuple):
     """What all actors say of a step's gradients.
 
     Attributes:
@@ -31,12 +31,12 @@ class Tally(NamedTuple):
         return self.against == 0.0 and self.overflows == 0.0
 
     @classmethod
-    def of(cls, numbers: Tensor) -> Tally:
+    def of(cls, numbers: Tensor) -> GradientTally:
         """Read what one actor tells, or the sum of what all tell."""
         return cls(numbers[:-3].clone(), *numbers[-3:].tolist())
 
 
-class Vote(NamedTuple):
+class PendingReport(NamedTuple):
     """What an actor has told of a step's gradients, while the sum over all actors is under way.
 
     Attributes:
@@ -52,7 +52,7 @@ class Vote(NamedTuple):
     is_plain: bool
 
 
-class Told(NamedTuple):
+class ReportedGradients(NamedTuple):
     """What an actor tells the group of all updaters, some of which have the same to tell.
 
     Attributes:

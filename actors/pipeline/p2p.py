@@ -54,7 +54,7 @@ class Spec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Route(NamedTuple):
+class ValueRoute(NamedTuple):
     """Where the values of a SEND or RECV go, and in which shapes.
 
     Attributes:
@@ -109,7 +109,7 @@ class Courier:
         self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
-        self._routes: dict[Action, Route] = {}
+        self._routes: dict[Action, ValueRoute] = {}
 
     def begin(self) -> None:
         """Begin a step, in which shapes may be others."""
@@ -213,7 +213,7 @@ class Courier:
             raise _other_shapes(crossing, specs, known)
         self._learn(crossing, specs)
 
-    def _tell(self, route: Route, peer: int) -> list[Handle]:
+    def _tell(self, route: ValueRoute, peer: int) -> list[Handle]:
         """Start sending the shapes of forward values, if a receiver was not told those of the boundary yet."""
         if (route.crossing, peer) in self._told:
             return []
@@ -221,7 +221,7 @@ class Courier:
         self._told.add((route.crossing, peer))
         return [self._link().host.send(header, peer, route.tag, count_as="send shapes")]
 
-    def _read_header(self, route: Route) -> tuple[Spec, ...]:
+    def _read_header(self, route: ValueRoute) -> tuple[Spec, ...]:
         header = torch.empty(_HEADER, dtype=torch.int64)
         self._link().host.recv(header, route.peers[0], route.tag, count_as="recv shapes").wait()
         return _unpack(header)
@@ -230,13 +230,13 @@ class Courier:
         assert self._group is not None
         return self._group
 
-    def _route(self, action: Action) -> Route:
+    def _route(self, action: Action) -> ValueRoute:
         route = self._routes.get(action)
         if route is None:
             route = self._routes[action] = self._find_route(action)
         return route
 
-    def _find_route(self, action: Action) -> Route:
+    def _find_route(self, action: Action) -> ValueRoute:
         """Compute the route of a SEND or RECV.
 
         Its tag encodes the sending stage, or the number of the skip, the direction and the microbatch.
@@ -249,7 +249,7 @@ class Courier:
         source = self._skips[pair] if peer is not None else stage if op in SENDS else other
         tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
         crossing = pair[0], pair[1] if peer is not None else 0, microbatch if self._varies else 0
-        return Route(self._peers(action), tag, crossing, self._floating if backward else self._specs)
+        return ValueRoute(self._peers(action), tag, crossing, self._floating if backward else self._specs)
 
 
 def _other_shapes(crossing: Crossing, specs: tuple[Spec, ...], known: tuple[Spec, ...]) -> ValueError:

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
-from raypar.actors.autograd.recompute import LayerAgain, SelectiveRecompute, Twice
+from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
@@ -26,7 +26,7 @@ from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.step_buffers import StepBuffers
-from raypar.actors.pipeline.weight_grad import Linears, Owed
+from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.types import ProgramName
@@ -81,7 +81,7 @@ class Stage:
         layers: Sequence[int],
         modules: Sequence[nn.Module],
         *,
-        place: Place,
+        place: ComputeDevice,
         is_last: bool,
         recompute: Recompute,
         seed: int,
@@ -123,13 +123,13 @@ class Stage:
         # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
         plain = bool(halved) and recompute == "none" and weights is None and overflow is None
         self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
-        self._owed: dict[_Key, Owed] = {}  # what is left for backward_weight
+        self._owed: dict[_Key, DeferredGradients] = {}  # what is left for backward_weight
         self._place = place
-        self._train, self._twice = True, Twice()  # copies the stage's inputs if the first layer writes into them
+        self._train, self._twice = True, InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers.
-        self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
+        self._saved: dict[_Key, tuple[Values, GraphEnd | None, Then, Values]] = {}
         self._first_time = FirstTime(
             self._writes, is_deferred=model.is_deferred, weights=weights, check_loss=check_loss
         )

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.models.skips import Ends, StageSkips, layers_of
 from raypar.actors.tensors import Values
 
@@ -56,9 +56,9 @@ class StageEnds:
         self._shares = tuple(sum(wanted[at : at + count]) for at, (count, _) in zip(starts, givers, strict=True))
         return wanted
 
-    def tail(self, outputs: Values) -> Tail:
+    def tail(self, outputs: Values) -> GraphEnd:
         """Return the end of the graph: the outputs that can have gradients, which are floating-point."""
-        return Tail(tuple([value for value in self.in_order(outputs) if value.is_floating_point()]))
+        return GraphEnd(tuple([value for value in self.in_order(outputs) if value.is_floating_point()]))
 
     def in_order(self, values: Values) -> Values:
         """Return outputs, or their gradients, in the order in which one process adds up gradients: the latest first."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.autograd.torch_private import has_gradient_hooks, has_saved_tensor_hooks, num_writes
 from raypar.actors.layers.linear import (
-    Fan,
     Linear,
+    LinearProduct,
     Pair,
     Postponable,
-    Product,
     Products,
+    SharedInputLinears,
     Use,
     of_input,
     of_weights,
@@ -35,7 +35,7 @@ _Versions = tuple[int, int]  # of a use's tensors: how often they were written t
 _WORTH = 2 << 20  # bytes of a weight whose gradient takes longer to copy than a replaced layer takes to call
 
 
-class Owed:
+class DeferredGradients:
     """What is left of a backward: the gradients of linear layers' weights, in the order in which it came to them.
 
     It keeps the inputs of these layers and the gradients of their outputs.
@@ -122,7 +122,7 @@ class Linears:
             and type(part) in (nn.Linear, Linear)
             and not any(p in shared for p in part.parameters(recurse=False))
         ]
-        self._fans = [part for part in parts if type(part) is Fan]
+        self._fans = [part for part in parts if type(part) is SharedInputLinears]
         self._postponable = [
             part
             for part in parts
@@ -130,7 +130,7 @@ class Linears:
         ]
         self._halves = False
         self.anchor = torch.empty(0, requires_grad=True)
-        self.owed: Owed | None = None
+        self.owed: DeferredGradients | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
         self.places: Places = {}
         self.hook: object = None
@@ -190,13 +190,13 @@ class Linears:
         self.places = dict(self._wanted)
 
     @contextmanager
-    def postponed(self) -> Iterator[Owed]:
+    def postponed(self) -> Iterator[DeferredGradients]:
         """Within the context, a backward: let halved layers leave their weights to what this yields.
 
         Layers that are called within the context, because a user's function runs its forward again, are not of this
         backward, and leave nothing.
         """
-        self.owed = owed = Owed()
+        self.owed = owed = DeferredGradients()
         try:
             yield owed
         finally:
@@ -223,7 +223,7 @@ class Linears:
         if self._halves:
             outs = _Halved.apply(self, products, pairs, x, self.anchor)  # type: ignore[no-untyped-call]
         else:
-            outs = Product.apply(products, self._place, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
+            outs = LinearProduct.apply(products, self._place, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
         return outs
 
     def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
@@ -258,7 +258,7 @@ class DeferredOneDnnLinear(DeferredLinear, Linear):
     """The same in the place of a ``Linear``, which uses oneDNN's products."""
 
 
-class DeferredFan(Fan):
+class DeferredFan(SharedInputLinears):
     """A fan in the place of another one, whose layers may have been replaced.
 
     Args:
@@ -266,7 +266,7 @@ class DeferredFan(Fan):
         linears: Decides at every call when and where the gradients of the weights are computed.
     """
 
-    def __init__(self, fan: Fan, linears: Linears) -> None:
+    def __init__(self, fan: SharedInputLinears, linears: Linears) -> None:
         super().__init__(together=fan.together)
         self.linears = linears
 

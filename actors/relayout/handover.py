@@ -13,13 +13,13 @@ from torch import Tensor
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
 from raypar.actors.relayout.exchange import exchange
-from raypar.actors.relayout.moves import Box, Boxes, Holding, Kind, Move
+from raypar.actors.relayout.moves import Box, Boxes, HeldTensors, Kind, TensorMove
 from raypar.actors.sharding import Shape, Shard, Sharding
 
 Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, those that an actor needs, one behind the other
 
 
-class Wish(NamedTuple):
+class WantedTensor(NamedTuple):
     """A part of the state that an actor loads.
 
     Attributes:
@@ -64,7 +64,7 @@ class TensorPart(NamedTuple):
         return made[tuple(index)] if len(index) == len(box) else None
 
 
-def wanted_parts(wishes: Iterable[Wish], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
+def wanted_parts(wishes: Iterable[WantedTensor], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
     """Return which parts of logical tensors an actor loads: by weight and optimizer state, as it asks for them.
 
     Args:
@@ -111,11 +111,11 @@ class Handover:
                 self._kinds[name] = Kind(str(tensor.dtype).removeprefix("torch."), shard.whole)
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> HeldTensors:
         """What the actor has."""
-        return Holding({name: tuple(boxes) for name, boxes in self._pieces.items()}, self._kinds)
+        return HeldTensors({name: tuple(boxes) for name, boxes in self._pieces.items()}, self._kinds)
 
-    def want(self, wishes: Iterable[Wish], kinds: Mapping[str, Kind]) -> Boxes:
+    def want(self, wishes: Iterable[WantedTensor], kinds: Mapping[str, Kind]) -> Boxes:
         """Note what the actor loads in the new layout, and return the parts that this takes.
 
         Args:
@@ -126,7 +126,7 @@ class Handover:
         self._wishes = wanted_parts(wishes, {name: kind.shape for name, kind in kinds.items()})
         return boxes_of_parts(self._wishes.values())
 
-    def pass_on(self, moves: Sequence[Move], group: Group | None) -> None:
+    def pass_on(self, moves: Sequence[TensorMove], group: Group | None) -> None:
         """Give others what they need, and get what this actor needs. All actors of the group call it.
 
         Args:
@@ -165,7 +165,7 @@ class Handover:
         part = self._wishes.get((weight, kept))
         return None if part is None else self._made[part.tensor][part]
 
-    def _cut(self, move: Move) -> Tensor:
+    def _cut(self, move: TensorMove) -> Tensor:
         """Return a view of what a move takes from this actor."""
         for box, tensor in self._pieces[move.tensor].items():
             part = TensorPart(move.tensor, tuple((span,) for span in box))
@@ -173,7 +173,7 @@ class Handover:
                 return view
         raise LookupError(f"{move.tensor!r} {list(move.box)} is not here")
 
-    def _views(self, move: Move) -> Iterator[Tensor]:
+    def _views(self, move: TensorMove) -> Iterator[Tensor]:
         """Yield the places of what a move brings to this actor."""
         for part, made in self._made[move.tensor].items():
             if (view := part.view_of(made, move.box)) is not None:

@@ -45,7 +45,7 @@ class Kind(NamedTuple):
         return int(bits[0]) // 8 if bits else 1
 
 
-class Holding(NamedTuple):
+class HeldTensors(NamedTuple):
     """What an actor has of the state.
 
     Attributes:
@@ -57,7 +57,7 @@ class Holding(NamedTuple):
     kinds: Mapping[str, Kind]
 
 
-class Meeting(NamedTuple):
+class TransferGroup(NamedTuple):
     """What one actor is told of the group of all actors that give or get something.
 
     Attributes:
@@ -73,7 +73,7 @@ class Meeting(NamedTuple):
     timeout: float
 
 
-class Move(NamedTuple):
+class TensorMove(NamedTuple):
     """A part of a tensor that an actor gets.
 
     Attributes:
@@ -96,7 +96,7 @@ class Move(NamedTuple):
 
 def moves_between(
     held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, int], places: Sequence[str] = ()
-) -> list[Move]:
+) -> list[TensorMove]:
     """Plan what each actor gets from whom: what it has itself, from itself; the rest from its node if that has it.
 
     Of several that have a part equally near, the one gives it that has given the fewest bytes so far.
@@ -113,7 +113,7 @@ def moves_between(
     Raises:
         LookupError: Nobody has a part that an actor needs.
     """
-    moves, given = list[Move](), Counter[int]()
+    moves, given = list[TensorMove](), Counter[int]()
     place = places or [""] * len(held)
     holders = defaultdict[str, dict[Box, _Holders]](dict)
     for actor, tensors in enumerate(held):
@@ -126,12 +126,12 @@ def moves_between(
         for tensor, boxes in tensors.items():
             for box in dict.fromkeys(boxes):
                 for source, part in _sources(actor, place[actor], box, parts.get(tensor, nothing), tensor):
-                    moves.append(Move(source, actor, tensor, part))
+                    moves.append(TensorMove(source, actor, tensor, part))
                     given[source] += (source != actor) * volume(part) * sizes[tensor]
     return moves
 
 
-def sent_bytes(moves: Sequence[Move], sizes: Mapping[str, int]) -> int:
+def sent_bytes(moves: Sequence[TensorMove], sizes: Mapping[str, int]) -> int:
     """Return the bytes that go from one actor to another, given the bytes of an element of each tensor."""
     return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
 

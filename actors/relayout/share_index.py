@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.relayout.moves import Box, Boxes, BoxFinder, box_at
 from raypar.actors.sharding import Shape
 
@@ -49,7 +49,7 @@ class ShareIndex:
         shapes: Shapes of all logical tensors by name.
     """
 
-    def __init__(self, contents: Mapping[Share, ShareContents]) -> None:
+    def __init__(self, contents: Mapping[SnapshotOwner, ShareContents]) -> None:
         ranks: dict[str, array[int]] = {}
         self.shapes, boxes = dict[str, Shape](), dict[str, list[Box]]()
         (self._layout,) = {share.layout for share in contents}
@@ -60,7 +60,7 @@ class ShareIndex:
                 ranks.setdefault(name, array("i")).extend([share.rank] * len(stored.boxes))
         self._finders, self._ranks = {name: BoxFinder(its) for name, its in boxes.items()}, ranks
 
-    def needed(self, wanted: Boxes) -> list[Share]:
+    def needed(self, wanted: Boxes) -> list[SnapshotOwner]:
         """Return the shares that have elements of some parts of tensors, in the order of their ranks.
 
         Args:
@@ -71,4 +71,4 @@ class ShareIndex:
             finder, ranks = self._finders[name], self._ranks[name]
             having = {ranks[number] for box in boxes for number in finder.common(box)}
             found |= having or {ranks[0]}  # of a part without elements, any share says that the tensor is there
-        return [Share(self._layout, rank) for rank in sorted(found)]
+        return [SnapshotOwner(self._layout, rank) for rank in sorted(found)]

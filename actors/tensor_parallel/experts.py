@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypar.actors.collective.autograd import Move
 from raypar.actors.collective.group import Group
 from raypar.actors.models.module_tree import replace_modules
-from raypar.actors.models.moe import MoE
+from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensor_parallel.linear import ColumnParallelLinear, PostponableLinear, own_product, shard_of
@@ -62,7 +62,7 @@ class ShardedExperts(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the linear layers of its MLPs, and sum its output."""
-        assert isinstance(module, MoE)
+        assert isinstance(module, MixtureOfExperts)
         self.enter.apply(name, module)
         shards, replacements, is_first = dict[str, Shard](), dict[nn.Module, nn.Module](), self.group.rank == 0
         for path, linear in module.named_modules():

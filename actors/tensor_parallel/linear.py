@@ -17,7 +17,7 @@ from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.adapter import SummedLinear
-from raypar.actors.layers.linear import TORCH, Fan, Pair, Postponable, Postponer, Use
+from raypar.actors.layers.linear import TORCH, Pair, Postponable, Postponer, SharedInputLinears, Use
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
 
@@ -159,7 +159,7 @@ def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
     return Shard(tuple(whole), Sharding({dim: Pieces.at(group.rank, group.size)}))
 
 
-class ColumnParallelFan(Fan, Postponable, SelectiveRecompute):
+class ColumnParallelFan(SharedInputLinears, Postponable, SelectiveRecompute):
     """A Fan of layers that are sharded by outputs, with one message for the input of all of them.
 
     With selective recomputation it keeps only its own part of a sharded input, and gathers it again in the backward

@@ -19,9 +19,9 @@ from torch import nn
 
 from raypar.actors.collective.autograd import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
-from raypar.actors.layers.adapter import Adapter
+from raypar.actors.layers.adapter import LoraAdapter
 from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.linear import Fan
+from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
 from raypar.actors.sharding import Pieces, Sharding
@@ -206,7 +206,7 @@ class AdapterOfRows(ParallelStyle):
     group: Group
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        assert isinstance(module, Adapter)
+        assert isinstance(module, LoraAdapter)
         shard = shard_of(module.a.weight.shape, 1, self.group)
         module.a = type(module.a)(shard.shape[1], shard.shape[0], bias=False, dtype=module.a.weight.dtype)
         return Applied(module, {"a.weight": shard}, {"b.weight": (self.group,)})
@@ -232,7 +232,7 @@ class ReplicatedInput(ParallelStyle):
     group: Group
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        if isinstance(getattr(module, "fan", None), Fan):
+        if isinstance(getattr(module, "fan", None), SharedInputLinears):
             module.fan = ColumnParallelFan(self.group, None)
         else:
             module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], self.group), *inputs[1:]))
@@ -246,7 +246,7 @@ class GatheredInput(ParallelStyle):
     group: Group
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        if isinstance(getattr(module, "fan", None), Fan):
+        if isinstance(getattr(module, "fan", None), SharedInputLinears):
             module.fan = ColumnParallelFan(self.group, 1)
         else:
             Gathering(self.group, dim=1).attach(module)

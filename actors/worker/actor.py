@@ -18,7 +18,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import Written
-from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
@@ -31,17 +31,17 @@ from raypar.actors.device import (
     resident_memory,
 )
 from raypar.actors.inspect.activations import Sight, Spot
-from raypar.actors.inspect.step import Held, Seen
+from raypar.actors.inspect.step import ActorContents, ComputedValue
 from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.handover import Handover
-from raypar.actors.relayout.moves import Boxes, Holding, Kind, Meeting, Move
+from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove, TransferGroup
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order, Scores
 from raypar.actors.worker.keep.relayout_transfer import passed_on
@@ -74,7 +74,7 @@ class RayparActor:
 
     # --- a run ---
 
-    def start(self, plan: Plan) -> dict[str, Shard]:
+    def start(self, plan: ActorPlan) -> dict[str, Shard]:
         """Join the groups of a run and build this actor's part of it.
 
         Args:
@@ -254,7 +254,7 @@ class RayparActor:
         """Keep the snapshots of the other actors of this node, which are at these addresses."""
         kept(self._keeper).hold(addresses)
 
-    def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
+    def snapshot_steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot. It may be called during a step."""
         return {} if self._keeper is None else self._keeper.steps()
 
@@ -268,7 +268,7 @@ class RayparActor:
         """Let go of the snapshots of actors that were replaced, and of those that came from other nodes."""
         kept(self._keeper).drop_old()
 
-    def expect_copies(self, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+    def expect_copies(self, expected: Mapping[str, SnapshotOwner], files: int) -> tuple[str, int, list[Address]]:
         """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
         return kept(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
 
@@ -276,24 +276,24 @@ class RayparActor:
         """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
         kept(self._keeper).begin_copies(to, step, addresses, patience)
 
-    def send_snapshots(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
+    def send_snapshots(self, step: int, to: Sequence[tuple[SnapshotOwner, Recipient]]) -> None:
         """Send snapshots of a step to other nodes, which go back to them; see ``SnapshotKeeper.send``."""
         with nullcontext() if self._member is None else self._member.probe.idle():
             kept(self._keeper).send(step, to)
 
-    def write_snapshots(self, step: int, shares: Sequence[Share], folder: str) -> list[Written]:
+    def write_snapshots(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
         """Write snapshots of a step as shards of a checkpoint, also during a step; see ``SnapshotKeeper.write``."""
         return kept(self._keeper).write(step, shares, Path(folder))
 
-    def snapshot_contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
+    def snapshot_contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
         """Return which parts of which tensors snapshots of a step have that are here."""
         return kept(self._keeper).contents(step, shares)
 
-    def needed_shares(self, index: ShareIndex) -> list[Share]:
+    def needed_shares(self, index: ShareIndex) -> list[SnapshotOwner]:
         """Return the shares of a state that have parts of what this actor holds."""
         return index.needed(there(self._member).state.wanted(index.shapes))
 
-    def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
+    def restore(self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], *sent: None) -> None:
         """Load the snapshots of a step, once those of other nodes are ``sent``; see ``SnapshotKeeper.restore``."""
         member = there(self._member)
         with member.probe.idle():
@@ -302,7 +302,7 @@ class RayparActor:
 
     # --- another layout ---
 
-    def hand_over(self) -> Holding:
+    def hand_over(self) -> HeldTensors:
         """Copy what this actor has of the state to the host, for the actors of another layout; return what it is."""
         member = there(self._member)
         with member.probe.idle():
@@ -314,7 +314,7 @@ class RayparActor:
         self._handover = self._handover or Handover()
         return self._handover.want(there(self._member).state.wishes(), kinds)
 
-    def pass_on(self, moves: Sequence[Move], meeting: Meeting | None) -> dict[str, int]:
+    def pass_on(self, moves: Sequence[TensorMove], meeting: TransferGroup | None) -> dict[str, int]:
         """Give the actors of another layout what they need, and load what this one needs; see ``passed_on``."""
         assert self._handover is not None
         sent = passed_on(self._handover, self._member, self._joined, moves, meeting)
@@ -392,11 +392,11 @@ class RayparActor:
         probe = there(self._member).probe
         return [probe.gradient(name) for name in names]
 
-    def peek(self, action: Action, tensors: bool) -> Seen:
+    def peek(self, action: Action, tensors: bool) -> ComputedValue:
         """Return what an action of a step by hand has computed; see ``Probe.peek``."""
         return there(self._member).probe.peek(action, tensors=tensors)
 
-    def held(self) -> Held:
+    def held(self) -> ActorContents:
         """Return the sizes of everything that this actor holds now."""
         member = there(self._member)
         return replace(member.probe.held(), process=self._process if member.seat.place.kind == "cpu" else 0)

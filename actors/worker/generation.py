@@ -13,8 +13,8 @@ from torch import Tensor
 from raypar.actors.collective.autograd import joined_parts
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
-from raypar.actors.data_parallel.stage_weights import Windows
-from raypar.actors.layers.kv_cache import Sequences, going_on, incremental
+from raypar.actors.data_parallel.stage_weights import WeightWindows
+from raypar.actors.layers.kv_cache import CachedSequences, going_on, incremental
 from raypar.actors.models.sampler import choose
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.pipeline.stage import Stage
@@ -24,9 +24,9 @@ from raypar.actors.specs.sampling import Prompts
 from raypar.actors.tensors import Values
 from raypar.actors.worker.build.boundaries import peers_of
 from raypar.actors.worker.build.flow import numbers_of
-from raypar.actors.worker.build.model_part import Part
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.model_part import ModelPart
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.probe import Probe
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import needs
@@ -47,9 +47,9 @@ class Generator:
         probe: Its inspection.
     """
 
-    def __init__(self, seat: Seat, part: Part, probe: Probe) -> None:
+    def __init__(self, seat: RankContext, part: ModelPart, probe: Probe) -> None:
         self._seat, self._part, self._probe = seat, part, probe
-        self._under_way: Generation | None = None
+        self._under_way: ActorGeneration | None = None
 
     def perform(self, order: Order) -> Drawn | Scores:
         """Read prompts, which begins a generation; give each sequence its next token; or end the generation.
@@ -64,11 +64,11 @@ class Generator:
         self._seat.place.enter()
         drawn: Drawn | Scores
         if isinstance(order, Prompts) and order.scored:
-            scoring = Generation(self._seat, self._part, order)
+            scoring = ActorGeneration(self._seat, self._part, order)
             scoring.run(self._begun(order), is_prompt=True)
             drawn = scoring.scores if self._seat.leads else []
         elif isinstance(order, Prompts):
-            self._under_way = Generation(self._seat, self._part, order)
+            self._under_way = ActorGeneration(self._seat, self._part, order)
             drawn = self._under_way.run(self._begun(order), is_prompt=True)
         elif order == "next":
             assert self._under_way is not None
@@ -82,10 +82,10 @@ class Generator:
         self._probe.step.now = None
         return drawn
 
-    def _begun(self, prompts: Prompts) -> Step:
+    def _begun(self, prompts: Prompts) -> StepState:
         """Begin a step of the generation, in which nothing is kept for a backward."""
         number = 0 if self._under_way is None else self._under_way.steps
-        step = self._probe.step = Step("evaluate", number, len(prompts.groups))
+        step = self._probe.step = StepState("evaluate", number, len(prompts.groups))
         for stage in self._part.stages.values():
             stage.begin(train=False)
         if self._part.overflow is not None:
@@ -96,7 +96,7 @@ class Generator:
         return step
 
 
-class Generation:
+class ActorGeneration:
     """A generation under way on one actor.
 
     Args:
@@ -110,7 +110,7 @@ class Generation:
         scores: By group, what was scored on the actor of the last stage.
     """
 
-    def __init__(self, seat: Seat, part: Part, prompts: Prompts) -> None:
+    def __init__(self, seat: RankContext, part: ModelPart, prompts: Prompts) -> None:
         self._seat, self._stages, self.prompts = seat, part.stages, prompts
         self._incremental = {number: incremental(stage.modules) for number, stage in part.stages.items()}
         model = seat.plan.run.model
@@ -119,13 +119,13 @@ class Generation:
         self._texts = [[[*prompt.tokens] for prompt in one] for one in prompts.groups]  # where they are computed again
         schedule, group = prompts.schedule, seat.groups.get("pp")
         self._row = schedule.rows[seat.row]
-        self._windows = Windows(part.weights, self._row, seat.plan.run.recompute)
+        self._windows = WeightWindows(part.weights, self._row, seat.plan.run.recompute)
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         sizes = partial(peers_of, seat.world, seat.plan.rank, schedule=schedule), schedule.num_microbatches
         self._couriers = {is_prompt: Courier(group, *sizes, varies=True) for is_prompt in (True, False)}
         self._courier, self._is_prompt, self.steps = self._couriers[True], True, 0
         self._lengths = [torch.tensor([len(prompt.tokens) for prompt in one]) for one in prompts.groups]
-        self._sequences = [Sequences(slots) for slots in prompts.slots]
+        self._sequences = [CachedSequences(slots) for slots in prompts.slots]
         self._values: dict[Action, Values] = {}
         self._next: dict[int, Tensor] = {}  # on the actor of the first stage: by group, the tokens that come next
         self._sending: list[Handle] = []  # tokens that this step has chosen
@@ -150,7 +150,7 @@ class Generation:
         """Of each group, the number of sequences and the positions of their caches."""
         return tuple(zip(map(len, self.prompts.groups), self.prompts.slots, strict=True))
 
-    def run(self, step: Step, *, is_prompt: bool) -> Drawn:
+    def run(self, step: StepState, *, is_prompt: bool) -> Drawn:
         """Perform the row: read the prompts up to their last tokens, or give each sequence its next token.
 
         Args:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.worker import Worker
 
 Member = Worker | Server
 
 
-def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Member:
+def member_of(plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> Member:
     """Build the worker or the parameter server of a plan.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
@@ -18,9 +18,9 @@ from raypar.actors.optim.votes import ballot_of
 from raypar.actors.specs.results import Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.assemble import build_part
-from raypar.actors.worker.build.plan import Plan
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.plan import ActorPlan
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.build.updates import buckets_of, updater_of
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.probe import Probe
@@ -54,9 +54,9 @@ class Server:
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
-    def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
+    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> None:
         torch.set_num_threads(plan.run.num_threads)
-        self.seat = seat = Seat(plan, groups, place)
+        self.seat = seat = RankContext(plan, groups, place)
         world, train = seat.world, plan.programs["train"]
         index = world.server_index(plan.rank)
         part = build_part(plan, place, {}, index)
@@ -83,7 +83,7 @@ class Server:
     def begin(self, program: ProgramName, step: int) -> None:
         """Begin a step."""
         self.seat.place.enter()
-        self._step = self.probe.step = Step(program, step, is_train=program == "train")
+        self._step = self.probe.step = StepState(program, step, is_train=program == "train")
         if self._step.is_train:
             self.state.zero_grad()
         self.seat.place.begin()

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
-from raypar.actors.inspect.activations import Sight, Spot, Watch
+from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
 from raypar.actors.inspect.recording import Tape
-from raypar.actors.inspect.step import Held, Seen
+from raypar.actors.inspect.step import ActorContents, ComputedValue
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import WorkerState
 from raypar.schedules.action import Action
 
@@ -43,7 +43,7 @@ class Probe:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: RankContext,
         state: WorkerState,
         names: Sequence[str],
         outputs: Mapping[str, Sharding],
@@ -51,7 +51,7 @@ class Probe:
         gathered: HighWater | None = None,
         older: HighWater | None = None,
     ) -> None:
-        self.step, self.cache_bytes = Step(), 0
+        self.step, self.cache_bytes = StepState(), 0
         self.sequences: tuple[tuple[int, int], ...] = ()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._reducer, self._gathered, self._older = reducer, gathered, older
@@ -137,7 +137,7 @@ class Probe:
 
     # --- a step by hand ---
 
-    def peek(self, action: Action, *, tensors: bool) -> Seen:
+    def peek(self, action: Action, *, tensors: bool) -> ComputedValue:
         """Return what an action of a step by hand has computed: nothing where a frozen stage needs no gradient.
 
         Args:
@@ -152,7 +152,7 @@ class Probe:
         if not made and not any(event.action == action for event in self.step.events):
             raise KeyError(str(action))
         in_flight = sum(len(stage.in_flight) for stage in self._state.stages.values())
-        return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
+        return ComputedValue.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind; what comes and goes, or is offloaded, only if it can."""
@@ -207,10 +207,10 @@ class Probe:
         if hosts:
             yield "offloaded", hosts[0]  # all stages count in one
 
-    def held(self) -> Held:
+    def held(self) -> ActorContents:
         """Return the sizes of everything that this actor holds now."""
         dp = self._seat.world.mesh.dp
-        return Held(
+        return ActorContents(
             self._seat.label,
             now=self.memory(),
             most=self.most(),
@@ -253,7 +253,7 @@ class Probe:
         for stage in self._state.stages.values():
             layers = [self._names[index] for index in stage.layers]
             whole = stage.is_last and self._seat.world.mesh.cp == 1  # with cp, the loss covers only some tokens
-            watch = Watch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
+            watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)
@@ -261,5 +261,5 @@ class Probe:
     def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
         """Return this actor's part of each of these watched tensors; None where it has none."""
         stages = self._state.stages.values()
-        watches = [stage.listener for stage in stages if isinstance(stage.listener, Watch)]
+        watches = [stage.listener for stage in stages if isinstance(stage.listener, OutputWatch)]
         return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]

@@ -10,7 +10,7 @@ from torch import Tensor
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, digest, gathered
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.tensors import Values
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.seat import RankContext
 from raypar.schedules.action import BACKWARDS, Action, Op
 
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide
@@ -36,7 +36,9 @@ class Recheck:
         row: The actions of the microbatch.
     """
 
-    def __init__(self, seat: Seat, row: Sequence[Action], parameters: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, seat: RankContext, row: Sequence[Action], parameters: Mapping[int, Mapping[str, Tensor]]
+    ) -> None:
         self._seat, self._every = seat, seat.plan.run.recheck_every
         # The first microbatch, in all its slices: in most schedules every stage's first backward is of it.
         self._slices = frozenset(range(seat.plan.programs["train"].slices))

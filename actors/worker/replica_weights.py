@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.worker.build.model_part import Part
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.model_part import ModelPart
+from raypar.actors.worker.build.seat import RankContext
 
 DEFAULT_EVERY = 1000  # steps between two comparisons, if the run does not say
 
@@ -21,13 +21,13 @@ def is_due(check_every: int | None, steps: range) -> bool:
     return bool(check_every) and any((step + 1) % check_every == 0 for step in steps)
 
 
-def compare_if_due(seat: Seat, part: Part, steps: range, when: str) -> None:
+def compare_if_due(seat: RankContext, part: ModelPart, steps: range, when: str) -> None:
     """Compare weights if that is due in one of some steps, counted from 0; see ``compare_weights``."""
     if is_due(seat.plan.run.check_every, steps) and not seat.world.servers:  # servers send all the same weights
         compare_weights(seat, part, when)
 
 
-def compare_weights(seat: Seat, part: Part, when: str | None) -> None:
+def compare_weights(seat: RankContext, part: ModelPart, when: str | None) -> None:
     """Compare the weights that optimizers update, over all replicas of an actor that hold the same.
 
     Args:
@@ -48,7 +48,7 @@ def compare_weights(seat: Seat, part: Part, when: str | None) -> None:
         seat.compare(keys, part.digests(owner), when)
 
 
-def compare_fixed(seat: Seat, part: Part) -> None:
+def compare_fixed(seat: RankContext, part: ModelPart) -> None:
     """Compare what no optimizer changes, before the first step. Arguments and errors: see ``compare_weights``."""
     for key, fixed in zip(("dp", "edp"), part.fixed_apart(), strict=True):
         if key in seat.groups:

@@ -10,8 +10,8 @@ import torch
 from raypar.actors.errors import NonFiniteError, RouterError
 from raypar.actors.expert_parallel.record import Balanced, Routed
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed, Updated
-from raypar.actors.worker.build.model_part import Part
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.model_part import ModelPart
+from raypar.actors.worker.build.seat import RankContext
 from raypar.schedules.action import Action, Op
 
 
@@ -23,7 +23,7 @@ class Routers:
         part: Its part of the model.
     """
 
-    def __init__(self, seat: Seat, part: Part) -> None:
+    def __init__(self, seat: RankContext, part: ModelPart) -> None:
         self._seat, self._record = seat, part.record
         self._modules: dict[str, Routed] = {}
         self._stages: dict[str, int] = {}

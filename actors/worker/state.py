@@ -19,19 +19,19 @@ from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.optimizer import KEPT
-from raypar.actors.optim.step import Update, Updater
-from raypar.actors.optim.votes import Vote
+from raypar.actors.optim.step import ParameterUpdate, Updater
+from raypar.actors.optim.votes import PendingReport
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.relayout.handover import Wish, boxes_of_parts, wanted_parts
+from raypar.actors.relayout.handover import WantedTensor, boxes_of_parts, wanted_parts
 from raypar.actors.relayout.moves import Boxes
 from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
-from raypar.actors.worker.build.model_part import Part
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.model_part import ModelPart
+from raypar.actors.worker.build.seat import RankContext
 
 
-class Doubt(NamedTuple):
+class SpeculativeUpdate(NamedTuple):
     """An update that was made before all stages have told their gradients.
 
     Attributes:
@@ -41,7 +41,7 @@ class Doubt(NamedTuple):
     """
 
     step: int
-    vote: Vote
+    vote: PendingReport
     notes: Notes
 
 
@@ -66,10 +66,10 @@ class WorkerState:
 
     def __init__(
         self,
-        seat: Seat,
-        part: Part,
+        seat: RankContext,
+        part: ModelPart,
         parameters: Mapping[str, nn.Parameter],
-        update: Update,
+        update: ParameterUpdate,
         stages: Mapping[int, Stage],
         scaler: LossScaler,
     ) -> None:
@@ -125,7 +125,7 @@ class WorkerState:
             for stage in self.stages.values():
                 stage.step_buffers.settle(taken=taken)
 
-    def begin_update(self, step: int, ballot: Tensor | None) -> Doubt:
+    def begin_update(self, step: int, ballot: Tensor | None) -> SpeculativeUpdate:
         """Update the weights although other stages may be against it; ``conclude_update`` finds out whether they are.
 
         Args:
@@ -139,9 +139,9 @@ class WorkerState:
             self.update.apply(step)
         for stage in self.stages.values():
             stage.step_buffers.doubt()
-        return Doubt(step, vote, notes)
+        return SpeculativeUpdate(step, vote, notes)
 
-    def conclude_update(self, doubt: Doubt) -> tuple[Updated, bool]:
+    def conclude_update(self, doubt: SpeculativeUpdate) -> tuple[Updated, bool]:
         """Wait for what all stages say of an update, and make it again if it was wrong.
 
         Returns:
@@ -272,18 +272,20 @@ class WorkerState:
         ):
             yield SCALER, None, self._scaler.numbers()
 
-    def wishes(self) -> Iterator[Wish]:
+    def wishes(self) -> Iterator[WantedTensor]:
         """Yield all that ``adopt`` asks for, if it is there."""
         updated = [weight for weight, kept, _ in self.update.state() if not kept]
         every = dict.fromkeys([*(key for keys in KEPT.values() for key in keys), AVERAGE])
         asked = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
         for weight, kept in asked:
-            yield Wish(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
-        yield Wish(SCALER, "", (SCALER,), Sharding())
+            yield WantedTensor(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
+        yield WantedTensor(SCALER, "", (SCALER,), Sharding())
         for stage in self.stages.values():
             for buffer in {**stage.buffers(), **stage.frozen()}:
                 own = buffer_name(self._seat.dp, buffer)
-                yield Wish(own, "", (own, buffer_name(0, buffer)), Sharding())  # there may have been fewer replicas
+                yield WantedTensor(
+                    own, "", (own, buffer_name(0, buffer)), Sharding()
+                )  # there may have been fewer replicas
 
     def wanted(self, shapes: Mapping[str, Shape]) -> Boxes:
         """Return the parts of logical tensors that ``load`` reads, given the shapes of all tensors that there are."""

@@ -15,10 +15,10 @@ from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
-from raypar.actors.worker.build.flow import Flow, numbers_of
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
-from raypar.actors.worker.state import Doubt, WorkerState
+from raypar.actors.worker.build.flow import StageExchange, numbers_of
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
+from raypar.actors.worker.state import SpeculativeUpdate, WorkerState
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import versions_used
 
@@ -40,15 +40,15 @@ class Stream:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: RankContext,
         state: WorkerState,
         stages: Mapping[int, Stage],
-        flow: Flow,
+        flow: StageExchange,
         reducer: Reducer | None,
         row: Sequence[Action],
     ) -> None:
         self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
-        self._doubt: Doubt | None = None
+        self._doubt: SpeculativeUpdate | None = None
         self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
         self._feedback = DelayFeedback(state.masters) if seat.plan.run.delay_feedback else None
@@ -70,7 +70,7 @@ class Stream:
         """Return a context for an F, B, I or W, in which its stage has the microbatch's version of its weights."""
         return self._of(action).using(action)
 
-    def update(self, action: Action, step: Step) -> None:
+    def update(self, action: Action, step: StepState) -> None:
         """Finish the reduction of the gradients of a step, and update the weights of one stage.
 
         Args:
@@ -114,7 +114,7 @@ class Stream:
         self.older.add(sum(one.older_bytes for one in self._versions.values()) - self.older.now)
         self._go_on(action)
 
-    def validate(self, action: Action, step: Step) -> Iterator[Action]:
+    def validate(self, action: Action, step: StepState) -> Iterator[Action]:
         """Find out whether an update was right, and make it again if it was not.
 
         Args:

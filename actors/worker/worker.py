@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
@@ -23,10 +23,10 @@ from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.assemble import assemble, ends_of_rounds
 from raypar.actors.worker.build.flow import numbers_of
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.program import program_of
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Generator
 from raypar.actors.worker.probe import Probe
@@ -65,10 +65,10 @@ class Worker:
         UnequalReplicasError: Another replica has made other weights of the same plan.
     """
 
-    def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
+    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> None:
         torch.set_num_threads(plan.run.num_threads)
         torch.set_grad_enabled(True)
-        self.seat = seat = Seat(plan, groups, place)
+        self.seat = seat = RankContext(plan, groups, place)
         self.parts = assemble(seat)
         part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
@@ -150,7 +150,7 @@ class Worker:
         if stream and stream != self.program.schedule.stream:
             self.program = self._performed(first_steps(self.program.schedule, stream))
         train, length = not self.program.schedule.forward_only, self.program.schedule.numbers_a_step
-        self._step = self.probe.step = Step(program, step, length, is_train=train, further=further)
+        self._step = self.probe.step = StepState(program, step, length, is_train=train, further=further)
         if train:
             self.state.zero_grad()
             if self.parts.reducer is not None:

@@ -24,7 +24,7 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.cluster.ray_cluster import connected
 from raypar.errors import JobError
-from raypar.planner.calibrated.calibration import FORMAT, Calibration, GroupTime, Origin, Update, busy_with
+from raypar.planner.calibrated.calibration import FORMAT, Calibration, GroupTime, MeasuredUpdate, Origin, busy_with
 from raypar.planner.memory.worker import process_bytes
 
 _CALL = 60.0  # seconds in which an actor answers a call
@@ -107,7 +107,7 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
         besides=(),
         action_forward=0.0,
         action_backward=0.0,
-        update=Update(step=0.0, tensor=0.0, parameter=0.0),
+        update=MeasuredUpdate(step=0.0, tensor=0.0, parameter=0.0),
         groups=(),
         busy=1.0,
         message=0.0,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypar.planner.calibrated.calibration import AttentionTime, GroupOp, GroupTime, Product
+from raypar.planner.calibrated.calibration import AttentionTime, GroupOp, GroupTime, MeasuredProduct
 
 ROWS = (32, 128, 512)
 WEIGHTS = ((64, 64), (64, 256), (256, 64), (256, 256), (256, 1024), (1024, 256))  # inner, columns
@@ -35,7 +35,7 @@ class Meter:
         torch.manual_seed(0)
         return torch.cuda.get_device_name(0) if device == "cuda" else ""
 
-    def product(self, rows: int, inner: int, columns: int) -> Product:
+    def product(self, rows: int, inner: int, columns: int) -> MeasuredProduct:
         """Measure a product as the layers of a run make it, and the two of its backward."""
         import torch
 
@@ -45,7 +45,7 @@ class Meter:
         x = torch.randn(rows, inner, device=self._device, requires_grad=True)
         gradient = torch.ones(rows, columns, device=self._device)
         forward, backward = self._both(lambda: layer(x), gradient)
-        return Product(rows, inner, columns, forward, backward)
+        return MeasuredProduct(rows, inner, columns, forward, backward)
 
     def attention(self, tokens: int) -> AttentionTime:
         """Measure the core of causal attention as a run's layers compute it."""

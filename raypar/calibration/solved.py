@@ -14,10 +14,10 @@ from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import FEW, MANY, Measured
 from raypar.config.run import check_run
 from raypar.planner.calibrated.calibrated_costs import calibrated_costs, stage_seconds, step_seconds
-from raypar.planner.calibrated.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, Update
+from raypar.planner.calibrated.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, MeasuredUpdate
 from raypar.planner.calibrated.least_squares import relative_fit
 from raypar.planner.calibrated.product_seconds import head_products, num_logits
-from raypar.planner.memory.worker import Counts, worker_memory
+from raypar.planner.memory.worker import ParameterCounts, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of
 from raypar.schedules.action import Op
@@ -136,7 +136,7 @@ def _step(run: Run, known: Calibration) -> float:
     return step_seconds(run, world_of(run), _counts(run), check_run(run)["train"], known)
 
 
-def _counts(run: Run) -> Counts:
+def _counts(run: Run) -> ParameterCounts:
     return counts_of(run, check_run(run)["train"], None)
 
 
@@ -211,11 +211,11 @@ def _process(found: Measured) -> int:
     return max(1, round(found.peak) - (memory.peak - memory.process))
 
 
-def _update(found: Sequence[Measured]) -> Update:
+def _update(found: Sequence[Measured]) -> MeasuredUpdate:
     """Fit what the update takes by tensor and by parameter."""
     terms = [(1.0, float(_tensors(one.run)), float(max(_counts(one.run).held))) for one in found]
     step, tensor, parameter = relative_fit(terms, [one.step for one in found])
-    return Update(max(0.0, step), max(0.0, tensor), max(0.0, parameter))
+    return MeasuredUpdate(max(0.0, step), max(0.0, tensor), max(0.0, parameter))
 
 
 def _tensors(run: Run) -> int:

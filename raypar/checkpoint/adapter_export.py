@@ -13,13 +13,13 @@ from raypar.actors.hugging_face.conversions import adapters_converted, converted
 from raypar.actors.hugging_face.folder import ADAPTER, ADAPTER_CONFIG, BASE
 from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.hugging_face import demand_exportable
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 
 
-def export_adapter(found: Found, folder: str | PathLike[str]) -> Path:
+def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Path:
     """Write the adapters of a checkpoint as PEFT reads them, in float32. The folder appears when it is complete.
 
     Args:

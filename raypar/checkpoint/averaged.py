@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.errors import ConfigError
 
 
-def averaged(found: Found) -> Found:
+def averaged(found: VerifiedCheckpoint) -> VerifiedCheckpoint:
     """Return a checkpoint with the averages in the place of the weights, and without the optimizer's state.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 
 
 def base_of(run: Run) -> str:
@@ -23,7 +23,7 @@ def base_of(run: Run) -> str:
         return ""
 
 
-def base_faults(run: Run, found: Found) -> Iterator[str]:
+def base_faults(run: Run, found: VerifiedCheckpoint) -> Iterator[str]:
     """Yield whether a checkpoint's adapters belong to other weights than those in the folder of a run's model.
 
     Args:

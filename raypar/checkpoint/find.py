@@ -18,7 +18,7 @@ _MOST_TOLD = 10  # steps that a message names
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint of which every byte was verified.
 
     Attributes:
@@ -51,7 +51,7 @@ class Listed:
     faults: list[str]
 
 
-def newest(folder: Path) -> Found | None:
+def newest(folder: Path) -> VerifiedCheckpoint | None:
     """Return the newest sound checkpoint in a folder, after reading every byte of it; None if there is none.
 
     Newer checkpoints that are not sound are logged with their faults.
@@ -61,7 +61,7 @@ def newest(folder: Path) -> Found | None:
     """
     for _, path in listed(folder):
         try:
-            return Found(path, verified(path))
+            return VerifiedCheckpoint(path, verified(path))
         except CheckpointError as error:
             log.warning("%s is skipped:\n%s", path, error)
     return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import AT_ONCE, told, whole_folder, write_whole
-from raypar.actors.hugging_face.conversions import POSITIONS, Conversion, converted, is_zero
+from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LORA
@@ -23,7 +23,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.files_beside import write_files_beside
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
 from raypar.config.toml import run_of
@@ -66,7 +66,7 @@ class _Part:
             if it has none.
     """
 
-    conversion: Conversion
+    conversion: WeightPart
     shape: tuple[int, ...]
     logical: Logical | None
     base: FolderWeights | None = None
@@ -99,7 +99,7 @@ class _Theirs:
 
 
 def export(
-    found: Found,
+    found: VerifiedCheckpoint,
     folder: str | PathLike[str],
     dtype: Format | None = None,
     loss: float | None = None,
@@ -220,7 +220,7 @@ def _tensors(tensors: Mapping[str, Logical], kind: str) -> list[_Theirs]:
     return [_Theirs(name, sorted(of, key=lambda part: part.conversion.part)) for name, of in parts.items()]
 
 
-def _merged(run: Run, model: GPT | Llama, found: Found, kind: str) -> list[_Theirs]:
+def _merged(run: Run, model: GPT | Llama, found: VerifiedCheckpoint, kind: str) -> list[_Theirs]:
     """Return the tensors of theirs that adapters and the weights of the folder that they adapt are.
 
     Raises:
@@ -254,7 +254,7 @@ def _with_later_positions(tensors: Sequence[_Theirs], model: GPT, count: int) ->
     ]
 
 
-def _write_weights(found: Found, tensors: Sequence[_Theirs], folder: Path, dtype: str, shard: int) -> None:
+def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder: Path, dtype: str, shard: int) -> None:
     """Write the files of the weights, and an index if there are several. Raises CheckpointError or OSError."""
     from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 

@@ -16,10 +16,10 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.check import verified, verify
-from raypar.checkpoint.find import Found, instead_of, listed, newest
+from raypar.checkpoint.find import VerifiedCheckpoint, instead_of, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
-from raypar.config.fields import Fault, brief, field_faults
+from raypar.config.fields import FieldFault, brief, field_faults
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
@@ -48,7 +48,7 @@ _TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
 )
 
 
-def find(path: Path, typed: str | None = None) -> Found:
+def find(path: Path, typed: str | None = None) -> VerifiedCheckpoint:
     """Find a checkpoint.
 
     Args:
@@ -66,7 +66,7 @@ def find(path: Path, typed: str | None = None) -> Found:
     path = checkpoints_in(home)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
-        found = Found(path, verified(path)) if one else newest(path)
+        found = VerifiedCheckpoint(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
         what = repr(typed) if typed else what
@@ -103,10 +103,10 @@ class Prepared(NamedTuple):
     run: Run
     programs: Programs
     skeleton: Skeleton
-    found: Found | None
+    found: VerifiedCheckpoint | None
 
 
-def prepared(run: Run, resume: str | PathLike[str] | Found | None, *, overwrite: bool = False) -> Prepared:
+def prepared(run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, *, overwrite: bool = False) -> Prepared:
     """Check a run, its checkpoint and its folder, before any actor starts.
 
     Args:
@@ -120,12 +120,12 @@ def prepared(run: Run, resume: str | PathLike[str] | Found | None, *, overwrite:
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
-    found, wrong, faults = None if isinstance(resume, str | PathLike) else resume, list[Fault](), list[str]()
+    found, wrong, faults = None if isinstance(resume, str | PathLike) else resume, list[FieldFault](), list[str]()
     if isinstance(resume, str | PathLike):
         try:
             found = find(Path(resume))
         except ConfigError as error:
-            wrong = [Fault("folder", text, of_type=True) for text in error.faults]
+            wrong = [FieldFault("folder", text, of_type=True) for text in error.faults]
     if found is not None:
         run = as_begun(run, found.manifest.run)
     skeleton, programs = Skeleton(run.model, run.seed), None
@@ -150,7 +150,7 @@ def prepared(run: Run, resume: str | PathLike[str] | Found | None, *, overwrite:
     return Prepared(run, programs, skeleton, found)
 
 
-def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
+def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) -> None:
     """Check that a run can continue from a checkpoint, and log the changed fields that affect its numbers.
 
     Args:
@@ -178,12 +178,12 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
             log.warning("resumed with %s %s, which was %s", name, now, was)
 
 
-def changed_faults(run: Run, found: Found) -> list[str]:
+def changed_faults(run: Run, found: VerifiedCheckpoint) -> list[str]:
     """Return which fields of a run differ from the checkpoint's and must not; its weights are not looked at."""
     return [f"resume {str(found.path)!r}: {fault}" for fault in _compared(run, found)[0]]
 
 
-def _compared(run: Run, found: Found) -> tuple[list[str], list[tuple[str, str, str]]]:
+def _compared(run: Run, found: VerifiedCheckpoint) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Return which fields must not differ from the checkpoint's, and all that do: their names and both values."""
     was, now = flat(found.manifest.run), flat(plain_of(run))
     changed = [(name, brief(now[name]), brief(was[name])) for name in now if name in was and was[name] != now[name]]

@@ -72,7 +72,7 @@ class ExportArgs:
             yield f"--dtype is {self.dtype}, and an adapter is written in fp32: leave it out"
 
 
-class Outcome(NamedTuple):
+class CheckpointOutcome(NamedTuple):
     """Outcome of a command.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome(NamedTuple):
     sound: bool
 
 
-def run(words: Sequence[str]) -> Outcome:
+def run(words: Sequence[str]) -> CheckpointOutcome:
     """Run ``raypar ckpt``.
 
     Args:
@@ -94,7 +94,7 @@ def run(words: Sequence[str]) -> Outcome:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
     if words and words[0] in HELP:
-        return Outcome(_USAGE, sound=True)
+        return CheckpointOutcome(_USAGE, sound=True)
     if words[:1] == ["export"]:
         try:
             return export(parsed(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
@@ -117,7 +117,7 @@ def run(words: Sequence[str]) -> Outcome:
         raise ConfigError(error.faults) from error
 
 
-def ls(folder: Path) -> Outcome:
+def ls(folder: Path) -> CheckpointOutcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     if not listed and not holds_run(folder):
@@ -127,10 +127,10 @@ def ls(folder: Path) -> Outcome:
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]
-    return Outcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
+    return CheckpointOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
 
 
-def verify(path: Path) -> Outcome:
+def verify(path: Path) -> CheckpointOutcome:
     """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]
@@ -139,10 +139,10 @@ def verify(path: Path) -> Outcome:
     else:
         paths = [path]
     verdicts = {one: faults_of(one) for one in paths}
-    return Outcome("\n".join(_told(verdicts)), not any(verdicts.values()))
+    return CheckpointOutcome("\n".join(_told(verdicts)), not any(verdicts.values()))
 
 
-def export(args: ExportArgs) -> Outcome:
+def export(args: ExportArgs) -> CheckpointOutcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
     from raypar.checkpoint.adapter_export import export_adapter
     from raypar.checkpoint.hugging_face import export as write
@@ -151,12 +151,14 @@ def export(args: ExportArgs) -> Outcome:
     found = checkpoint_at(path, ema=args.ema)
     if args.adapter:
         told = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
-        return Outcome(told, sound=True)
+        return CheckpointOutcome(told, sound=True)
     written = write(found, folder, args.dtype, _last_loss(found))
-    return Outcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True)
+    return CheckpointOutcome(
+        f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True
+    )
 
 
-def _last_loss(found: find.Found) -> float | None:
+def _last_loss(found: find.VerifiedCheckpoint) -> float | None:
     """Return the loss of the last step before a checkpoint; None if its run folder does not tell."""
     home = home_of(found.path)
     metrics = [] if home is None else salvage(home)[0].metrics

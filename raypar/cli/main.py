@@ -214,7 +214,7 @@ def _with_actors(command: str, words: list[str]) -> int:
             outcome = finetune.sft(words, terminal=sys.stdout.isatty())
         else:
             outcome = train.train(words, terminal=sys.stdout.isatty())
-        if isinstance(outcome, train.Plan):
+        if isinstance(outcome, train.DryRunOutcome):
             needs = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
             return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
         said = _say(_table(outcome.rows), styled=True)

@@ -81,7 +81,7 @@ class TraceArgs:
         return ()
 
 
-class Written(NamedTuple):
+class RunFolderOutcome(NamedTuple):
     """Outcome of a command.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Page(NamedTuple):
     told: Sequence[str] = ()
 
 
-def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Written:
+def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
     """Run ``raypar report`` or ``raypar trace``.
 
     Args:
@@ -128,17 +128,17 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Wri
     if command == "trace":
         what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
         missing = "a run folder is missing: raypar trace RUN"
-        return Written(trace(parsed(TraceArgs(Path()), words, command, what, missing)))
+        return RunFolderOutcome(trace(parsed(TraceArgs(Path()), words, command, what, missing)))
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
     done = report(parsed(ReportArgs(()), words, command, _REPORT, missing))
-    if isinstance(done, Written):
+    if isinstance(done, RunFolderOutcome):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
     done.serve()
-    return Written("the page is not served any more")
+    return RunFolderOutcome("the page is not served any more")
 
 
-def report(args: ReportArgs) -> Written | Live:
+def report(args: ReportArgs) -> RunFolderOutcome | Live:
     """Run ``raypar report``, and return which file was written, or the server of the page."""
     folders, peak = args.folders, peak_of(args.peak)
     if args.live:
@@ -147,7 +147,7 @@ def report(args: ReportArgs) -> Written | Live:
     made = _page(folders, peak)
     written = _written(args.out or made.home, args.out, made.html)
     lines = [*made.told, written, *(f"could not be read: {fault}" for fault in made.poor)]
-    return Written("\n".join(lines), made.lost)
+    return RunFolderOutcome("\n".join(lines), made.lost)
 
 
 def trace(args: TraceArgs) -> str:

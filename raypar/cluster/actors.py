@@ -17,7 +17,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_lasting
 from raypar.cluster.own_ray import end_without_server
 from raypar.cluster.together import together
-from raypar.cluster.vacancies import ClaimOne, Create, Home, Vacancy, nodes_of, succeeded
+from raypar.cluster.vacancies import ActorBundle, ClaimOne, Create, PendingActor, nodes_of, succeeded
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers
@@ -46,9 +46,9 @@ class Actors:
     device: DeviceKind
     create: Create | None = None
     claim: ClaimOne | None = None
-    homes: list[Home] = field(default_factory=list)
+    homes: list[ActorBundle] = field(default_factory=list)
     wait_for_nodes: float = 0.0
-    vacancies: list[Vacancy] = field(default_factory=list)
+    vacancies: list[PendingActor] = field(default_factory=list)
     _vacated: int = 0
 
     @property
@@ -70,11 +70,11 @@ class Actors:
         _try(ray.kill, self.handles[number])
         home = self.homes[number]
         if home.is_left:  # another one is on its way
-            _try(Home.give_back, home)
+            _try(ActorBundle.give_back, home)
             self.handles[number] = None
             return
         if is_lost := bool(home.node) and not is_lasting(home.node):
-            _try(Home.give_back, home)
+            _try(ActorBundle.give_back, home)
         self._vacate(number, name, None if is_lost else home)
 
     def leave(self, nodes: Collection[str], name: str) -> None:
@@ -98,19 +98,19 @@ class Actors:
         for number in reversed(range(first, len(self.handles))):
             if self.handles[number] is not None and self.homes[number].is_left:
                 _try(ray.kill, self.handles[number])
-                _try(Home.give_back, self.homes[number])
+                _try(ActorBundle.give_back, self.homes[number])
                 del self.handles[number], self.homes[number]
 
-    def _vacate(self, number: int, name: str, home: Home | None, starting: Any = None) -> None:
+    def _vacate(self, number: int, name: str, home: ActorBundle | None, starting: Any = None) -> None:
         """Let an actor come to the place of one."""
         self.handles[number] = None
         self._claim_for(name, home, starting)
 
-    def _claim_for(self, name: str, home: Home | None, starting: Any = None) -> None:
-        """Let an actor start; see ``Vacancy``."""
+    def _claim_for(self, name: str, home: ActorBundle | None, starting: Any = None) -> None:
+        """Let an actor start; see ``PendingActor``."""
         assert self.create is not None and self.claim is not None
         self._vacated += 1
-        self.vacancies.append(Vacancy(f"{name} {self._vacated}", home, self.create, self.claim, starting))
+        self.vacancies.append(PendingActor(f"{name} {self._vacated}", home, self.create, self.claim, starting))
 
     def look(self) -> None:
         """Let actors that have started be among those without a rank. Returns at once."""
@@ -147,7 +147,7 @@ class Actors:
             return True
         for vacancy in [one for one in self.vacancies if one not in before]:
             self.vacancies.remove(vacancy)
-            _try(Vacancy.close, vacancy)
+            _try(PendingActor.close, vacancy)
         self.shrink(first)
         return False
 
@@ -160,10 +160,10 @@ class Actors:
         for number in reversed(range(first, len(self.handles))):
             if self.handles[number] is not None and self.homes[number].is_claimed:
                 _try(ray.kill, self.handles[number])
-                _try(Home.give_back, self.homes[number])
+                _try(ActorBundle.give_back, self.homes[number])
                 del self.handles[number], self.homes[number]
 
-    def hoped(self, wait: float = 0.0) -> list[Vacancy]:
+    def hoped(self, wait: float = 0.0) -> list[PendingActor]:
         """Return the places to which an actor may still come in time; see ``wait_for``."""
         return [one for one in self.vacancies if not one.is_late(wait)]
 
@@ -218,7 +218,7 @@ class Actors:
         try:
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
             for vacancy in vacancies:
-                _try(Vacancy.close, vacancy)
+                _try(PendingActor.close, vacancy)
             for group in dict.fromkeys(home.group for home in self.homes if home.is_claimed):
                 if not _try(remove_placement_group, group):
                     break  # a Ray that does not answer takes a minute to say so, for each of them

@@ -99,7 +99,7 @@ def _arrive(arrived: SimpleQueue[tuple[Any, Any]], ref: Any, future: Any) -> Non
     arrived.put((ref, future))
 
 
-class Watch:
+class ProgressWatch:
     """Asks late actors for their progress, and knows which of them are silent or stay in one action.
 
     All actors together are asked a bounded number of questions a second, so with thousands of late actors each is asked

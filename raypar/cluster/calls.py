@@ -15,11 +15,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.specs.results import StepResult
-from raypar.cluster.answers import LOOK, Answer, Answers, Watch
+from raypar.cluster.answers import LOOK, Answer, Answers, ProgressWatch
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.witnesses import Witnesses
+from raypar.cluster.witnesses import ProcessMonitors
 from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class Calls:
         timeout: float,
         *,
         replaces: bool = False,
-        witnesses: Witnesses | None = None,
+        witnesses: ProcessMonitors | None = None,
         server: ControlServer | None = None,
     ) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
-        self._witnesses, self._server = witnesses or Witnesses(), server or ControlServer()
+        self._witnesses, self._server = witnesses or ProcessMonitors(), server or ControlServer()
         self._lost_at = math.inf
 
     @property
@@ -265,7 +265,7 @@ class Calls:
         Args:
             refs: The object refs of calls, and the ranks that they went to.
         """
-        return Waiting(Answers(refs), Watch(self._question), self._demand_progress)
+        return Waiting(Answers(refs), ProgressWatch(self._question), self._demand_progress)
 
     def abort(self) -> None:
         """Tell every actor to stop whatever it waits for. Waits only briefly for confirmation."""
@@ -276,7 +276,7 @@ class Calls:
         """Ask an actor for its progress, which it answers even during a step; return the object ref of the call."""
         return self._handles[rank].progress.options(concurrency_group="ctl").remote()
 
-    def _demand_progress(self, watch: Watch, ranks: Iterable[int], what: str) -> None:
+    def _demand_progress(self, watch: ProgressWatch, ranks: Iterable[int], what: str) -> None:
         """Raise StalledError if an actor has been in one action for too long or does not answer.
 
         Raises RayLostError if Ray's control server is gone for so long that the step should have ended meanwhile.
@@ -350,7 +350,9 @@ class Waiting:
             going on.
     """
 
-    def __init__(self, answers: Answers, watch: Watch, demand: Callable[[Watch, Iterable[int], str], None]) -> None:
+    def __init__(
+        self, answers: Answers, watch: ProgressWatch, demand: Callable[[ProgressWatch, Iterable[int], str], None]
+    ) -> None:
         self.watch = watch
         self._answers, self._demand = answers, demand
 

@@ -17,13 +17,13 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from raypar.actors.mesh.world import World
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import living_nodes
 from raypar.cluster.placement import wants
 from raypar.cluster.ray_private import coming_nodes
 from raypar.cluster.room import holders, no_room
-from raypar.cluster.vacancies import Home
+from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import RoomError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Claim:
         blocks: Sequence[tuple[int, ...]],
         nodes: Sequence[str],
         spares: int,
-        share: Share,
+        share: ActorResources,
         job: str,
     ) -> None:
         self._world, self._share, self._job = world, share, job
@@ -89,21 +89,21 @@ class Claim:
                 self.make()
                 held = time.monotonic()
 
-    def homes(self) -> list[Home]:
+    def homes(self) -> list[ActorBundle]:
         """Return the home of each rank, and then those of actors without one. All groups have their resources.
 
         Where Ray has chosen the nodes, blocks of a size are alike: ranks that follow each other get those of one node.
         """
         tables: dict[str, Any] = placement_group_table()
         on = [tables[group.id.hex()]["bundles_to_node_id"][0] for group in self._groups]
-        found = dict[int, Home]()
+        found = dict[int, ActorBundle]()
         for size in {len(block) for block in self._blocks}:
             alike = [index for index, block in enumerate(self._blocks) if len(block) == size]
             chosen = alike if any(self._nodes) else sorted(alike, key=lambda index: on[index])
             for index, its in zip(alike, chosen, strict=True):
                 users = set(range(size))
                 for bundle, number in enumerate(self._blocks[index]):
-                    found[number] = Home(self._groups[its], bundle, on[its], users)
+                    found[number] = ActorBundle(self._groups[its], bundle, on[its], users)
         return [found[number] for number in range(len(found))]
 
     def give_back(self) -> None:
@@ -136,7 +136,7 @@ class Claim:
         return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{added}{holders(own)}"
 
 
-def claimed(name: str, share: Share, actors: int = 1, node: str = "") -> PlacementGroup:
+def claimed(name: str, share: ActorResources, actors: int = 1, node: str = "") -> PlacementGroup:
     """Claim room on one node, without waiting for it.
 
     Args:

@@ -17,7 +17,7 @@ _UNITS = 10_000  # the units in which Ray counts fractions of a GPU
 
 
 @dataclass(frozen=True)
-class Share:
+class ActorResources:
     """The compute resources of every actor.
 
     Attributes:
@@ -35,7 +35,9 @@ class Share:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def share_of(choice: DeviceChoice, resources: Resources, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+def share_of(
+    choice: DeviceChoice, resources: Resources, actors: int, gpus: int, *, built: bool, grows: bool
+) -> ActorResources:
     """Return what each actor of a run takes; see ``gpu_share``.
 
     Args:
@@ -56,11 +58,11 @@ def share_of(choice: DeviceChoice, resources: Resources, actors: int, gpus: int,
         if not gpus and not grows:
             raise ConfigError([f"resources.gpus is {resources.gpus:g}, but the cluster has no GPU: {_NO_GPU}"])
         log.info("computing on GPUs, %g for each actor", resources.gpus)
-        device = Share("cuda", resources.gpus)
+        device = ActorResources("cuda", resources.gpus)
     return replace(device, cpus=resources.cpus, others=resources.others, labels=dict(resources.labels))
 
 
-def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> ActorResources:
     """Choose the resources of each actor, and log the choice.
 
     Args:
@@ -82,10 +84,10 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
     if choice == "cpu" or (choice == "auto" and not (built and gpus >= actors)):
         why = f" ({_why(built)})" if choice == "auto" and gpus else ""
         log.info("computing on CPUs%s", why)
-        return Share("cpu", 0.0)
+        return ActorResources("cpu", 0.0)
     if gpus >= actors or grows:
         log.info("computing on GPUs, one for each actor")
-        return Share("cuda", 1.0)
+        return ActorResources("cuda", 1.0)
     sharing = math.ceil(actors / gpus)
     log.warning(
         "%d actors share %d GPU%s, up to %d one: their tensors go through the host, which is slow, for NCCL connects "
@@ -95,7 +97,7 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
         "s" if gpus > 1 else "",
         sharing,
     )
-    return Share("cuda", _UNITS // sharing / _UNITS)
+    return ActorResources("cuda", _UNITS // sharing / _UNITS)
 
 
 def demand_build(choice: DeviceChoice, *, built: bool) -> None:

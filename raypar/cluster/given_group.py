@@ -9,7 +9,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup as PlacementGroup
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import amount_text, free_text, room, wants
 from raypar.cluster.ray_private import free_resources, held_resources
 from raypar.errors import ConfigError
@@ -62,7 +62,7 @@ def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
     }
 
 
-def chosen_bundles(bundles: Bundles, share: Share, actors: int) -> Sequence[int]:
+def chosen_bundles(bundles: Bundles, share: ActorResources, actors: int) -> Sequence[int]:
     """Return a bundle for each actor, one bundle full before the next; fewer where there is no room for all.
 
     Args:
@@ -80,7 +80,7 @@ def _named(group: PlacementGroup) -> str:
     return f"{name!r} ({group.id.hex()})" if name else str(group.id.hex())
 
 
-def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Share, actors: int) -> str:
+def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: ActorResources, actors: int) -> str:
     """Say what a placement group has, where as many actors need more.
 
     Args:

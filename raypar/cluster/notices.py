@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 _LOOK = 0.5  # seconds between two looks
 
 
-class Notices:
+class DrainNotices:
     """The notices of nodes that are taken away. Ray gives one when a node is drained, with or without a deadline.
 
     Args:

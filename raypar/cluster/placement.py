@@ -17,7 +17,7 @@ from typing import TypeGuard
 from raypar.actors.mesh.mesh import AXES, Axis
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
 _EPSILON = 1e-9
@@ -77,12 +77,12 @@ class Placement:
         return self.missing > 0 or len(self.split) > len(other.split)
 
 
-def wants(share: Share) -> dict[str, float]:
+def wants(share: ActorResources) -> dict[str, float]:
     """Return what an actor takes of its node."""
     return {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {}) | dict(share.others)
 
 
-def room(resources: Mapping[str, float], share: Share) -> int:
+def room(resources: Mapping[str, float], share: ActorResources) -> int:
     """Return how many actors resources are enough for. A part of a GPU lies on one GPU."""
     found = min(
         math.floor(resources.get(name, 0.0) / amount + _EPSILON)
@@ -95,7 +95,7 @@ def room(resources: Mapping[str, float], share: Share) -> int:
     return max(0, found)
 
 
-def may_have(node: Node, share: Share) -> bool:
+def may_have(node: Node, share: ActorResources) -> bool:
     """Return whether a node's labels are what actors ask for."""
     return all(is_selected(node.labels.get(name), wanted) for name, wanted in share.labels.items())
 
@@ -114,7 +114,12 @@ def is_selected(value: str | None, wanted: str) -> bool:
 
 
 def place(
-    world: World, nodes: Sequence[Node], share: Share, strategy: PlacementStrategy = "PACK", *, free: bool = True
+    world: World,
+    nodes: Sequence[Node],
+    share: ActorResources,
+    strategy: PlacementStrategy = "PACK",
+    *,
+    free: bool = True,
 ) -> Placement:
     """Place the actors of a world.
 
@@ -289,7 +294,7 @@ def told(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[
             yield f"{node}: {', '.join(world.label(rank) for rank in ranks)}"
 
 
-def split_told(world: World, placement: Placement, share: Share) -> str:
+def split_told(world: World, placement: Placement, share: ActorResources) -> str:
     """Say which tensor groups lie on several nodes, why, and what would mend it."""
     first, count = placement.split[0], len(placement.split)
     names = " and ".join(dict.fromkeys(str(placement.nodes[rank]) for rank in first))
@@ -305,7 +310,7 @@ def split_told(world: World, placement: Placement, share: Share) -> str:
     )
 
 
-def room_told(nodes: Sequence[Node], share: Share) -> str:
+def room_told(nodes: Sequence[Node], share: ActorResources) -> str:
     """Say what each node has room for; of many nodes, those that come nearest to what an actor takes."""
     some = nodes
     if len(nodes) > _MOST_NODES:
@@ -327,7 +332,7 @@ def amount_text(name: str, amount: float) -> str:
     return f"{amount:g} {name}{plural}"
 
 
-def _has(node: Node, share: Share) -> str:
+def _has(node: Node, share: ActorResources) -> str:
     amounts = " and ".join(
         f"{amount_text(unit, node.total.get(unit, 0.0))} ({free_text(unit, node.free.get(unit, 0.0))} free)"
         for unit in wants(share)

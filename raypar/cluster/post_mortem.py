@@ -10,7 +10,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from raypar.cluster.probes import reason_of
 from raypar.cluster.processes import Exit
 from raypar.cluster.ray_private import dead_servers
-from raypar.cluster.witnesses import Witnesses
+from raypar.cluster.witnesses import ProcessMonitors
 from raypar.cluster.worker_logs import shown
 from raypar.errors import Death
 
@@ -23,7 +23,7 @@ _CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received")
 _NODE_DIED = "node has died"
 
 
-def death_of(error: RayError, rank: int, witnesses: Witnesses) -> Death:
+def death_of(error: RayError, rank: int, witnesses: ProcessMonitors) -> Death:
     """Return what is known of an actor's death.
 
     How its process ended is known from Linux 6.15 on.

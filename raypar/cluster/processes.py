@@ -49,7 +49,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessReport:
     """What its node tells of an actor that has died.
 
     Attributes:
@@ -137,7 +137,7 @@ class Processes:
         before, self._kills = self._kills, self._count_kills()
         return self._kills - before
 
-    def seen(self, rank: int, number: int | None = None) -> Seen:
+    def seen(self, rank: int, number: int | None = None) -> ProcessReport:
         """Return what is known of an actor that has died.
 
         Args:
@@ -146,7 +146,7 @@ class Processes:
         """
         known = self.number(rank)
         log_file, log = log_of(number if known is None else known)
-        return Seen(self.last_action(rank), self.exit_of(rank), self.new_memory_kills(), log_file, log)
+        return ProcessReport(self.last_action(rank), self.exit_of(rank), self.new_memory_kills(), log_file, log)
 
     def kill(self, rank: int) -> None:
         """End the process of an actor, if it is known, and know it no more."""

@@ -27,7 +27,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer, demand_driver, unanswered
 from raypar.cluster.claims import Claim, actor_name, claimed
-from raypar.cluster.devices import Share, demand_build, share_of
+from raypar.cluster.devices import ActorResources, demand_build, share_of
 from raypar.cluster.given_group import bundles_of_group, captured, chosen_bundles, free_bundles, too_small
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.nodes import demand_alike, living_nodes
@@ -35,7 +35,7 @@ from raypar.cluster.placement import Node, blocks_of, place, split_told, told
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.room import TOO_SMALL, no_room
 from raypar.cluster.together import together
-from raypar.cluster.vacancies import Home
+from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import ConfigError, JobError, RoomError
 from raypar.planner.hardware.this_machine import num_slots, room_faults, starts_own_ray
 from raypar.schedules.float_sum import float_sum
@@ -156,7 +156,7 @@ def _roomy(world: World, actors: int, cpus: float, *, grows: bool) -> list[Node]
     """Return the living nodes. Raises RoomError if they have too few CPUs, and no other nodes are to come."""
     nodes = living_nodes()
     if not grows and float_sum(node.total.get("CPU", 0.0) for node in nodes) < actors * cpus:
-        raise RoomError([no_room(world, nodes, TOO_SMALL, Share("cpu", 0.0, cpus))])
+        raise RoomError([no_room(world, nodes, TOO_SMALL, ActorResources("cpu", 0.0, cpus))])
     return nodes
 
 
@@ -228,7 +228,9 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
     made.result()
 
 
-def _inside(group: PlacementGroup | None, share: Share, actors: int, seconds: float | None) -> list[Home]:
+def _inside(
+    group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None
+) -> list[ActorBundle]:
     """Return homes for actors in a placement group of others; [] if there is none, or this task's has no room for them.
 
     Args:
@@ -255,13 +257,13 @@ def _inside(group: PlacementGroup | None, share: Share, actors: int, seconds: fl
         else:
             few = too_small(group, bundles, free if fits else bundles, share, actors)
             raise RoomError([f"{few}: make it larger, use a smaller mesh, or leave placement_group out"])
-    return [Home(group, bundle) for bundle in chosen]
+    return [ActorBundle(group, bundle) for bundle in chosen]
 
 
 def _claim(
     world: World,
     nodes: Sequence[Node],
-    share: Share,
+    share: ActorResources,
     strategy: PlacementStrategy,
     spares: int,
     job: str,
@@ -281,7 +283,7 @@ def _claim(
     """
     whole, now = place(world, nodes, share, strategy, free=False), place(world, nodes, share, strategy)
     if whole.missing and (not grows or strategy == "STRICT_SPREAD"):
-        asks = "ask for less in resources, " if share != Share(share.device, share.gpus) else ""
+        asks = "ask for less in resources, " if share != ActorResources(share.device, share.gpus) else ""
         raise RoomError([no_room(world, nodes, asks + _STRATEGIES.get(strategy, TOO_SMALL), share)])
     waits = now.is_worse_than(whole)
     found = whole if waits else now
@@ -299,7 +301,7 @@ def _claim(
     return Claim(world, blocks, pins, spares, share, job), used
 
 
-def _remote(cls: type, share: Share) -> Any:
+def _remote(cls: type, share: ActorResources) -> Any:
     """Return the class of the actors as Ray has it; made once, because each one that is made is pickled and sent."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
@@ -309,7 +311,7 @@ def _remote(cls: type, share: Share) -> Any:
     return decorate(num_cpus=share.cpus, num_gpus=share.gpus, memory=memory, resources=others or None, **kept)(cls)
 
 
-def _actor(remote: Any, name: str, home: Home) -> Any:
+def _actor(remote: Any, name: str, home: ActorBundle) -> Any:
     """Create an actor in its home."""
     where = PlacementGroupSchedulingStrategy(home.group, home.bundle)
     return remote.options(name=name, scheduling_strategy=where).remote()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import Node, amount_text, free_text, room_told, wants
 from raypar.schedules.float_sum import float_sum
 
@@ -16,7 +16,7 @@ TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-f
 _MOST_HOLDERS = 4  # jobs and placement groups that are named
 
 
-def no_room(world: World, nodes: Sequence[Node], why: str, share: Share) -> str:
+def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources) -> str:
     """Describe what the world needs and what each node of the cluster has.
 
     Args:

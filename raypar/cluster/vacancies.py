@@ -19,7 +19,7 @@ _ROOM = 10.0  # seconds in which a node with room is found
 
 
 @dataclass(frozen=True)
-class Home:
+class ActorBundle:
     """Where an actor has its resources.
 
     Attributes:
@@ -50,7 +50,7 @@ class Home:
                 remove_placement_group(self.group)
 
 
-def nodes_of(homes: Iterable[Home]) -> list[str]:
+def nodes_of(homes: Iterable[ActorBundle]) -> list[str]:
     """Return for each of some homes Ray's id of the node on which it is now; "" if there is none.
 
     Ray is asked once for each placement group: its answer has all bundles.
@@ -64,11 +64,11 @@ def nodes_of(homes: Iterable[Home]) -> list[str]:
     return found
 
 
-Create = Callable[[str, Home], Any]  # creates an actor of a name in a home
+Create = Callable[[str, ActorBundle], Any]  # creates an actor of a name in a home
 ClaimOne = Callable[[str], PlacementGroup]  # claims a home on any node for an actor of a name, without waiting
 
 
-class Vacancy:
+class PendingActor:
     """A place that has no actor. Every call returns at once; what is waited for meanwhile is in ``awaited``.
 
     A home whose node is lost is looked for on any node, until one has room: also on one that is yet to come, for which
@@ -85,7 +85,9 @@ class Vacancy:
         awaited: The object ref of what is waited for: a home, or the first answer of an actor.
     """
 
-    def __init__(self, name: str, home: Home | None, create: Create, claim: ClaimOne, starting: Any = None) -> None:
+    def __init__(
+        self, name: str, home: ActorBundle | None, create: Create, claim: ClaimOne, starting: Any = None
+    ) -> None:
         self._name, self._create, self._claim = name, create, claim
         self._handle: Any = None
         self._claimed: PlacementGroup | None = None  # as long as it is not a home yet
@@ -109,13 +111,13 @@ class Vacancy:
         """
         return time.monotonic() > self._in_time + max(0.0, wait - _ROOM)
 
-    def look(self) -> tuple[Any, Home] | None:
+    def look(self) -> tuple[Any, ActorBundle] | None:
         """Return the actor and its home, if it has answered."""
         has_come = bool(ray.wait([self.awaited], timeout=0)[0])
         if self._handle is None:
             if has_come and self._claimed is not None:
                 (node,) = placement_group_table(self._claimed)["bundles_to_node_id"].values()
-                self._start(Home(self._claimed, 0, node, {0}), _ELSEWHERE)
+                self._start(ActorBundle(self._claimed, 0, node, {0}), _ELSEWHERE)
                 self._in_time = self._in_time if self._had_room else self._until
                 self._had_room = True
         elif has_come and succeeded(self.awaited):
@@ -133,7 +135,7 @@ class Vacancy:
         self._claimed = self._claim(self._name)
         self.awaited, self._in_time = self._claimed.ready(), min(self._in_time, time.monotonic() + _ROOM)
 
-    def _start(self, home: Home, seconds: float, starting: Any = None) -> None:
+    def _start(self, home: ActorBundle, seconds: float, starting: Any = None) -> None:
         self._tries += 1
         self._home = home
         self._handle = self._create(f"{self._name} {self._tries}", home) if starting is None else starting

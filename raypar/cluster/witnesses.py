@@ -12,13 +12,13 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.specs.results import Located
-from raypar.cluster.processes import Processes, Seen
+from raypar.cluster.processes import Processes, ProcessReport
 
 log = logging.getLogger(__name__)
 _ANSWER = 0.75  # seconds in which another node tells of a death: a recovery waits for it
 
 
-class Witness:
+class ProcessMonitor:
     """The processes of a job's actors on a node; a Ray actor, which outlives those."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Witness:
         """Know these processes of this node from now on, and no others, by their ranks."""
         self._processes.know(located)
 
-    def seen(self, rank: int) -> Seen:
+    def seen(self, rank: int) -> ProcessReport:
         """Return what is known of an actor that has died."""
         return self._processes.seen(rank)
 
@@ -37,7 +37,7 @@ class Witness:
         self._processes.kill(rank)
 
 
-class Witnesses:
+class ProcessMonitors:
     """What is known of the processes of actors, by rank, wherever they are. Nothing of it waits for long."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Witnesses:
         for node in wanted - self._there.keys():
             self._there[node] = _start(node)
 
-    def seen(self, rank: int, node_lives: bool, number: int | None = None) -> Seen:
+    def seen(self, rank: int, node_lives: bool, number: int | None = None) -> ProcessReport:
         """Return what is known of an actor that has died.
 
         Args:
@@ -82,13 +82,13 @@ class Witnesses:
         if node is None:
             return self._own.seen(rank, number)
         if not node_lives or node not in self._there:
-            return Seen(is_silent=True)
+            return ProcessReport(is_silent=True)
         try:
-            seen: Seen = ray.get(self._there[node].seen.remote(rank), timeout=_ANSWER)
+            seen: ProcessReport = ray.get(self._there[node].seen.remote(rank), timeout=_ANSWER)
         except RayError as error:
             log.debug("its node tells nothing of it: %s", error)
             self._end(node)  # another one comes when the actors are known anew
-            return Seen(is_silent=True)
+            return ProcessReport(is_silent=True)
         return seen
 
     def kill(self, rank: int) -> None:
@@ -117,4 +117,4 @@ def _start(node: str) -> Any:
     decorate: Any = ray.remote
     pin = NodeAffinitySchedulingStrategy(node, soft=False)
     kept = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": pin}
-    return decorate(num_cpus=0)(Witness).options(**kept).remote()
+    return decorate(num_cpus=0)(ProcessMonitor).options(**kept).remote()

@@ -76,7 +76,7 @@ _DICTIONARIES = {  # the same of dictionaries
 }
 
 
-class Fault(NamedTuple):
+class FieldFault(NamedTuple):
     """A field with a wrong value.
 
     Attributes:
@@ -90,7 +90,7 @@ class Fault(NamedTuple):
     of_type: bool
 
 
-def right_fields(wrong: Sequence[Fault]) -> Callable[..., bool]:
+def right_fields(wrong: Sequence[FieldFault]) -> Callable[..., bool]:
     """Return a function of paths: whether these fields, and all fields inside them, have none of these faults.
 
     Args:
@@ -105,7 +105,7 @@ def right_fields(wrong: Sequence[Fault]) -> Callable[..., bool]:
     return right
 
 
-def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
+def field_faults(part: Any, below: str = "") -> Iterator[FieldFault]:
     """Yield the faults of a dataclass's fields, including those of nested dataclasses.
 
     The check is strict: True is not a number, 2.0 is not a whole number, and nan and inf are not finite numbers.
@@ -123,7 +123,7 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
             yield from field_faults(value, f"{below}{name}.")
 
 
-def value_faults(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
+def value_faults(kind: type, values: Mapping[str, Any]) -> Iterator[FieldFault]:
     """Yield the faults of values that are to be fields of a dataclass, as ``field_faults`` does, but not those inside.
 
     Args:
@@ -192,7 +192,7 @@ def _strict(kind: type) -> type:
     )
 
 
-def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[Fault]:
+def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[FieldFault]:
     """Yield the faults of one field.
 
     pydantic reports an error for each member of a union. They become one sentence, and only the most specific ones are
@@ -215,7 +215,7 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
         asks_for = {error["type"] for error in group}
         text += next((f", such as {shown}" for kind, shown in _shown(path) if kind in asks_for), "")
         text += reason_of(group[0]["input"])
-        yield Fault(path if mapping else f"{path}{inner}", text, of_type)
+        yield FieldFault(path if mapping else f"{path}{inner}", text, of_type)
 
 
 def _shown(path: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
-from raypar.actors.hugging_face.folder import CONFIG, Kept, read_config, same_bytes, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, FileTensor, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
@@ -63,7 +63,7 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
     return replace(model, hf=str(path))
 
 
-def _with_own_head(model: GPT | Llama | Layers, folder: Path, kept: Mapping[str, Kept]) -> GPT | Llama | Layers:
+def _with_own_head(model: GPT | Llama | Layers, folder: Path, kept: Mapping[str, FileTensor]) -> GPT | Llama | Layers:
     """Return the model untied, as transformers loads it, where the folder has another head than its embedding."""
     head = kept.get("lm_head.weight")
     if isinstance(model, Layers) or not model.tied or head is None:

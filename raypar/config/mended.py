@@ -11,7 +11,7 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.precision import LossScale, Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
-from raypar.config.fields import Fault, value_faults
+from raypar.config.fields import FieldFault, value_faults
 
 # Values that are tried beside a field's usual one, for which those that it can't have are passed over.
 _OTHERS: tuple[Any, ...] = (2, 1, 3, 0.5, 0.25, 1.5, "2", "8GiB", True, False, None, ())
@@ -26,7 +26,7 @@ _SEVERAL: tuple[Any, ...] = ({"embed.*": 1.0}, {"embed.*": "0"}, ("embed.*",), (
 _FUNCTIONS = ("data.fn", "data.validate", "data.lengths", "data.path")  # instead of which other data are taken
 
 
-def mended(run: Run, wrong: Sequence[Fault]) -> tuple[Run, Run] | None:
+def mended(run: Run, wrong: Sequence[FieldFault]) -> tuple[Run, Run] | None:
     """Return a run twice, each time with other sound values in place of all wrong ones.
 
     What is wrong with both, in the same words, does not depend on the wrong fields.

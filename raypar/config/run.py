@@ -16,7 +16,7 @@ from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.specs.worlds import world_of
-from raypar.config.fields import Fault, field_faults, right_fields
+from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.hints import hint
 from raypar.config.mended import mended
 from raypar.config.schedule import (
@@ -64,7 +64,7 @@ def check_run(
     skeleton: Skeleton | None = None,
     *,
     overwrite: bool = False,
-    wrong: Sequence[Fault] = (),
+    wrong: Sequence[FieldFault] = (),
 ) -> Programs:
     """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
@@ -93,11 +93,11 @@ def check_run(
     return with_offload(whole, run.activations_on_device)
 
 
-def _own_faults(run: Run) -> list[Fault]:
+def _own_faults(run: Run) -> list[FieldFault]:
     """Return what is wrong with single fields of a run."""
     own = list(field_faults(run))
     if right_fields(own)("mesh.pp", "mesh.rank_dp", "mesh.rank_tp"):
-        own += [Fault(path, text, of_type=False) for path, text in run.mesh.count_faults()]
+        own += [FieldFault(path, text, of_type=False) for path, text in run.mesh.count_faults()]
     return own
 
 

@@ -33,7 +33,7 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
-from raypar.config.fields import Fault, brief, field_faults
+from raypar.config.fields import FieldFault, brief, field_faults
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
@@ -188,7 +188,7 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     return run
 
 
-def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, list[Fault]]:
+def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, list[FieldFault]]:
     """Return the run that a table describes, without what is wrong in it, and the faults of that.
 
     Values that are only out of range are in the run, and no faults: ``check_run`` finds them.
@@ -196,7 +196,7 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
     Raises:
         ConfigError: The run has functions of the user's own.
     """
-    faults: list[Fault] = []
+    faults: list[FieldFault] = []
     rest, theirs = dict(table), None
     if is_theirs(_part(table, "model")):
         try:
@@ -212,12 +212,12 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
         try:
             start = recipe(str(rest.pop("recipe")))
         except ConfigError as error:
-            faults += [Fault("", text, of_type=True) for text in error.faults]
+            faults += [FieldFault("", text, of_type=True) for text in error.faults]
     if "layout" in rest:
         try:
             start = replace(start, **layout(str(rest.pop("layout"))))
         except ConfigError as error:
-            faults += [Fault("", text, of_type=True) for text in error.faults]
+            faults += [FieldFault("", text, of_type=True) for text in error.faults]
     if theirs is not None:
         start = replace(start, model=theirs)
     run = _changed(start, rest, "", faults)
@@ -268,7 +268,7 @@ def of_kind(name: str, kind: object, like: T) -> T:
     return made
 
 
-def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault]) -> T:
+def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[FieldFault]) -> T:
     """Return ``base`` with the fields that a table sets, and add its unknown keys to ``faults``."""
     assert is_dataclass(base) and not isinstance(base, type)
     hints = get_type_hints(type(base))
@@ -277,7 +277,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
     for key, value in table.items():
         path, old = f"{below}{key}", getattr(base, key, None)
         if key not in names:
-            faults.append(Fault(path, f"{path} is not a field{_hint(key, names, below[:-1])}", of_type=True))
+            faults.append(FieldFault(path, f"{path} is not a field{_hint(key, names, below[:-1])}", of_type=True))
         elif old is None and isinstance(value, dict) and (kind := _table_of(hints[key])) is not None:
             changes[key] = _changed(kind(), value, f"{path}.", faults)
         elif not is_dataclass(old) or isinstance(old, Schedule) or (is_none(value) and _may_be_none(hints[key])):
@@ -286,19 +286,19 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault])
             changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
         elif not isinstance(value, dict):
             text = f"{path} is {brief(value)}: write its fields in a table [{path}]"
-            faults.append(Fault(path, text, of_type=True))
+            faults.append(FieldFault(path, text, of_type=True))
         else:
             inner = dict(value)
             if path == "model" and begins_in_folder(inner):
                 try:
                     old = HF(inner["hf"], **{name: inner[name] for name in _SCALARS & inner.keys()})
                 except ConfigError as error:
-                    faults += [Fault("model.hf", text, of_type=True) for text in error.faults]
+                    faults += [FieldFault("model.hf", text, of_type=True) for text in error.faults]
             if path in _KINDS and "kind" in inner:
                 try:
                     old = of_kind(path, inner.pop("kind"), old)
                 except ConfigError as error:
-                    faults += [Fault(f"{path}.kind", text, of_type=True) for text in error.faults]
+                    faults += [FieldFault(f"{path}.kind", text, of_type=True) for text in error.faults]
             changes[key] = _changed(old, inner, f"{path}.", faults)
     return replace(base, **changes)
 

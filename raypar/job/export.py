@@ -10,7 +10,7 @@ from uuid import uuid4
 from raypar.actors.files import told
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.check import verified
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.hugging_face import demand_exportable, export
 from raypar.config.toml import plain_of
 from raypar.job.steps.averages import demand_averages
@@ -34,6 +34,6 @@ def export_hf(loop: TrainingLoop, folder: str | PathLike[str], dtype: Format | N
             parts.mkdir()
         saved = loop.copy_weights(parts, ema=ema)
         loss = None if loop.last is None else loop.last.loss
-        return export(Found(saved, verified(saved)), path, dtype, loss)
+        return export(VerifiedCheckpoint(saved, verified(saved)), path, dtype, loss)
     finally:
         shutil.rmtree(parts, ignore_errors=True)

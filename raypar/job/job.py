@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Count, Steps
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.schedule import Programs
@@ -24,7 +24,7 @@ from raypar.job.look.weights import Weights
 from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import loaded_on
-from raypar.job.start.run_switch import Loading
+from raypar.job.start.run_switch import RunSwitch
 from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
@@ -69,12 +69,12 @@ class Job:
         actors: Actors,
         name: str,
         record: Record,
-        found: Found | None = None,
+        found: VerifiedCheckpoint | None = None,
         chaos: Sequence[InjectedFault] = (),
     ) -> None:
         self.device, self.num_actors, self._name = actors.device, actors.present, name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
-        self._loading = Loading(
+        self._loading = RunSwitch(
             self._lifetime, self.device, name, chaos, loaded_on(self._lifetime, run, programs, skeleton), record
         )
         self._starter, self._loop = self._loading.starter, self._loading.loop
@@ -282,7 +282,7 @@ class Job:
         """
         return self._loading.inspection.grads(name)
 
-    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
+    def ledger(self) -> dict[str, dict[tuple[str, str], LedgerEntry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return self._loading.inspection.ledger()
 
@@ -335,7 +335,9 @@ class Job:
 
     # --- its life ---
 
-    def reset(self, run: Run, *, resume: str | PathLike[str] | Found | None = None, keep_idle: bool = False) -> None:
+    def reset(
+        self, run: Run, *, resume: str | PathLike[str] | VerifiedCheckpoint | None = None, keep_idle: bool = False
+    ) -> None:
         """Replace the run by another one on the same actors, which keep their nodes, GPUs and names.
 
         Args:

@@ -13,7 +13,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.given_group import PlacementGroup
 from raypar.cluster.nodes import living_nodes, without_folder
@@ -46,7 +46,7 @@ def launch(
     wait_for_nodes: NotNegative = 0.0,
     wait_for_room: NotNegative = ROOM_SECONDS,
     placement_group: PlacementGroup | None = None,
-    resume: str | PathLike[str] | Found | None = None,
+    resume: str | PathLike[str] | VerifiedCheckpoint | None = None,
     overwrite: bool = False,
     chaos: Sequence[InjectedFault] = (),
 ) -> Job:
@@ -81,7 +81,7 @@ def launch(
 def launch_in(
     run: Run,
     waits: Waits,
-    resume: str | PathLike[str] | Found | None,
+    resume: str | PathLike[str] | VerifiedCheckpoint | None,
     *,
     overwrite: bool,
     chaos: Sequence[InjectedFault],
@@ -123,7 +123,7 @@ def _launched(
     run: Run,
     programs: Programs,
     skeleton: Skeleton,
-    found: Found | None,
+    found: VerifiedCheckpoint | None,
     waits: Waits,
     chaos: Sequence[InjectedFault],
     *,

@@ -40,13 +40,13 @@ def lm_eval_model(job: Job) -> Any:
         raise ConfigError([f"lm-eval can't be imported ({error}): pip install 'raypar[lm-eval]'"]) from error
     ends = sorted(tokenizer.ends)
     begin = next((one for one in (tokenizer.begin, *ends) if one is not None), tokenizer.encoded("\n")[0])
-    adapter = Adapter(job.score, job.generate, tokenizer.encoded, job.run.model.seq, begin, ends)
+    adapter = HarnessModel(job.score, job.generate, tokenizer.encoded, job.run.model.seq, begin, ends)
     methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
     made = type("RayparModel", (base,), {name: staticmethod(getattr(adapter, name)) for name in methods})
     return made()
 
 
-class Adapter:
+class HarnessModel:
     """What lm-eval asks of a model, by scores and continuations. A request's ``args`` are a tuple of its texts.
 
     It takes texts apart as lm-eval's own HFLM does by default: nothing is put around a text, and the token of its

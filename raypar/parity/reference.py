@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
-from raypar.actors.device import Place, place_of
+from raypar.actors.device import ComputeDevice, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.home import DeviceHome
-from raypar.actors.inspect.activations import LOSS, Spot, Watch
+from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skips import Skipped
 from raypar.actors.optim.loss_scale import LossScaler
@@ -142,7 +142,7 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary
             plain.step(number)
         weights = {name: weight.clone() for name, weight in plain.weights().items()}
         layers = plain.model.names
-        watch = Watch(dict(zip(layers, plain.layers, strict=True)), dict.fromkeys(modules, Sharding()))
+        watch = OutputWatch(dict(zip(layers, plain.layers, strict=True)), dict.fromkeys(modules, Sharding()))
         plain.step(step, watch, auxiliary=auxiliary)
         tensors = {spot: sight.tensor for spot, sight in watch.seen.items()}
         return Watched(tensors, plain.gradients(), weights, layers, plain.has_auxiliary)
@@ -178,7 +178,9 @@ class _Plain:
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
 
-    def step(self, step: int, watch: Watch | None = None, *, auxiliary: bool = True) -> tuple[float | None, float]:
+    def step(
+        self, step: int, watch: OutputWatch | None = None, *, auxiliary: bool = True
+    ) -> tuple[float | None, float]:
         """Train one step, and return its loss and its gradient norm before clipping.
 
         Without targets it has no loss, and changes nothing.
@@ -251,7 +253,7 @@ class _Plain:
         """Return the weights, on the CPU, by logical name."""
         return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
 
-    def _microbatch(self, step: int, number: int, watch: Watch | None, *, auxiliary: bool) -> tuple[float, int]:
+    def _microbatch(self, step: int, number: int, watch: OutputWatch | None, *, auxiliary: bool) -> tuple[float, int]:
         """Run forward and backward of one microbatch; return its loss and the number of elements that it averages.
 
         The objective is the loss times the share of its tokens, plus the sum of the auxiliary losses as a mean over the
@@ -337,7 +339,7 @@ class _Apart:
             self._parameters[name].grad = total
 
 
-def _place_of(run: Run) -> Place:
+def _place_of(run: Run) -> ComputeDevice:
     try:
         return place_of("cuda" if run.device == "cuda" else "cpu")
     except RuntimeError as error:

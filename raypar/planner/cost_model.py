@@ -19,7 +19,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
-from raypar.planner.memory.worker import Counts, element_bytes
+from raypar.planner.memory.worker import ParameterCounts, element_bytes
 from raypar.planner.rates import Rates, halving_seconds, rates_of
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
@@ -27,7 +27,7 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
 
-def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, rates: Rates) -> Costs:
+def seconds_of_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> Costs:
     """Return the estimated durations of the actions of a run's training step, in seconds.
 
     Of the user's own Layers no FLOPs are known: there the unit is the forward of a stage, and messages cost nothing.
@@ -57,7 +57,7 @@ def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, r
     )
 
 
-def seconds_behind_update(run: Run, world: World, counts: Counts, schedule: Schedule, rates: Rates) -> float:
+def seconds_behind_update(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> float:
     """Return the seconds of the messages behind an update, on the pipeline rank where they take longest; the arguments
     are those of ``seconds_of_run``."""
     stages = map(schedule.stages_of, range(schedule.num_ranks))
@@ -65,7 +65,7 @@ def seconds_behind_update(run: Run, world: World, counts: Counts, schedule: Sche
 
 
 def _exchanges(
-    run: Run, world: World, counts: Counts, rates: Rates, homes: Sequence[int]
+    run: Run, world: World, counts: ParameterCounts, rates: Rates, homes: Sequence[int]
 ) -> dict[tuple[int, Op], float]:
     """Return the seconds of every stage's UNSHARD and REDUCE_GRAD. Offloaded tensors are moved as a whole."""
     each = element_bytes(run)
@@ -82,7 +82,7 @@ def _exchanges(
     return found
 
 
-def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages: Sequence[int]) -> float:
+def _behind_update(run: Run, world: World, counts: ParameterCounts, rates: Rates, stages: Sequence[int]) -> float:
     """Return the seconds of the messages behind the update of a pipeline rank with these stages."""
     each, held = element_bytes(run), sum(counts.units[stage].gathered for stage in stages)
     seconds = 0.0

@@ -23,7 +23,7 @@ from raypar.planner.calibrated.calibration import Calibration
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.hardware.this_machine import computes_here, device_kind
-from raypar.planner.memory.worker import Counts
+from raypar.planner.memory.worker import ParameterCounts
 from raypar.planner.rates import block_seconds, rates_of
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule
@@ -103,7 +103,7 @@ class Prediction:
         return _LEAVES_OUT[self.source]
 
 
-def before_run(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:
+def before_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> Prediction:
     """Predict a step of a run before it starts: from the calibration, if there is one that fits the run, else as
     ``from_flops`` does.
 
@@ -178,7 +178,7 @@ def _not_measured(run: Run) -> Iterator[str]:
 
 
 def from_calibration(
-    run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration
+    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration
 ) -> Prediction:
     """Predict a step of a run before it starts, from what was measured on its machine.
 
@@ -198,7 +198,7 @@ def from_calibration(
     return Prediction(timeline, FROM_CALIBRATION, each, calibration.call, calibration.process)
 
 
-def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:
+def from_flops(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> Prediction:
     """Predict a step of a run before it starts, from the FLOPs of its layers, if they are known, and its messages.
 
     Args:

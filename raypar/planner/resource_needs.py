@@ -18,10 +18,10 @@ from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.this_machine import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory.checkpoint_size import checkpoint_bytes
 from raypar.planner.memory.memory_of_all import actors_memory
-from raypar.planner.memory.worker import Counts, Memory
+from raypar.planner.memory.worker import ActorMemory, ParameterCounts
 from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.adapters import adapter_parameters, adapter_units
-from raypar.planner.sizes.owner_shares import Share, largest_share
+from raypar.planner.sizes.owner_shares import OwnerShare, largest_share
 from raypar.planner.sizes.parameters import (
     Units,
     active_parameters,
@@ -141,14 +141,14 @@ def memory_faults(
     )
 
 
-def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[Memory], int]) -> int:
+def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[ActorMemory], int]) -> int:
     """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``need_rows``."""
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     timeline = from_flops(run, world, counts, schedule).timeline
     return actors_memory(run, world, counts, timeline).in_all(world, of)
 
 
-def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
     mesh = run.mesh
     if mesh.rank_tp:
@@ -156,7 +156,7 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
         held = [each[tp].held[pp] for pp, tp in enumerate(mesh.rank_tp)]
         matrices = [each[tp].matrices[pp] for pp, tp in enumerate(mesh.rank_tp) if each[tp].matrices]
         units = [each[mesh.tp_of(home)].units[stage] for stage, home in enumerate(schedule.placement)]
-        return Counts(held, units, matrices, [0] * mesh.pp)
+        return ParameterCounts(held, units, matrices, [0] * mesh.pp)
     counts = _counts(run, schedule, skeleton)
     if not mesh.expert_actors:
         return counts
@@ -166,10 +166,10 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
     some, none = _counts(with_some, schedule, skeleton), _counts(with_none, schedule, skeleton)
     held = [one - other for one, other in zip(some.held, none.held, strict=True)]
     matrices = [one - other for one, other in zip(some.matrices, none.matrices, strict=True)]
-    return replace(counts, apart=Counts(held, (), matrices))
+    return replace(counts, apart=ParameterCounts(held, (), matrices))
 
 
-def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
     """Count the parameters of all actors but those of experts."""
     if not isinstance(run.model, Layers) and run.model.lora is not None:
         return _adapter_counts(run, run.model, schedule, skeleton)
@@ -192,10 +192,12 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
         units = _units(run, schedule.num_stages, skeleton)
     ranks = range(schedule.num_pipeline_ranks)
     experts = [sum(units[stage].experts for stage in schedule.stages_on(rank)) for rank in ranks]
-    return Counts(held, units, muon_parameters(run, schedule, skeleton), experts, shares=_shares(run, schedule))
+    return ParameterCounts(
+        held, units, muon_parameters(run, schedule, skeleton), experts, shares=_shares(run, schedule)
+    )
 
 
-def _shares(run: Run, schedule: Schedule) -> list[Share]:
+def _shares(run: Run, schedule: Schedule) -> list[OwnerShare]:
     """Return what the replica that owns most has by pipeline rank; [] where that is about the N-th part, or unknown."""
     model, world = run.model, world_of(run)
     if isinstance(model, Layers) or run.tile != 1 or run.mesh.is_uneven or not world.sharded:
@@ -208,13 +210,13 @@ def _is_of_muon(run: Run, weight: Weight) -> bool:
     return isinstance(run.optim, Muon) and is_matrix(run.optim, weight.name, weight.dims)
 
 
-def _adapter_counts(run: Run, model: GPT | Llama, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+def _adapter_counts(run: Run, model: GPT | Llama, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
     """Count the parameters of a run in which adapters learn, and all else is frozen."""
     units = adapter_units(model, run.split, schedule.num_stages, run.mesh.tensor_ranks, run.zero_units)
     ranks = range(schedule.num_pipeline_ranks)
     held = [sum(units[stage].whole for stage in schedule.stages_on(rank)) for rank in ranks]
     frozen = held_parameters(replace(model, lora=None), run.split, schedule, run.mesh)
-    return Counts(held, units, muon_parameters(run, schedule, skeleton), [0] * len(held), frozen=frozen)
+    return ParameterCounts(held, units, muon_parameters(run, schedule, skeleton), [0] * len(held), frozen=frozen)
 
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
@@ -345,11 +347,11 @@ def _range(counts: Sequence[int]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _kinds(memory: Memory) -> str:
+def _kinds(memory: ActorMemory) -> str:
     return f"about {size(memory.peak)}: {', '.join(f'{kind} {told}' for kind, told in kinds_of(memory).items())}"
 
 
-def kinds_of(memory: Memory) -> dict[str, str]:
+def kinds_of(memory: ActorMemory) -> dict[str, str]:
     """Say the memory of an actor by kind; of what only some runs have, what it has."""
     known = {
         "weights": memory.weights,
@@ -366,7 +368,7 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     return told | {kind: size(count) for kind, count in others.items() if count}
 
 
-def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:
+def _in_memory(run: Run, of: Callable[[ActorMemory], int]) -> Callable[[ActorMemory], int]:
     """Return a function like ``of`` that also counts what is offloaded to this machine's memory."""
     return of if run.offload_folder is not None else lambda memory: of(memory) + memory.offloaded
 

@@ -10,7 +10,7 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.memory.worker import Counts, element_bytes
+from raypar.planner.memory.worker import ParameterCounts, element_bytes
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic
@@ -18,7 +18,7 @@ from raypar.schedules.simulation.memory import traffic
 Sent = Counter[tuple[str, str]]
 
 
-def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[tuple[str, str], int]:
+def sent_bytes(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> dict[tuple[str, str], int]:
     """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
 
     An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what

@@ -11,7 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.memory_of_all import actors_memory
-from raypar.planner.memory.worker import Memory
+from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of, size
 from raypar.reporting.notebook import box, table, unknown_actor
@@ -19,7 +19,7 @@ from raypar.schedules.drawing.cells import lines
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Held
+    from raypar.actors.inspect.step import ActorContents
 
 
 class Figure(NamedTuple):
@@ -70,7 +70,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
         return ["activations, working" if kind == "activations" else kind for kind in self._head]
 
 
-def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequence[Held]) -> MemoryTable:
+def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequence[ActorContents]) -> MemoryTable:
     """Compare what a run's actors hold with the formulas.
 
     Args:
@@ -88,14 +88,14 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
     return found
 
 
-def _cache(run: Run, schedule: Schedule, held: Held, pp: int) -> int | None:
+def _cache(run: Run, schedule: Schedule, held: ActorContents, pp: int) -> int | None:
     """Return what a formula says of the caches of a generation on an actor; None if there is no generation."""
     if not held.sequences or not isinstance(run.model, Transformer):
         return None
     return cache_bytes(run, run.model, schedule, held.sequences)[pp]
 
 
-def _figures(formula: Memory, held: Held, cache: int | None) -> Iterator[tuple[str, Figure]]:
+def _figures(formula: ActorMemory, held: ActorContents, cache: int | None) -> Iterator[tuple[str, Figure]]:
     """Yield the kinds of memory of one actor, whose caches of keys and values take so many bytes by a formula."""
     found = held.most if held.has_trained else held.now
     yield "weights", Figure(formula.weights, found["weights"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.errors import UnknownNameError
 
 _BOX = "max-width: 100%; overflow-x: auto"
@@ -56,7 +56,7 @@ def unknown_actor(actor: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(known)}")
 
 
-class Totals(dict[str, dict[tuple[str, str], Entry]]):
+class Totals(dict[str, dict[tuple[str, str], LedgerEntry]]):
     """Communication totals: by actor, then by (axis, op), calls, bytes and seconds; a table in REPLs and notebooks."""
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class Totals(dict[str, dict[tuple[str, str], Entry]]):
     def _repr_html_(self) -> str:
         return box(table(self._rows, _COUNTED))
 
-    def __missing__(self, actor: str) -> dict[tuple[str, str], Entry]:
+    def __missing__(self, actor: str) -> dict[tuple[str, str], LedgerEntry]:
         raise unknown_actor(actor, self)
 
     @property

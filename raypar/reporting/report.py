@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
@@ -71,7 +71,10 @@ def ledger_of(world: World, moved: Sequence[Moved]) -> Totals:
         The entries by actor name and (axis, op).
     """
     return Totals(
-        {world.label(rank): {key: Entry(*counts) for key, counts in each.items()} for rank, each in enumerate(moved)}
+        {
+            world.label(rank): {key: LedgerEntry(*counts) for key, counts in each.items()}
+            for rank, each in enumerate(moved)
+        }
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.data.example_batches import open_sequences
-from raypar.actors.data.stretches import Windows
+from raypar.actors.data.stretches import TokenWindows
 from raypar.actors.data.token_batches import open_corpus
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
@@ -190,7 +190,7 @@ def _passes_told(run: Run, text: Text, seq: int) -> str:
     """Say how many tokens a text has, and how often the run passes over them."""
     corpus = open_corpus(text, seq)
     train, val = len(corpus.train), len(corpus.val)
-    passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / len(Windows(corpus.train, seq))
+    passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / len(TokenWindows(corpus.train, seq))
     often = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     blocks = f"{len(corpus.val.firsts)} blocks drawn over all of it" if len(corpus.val.firsts) > 1 else "a part of it"
     where = "val_path" if text.val_path is not None else blocks if text.val_from == "blocks" else "its end"

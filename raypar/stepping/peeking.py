@@ -16,7 +16,7 @@ from raypar.schedules.step_board import MoveError, makes_tensors
 from raypar.stepping.views import State
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Held, Seen
+    from raypar.actors.inspect.step import ActorContents, ComputedValue
 
 _GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
 _MAKES = {  # what an action makes that has no tensors to show
@@ -42,7 +42,7 @@ class Peeking:
     def __init__(self, world: World, calls: Calls, guard: Callable[[Callable[[], Any]], Any]) -> None:
         self._world, self._calls, self._guard = world, calls, guard
 
-    def at(self, action: Action, schedule: Schedule, *, dp: int, cp: int, tp: int) -> Seen:
+    def at(self, action: Action, schedule: Schedule, *, dp: int, cp: int, tp: int) -> ComputedValue:
         """Return what an action that is done has made on one actor, with the tensors.
 
         Args:
@@ -62,21 +62,21 @@ class Peeking:
                 raise MoveError(f"there is no {axis}={place}: the mesh has {mesh.ways(axis)}, counted from 0")
         return self._seen(action, [self._world.worker(rank_of(action, schedule), **places)], tensors=True)[0]
 
-    def everywhere(self, action: Action, schedule: Schedule) -> list[Seen]:
+    def everywhere(self, action: Action, schedule: Schedule) -> list[ComputedValue]:
         """Return what an action that is done has made on all workers that perform it, without the tensors."""
         ranks = self._world.trainers_in(rank_of(action, schedule))
         return self._seen(action, [rank for rank in ranks if rank < self._world.mesh.size], tensors=False)
 
     def state(self, done: Sequence[Action]) -> State:
         """Return what every actor holds, after the actions that are done."""
-        found: list[Held] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
+        found: list[ActorContents] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
         whole = {action._replace(op=Op.I): action for action in done if action.op is Op.B}
         return State(
             replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
             for held in found
         )
 
-    def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[Seen]:
+    def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[ComputedValue]:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
 

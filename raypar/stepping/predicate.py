@@ -6,11 +6,11 @@ import dis
 from collections.abc import Callable
 from dataclasses import fields
 
-from raypar.actors.inspect.step import Seen
+from raypar.actors.inspect.step import ComputedValue
 from raypar.schedules.nearest_name import nearest
 
 
-def predicate_faults(predicate: Callable[[Seen], object]) -> list[str]:
+def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
     """Return the attributes that a Python function asks its argument for and that a Seen does not have.
 
     Args:
@@ -23,7 +23,9 @@ def predicate_faults(predicate: Callable[[Seen], object]) -> list[str]:
     if code is None or not code.co_argcount:
         return []
     argument = code.co_varnames[code.co_argcount - 1 if code.co_varnames[0] == "self" else 0]
-    known = [name for name in {*dir(Seen), *(one.name for one in fields(Seen))} if not name.startswith("_")]
+    known = [
+        name for name in {*dir(ComputedValue), *(one.name for one in fields(ComputedValue))} if not name.startswith("_")
+    ]
     asked, before = dict[str, None](), None
     for one in dis.get_instructions(code):
         if one.opname.startswith("STORE_FAST") and one.argval == argument:

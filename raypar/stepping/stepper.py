@@ -27,7 +27,7 @@ from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Seen
+    from raypar.actors.inspect.step import ComputedValue
 
 
 @checked_methods
@@ -74,7 +74,7 @@ class Stepper:
         self._world, self._handles, self._calls = world, handles, calls
         self._guard, self._commit, self._lowered, self._recorder = guard, commit, lowered, recorder
         self._peeking = Peeking(world, calls, guard)
-        self._predicate: Callable[[Seen], object] | None = None
+        self._predicate: Callable[[ComputedValue], object] | None = None
         self._report: Report | None = None
         self._over: Exception | None = None
         self._note = ""
@@ -111,7 +111,7 @@ class Stepper:
         """Say what an action waits for, down to ready actions. Raises MoveError if the step has no such action."""
         return self._board.why(action)
 
-    def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> Seen:
+    def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> ComputedValue:
         """Show what an action has made on one actor: outputs, the loss, or gradients for the previous stage.
 
         Args:
@@ -197,7 +197,7 @@ class Stepper:
         self._demand_midway()
         return self._take([self._board.demand_ready(action)])
 
-    def break_on(self, predicate: Callable[[Seen], object] | None) -> None:
+    def break_on(self, predicate: Callable[[ComputedValue], object] | None) -> None:
         """Stop after the first move whose result fulfils a predicate.
 
         Examples: ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.

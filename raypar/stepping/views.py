@@ -12,7 +12,7 @@ from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Held
+    from raypar.actors.inspect.step import ActorContents
 
 _KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "gathered", "buckets")
 _HEAD = (*_KINDS, "peak", "in flight", "values for other actions")
@@ -63,7 +63,7 @@ class Ready(tuple[Action, ...]):
         return "\n".join(lines([f"rank {rank}" for rank in ranks], rows))
 
 
-class State(tuple["Held", ...]):
+class State(tuple["ActorContents", ...]):
     """What every actor holds. A REPL shows a table, with sizes in MiB."""
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class State(tuple["Held", ...]):
         return box(table([(held.actor, *_cells(held)) for held in self], ("MiB", *_HEAD)))
 
 
-def _cells(held: Held) -> tuple[str, ...]:
+def _cells(held: ActorContents) -> tuple[str, ...]:
     kinds = [held.now.get(kind) for kind in _KINDS]
     sizes = ("-" if size is None else _mib(size) for size in (*kinds, held.memory))
     flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)

@@ -12,7 +12,7 @@ from raypar.schedules.generators.critical_path import Timed, shortened, timed
 from raypar.schedules.generators.dual_pipe import dualpipe_v
 from raypar.schedules.generators.entry import Sizes
 from raypar.schedules.generators.interleaved import interleaved, zb_interleaved
-from raypar.schedules.generators.list_scheduling import Cost, ListScheduling, Memory, Policy, Rows
+from raypar.schedules.generators.list_scheduling import Cost, ListScheduling, Policy, RankMemory, Rows
 from raypar.schedules.generators.one_f_one_b import one_f_one_b
 from raypar.schedules.generators.v_shape import v_half, v_min, zb_v
 from raypar.schedules.generators.zero_bubble import zb_h1, zb_h2
@@ -136,7 +136,7 @@ def automatic(
     SIZES.demand(name, num_ranks, num_microbatches)
     ranks = tuple(range(num_ranks)) if placement is None else tuple(placement)
     _demand(name, num_ranks, ranks, costs, most, kept)
-    cost, memory = _table(len(ranks), num_microbatches, costs).__getitem__, Memory.of(most, kept, ranks)
+    cost, memory = _table(len(ranks), num_microbatches, costs).__getitem__, RankMemory.of(most, kept, ranks)
     least = _least(ranks, num_microbatches, cost, costs.link, flush=flush)
     best: Timed | None = None
     left = _BUDGET
@@ -182,7 +182,7 @@ def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: fl
 
 
 def _candidates(
-    placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, memory: Memory
+    placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, memory: RankMemory
 ) -> Iterator[Rows]:
     """Yield the rows of the hand-made schedules that the bound allows, then those of all policies."""
     for rows in _made_by_hand(placement, num_microbatches):

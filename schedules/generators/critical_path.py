@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.generators.list_scheduling import Cost, Memory, Rows
+from raypar.schedules.generators.list_scheduling import Cost, RankMemory, Rows
 
 _ROUNDING = 1e-9  # of a length
 
@@ -91,7 +91,7 @@ def _need(action: Action, last: int, ends: dict[Action, float]) -> Action | None
     return whole if whole in ends else Action(stage + 1, Op.I, microbatch)
 
 
-def shortened(found: Timed, cost: Cost, link: float, memory: Memory, *, flush: bool, budget: int) -> Timed:
+def shortened(found: Timed, cost: Cost, link: float, memory: RankMemory, *, flush: bool, budget: int) -> Timed:
     """Move W off the critical path, one after the other, as long as that makes the step no longer.
 
     Where several paths are equally long, a move alone makes nothing shorter. A W only moves towards the end of its row,

@@ -22,7 +22,7 @@ Rows = list[list[Action]]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """What a rank may hold.
 
     Attributes:
@@ -36,7 +36,7 @@ class Memory:
     shares: tuple[float, ...]
 
     @classmethod
-    def of(cls, most: float, kept: float, placement: Sequence[int]) -> Memory:
+    def of(cls, most: float, kept: float, placement: Sequence[int]) -> RankMemory:
         """Count the stages of a rank as equally large."""
         return cls(most, kept, tuple(1 / placement.count(rank) for rank in placement))
 
@@ -122,7 +122,7 @@ class ListScheduling:
         num_microbatches: int,
         cost: Cost,
         link: float,
-        memory: Memory,
+        memory: RankMemory,
         policy: Policy,
     ) -> None:
         self._placement, self._microbatches, self._cost, self._link = placement, num_microbatches, cost, link

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from raypar.actors.device import Cuda, Host, Place
+from raypar.actors.device import ComputeDevice, Cuda, Host
 from tests.bench.contestants import CONTESTANTS, Contestant
 from tests.bench.trainer import LocalTrainer, Trainer, serve
 from tests.bench.workload import SIZES, Size, run_of
@@ -65,7 +65,7 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
     return LocalTrainer(step, place=place)
 
 
-def _place(size: Size, rank: int) -> Place:
+def _place(size: Size, rank: int) -> ComputeDevice:
     """A GPU for each process of a heat of GPUs."""
     return Cuda(rank) if size.gpus else Host()
 

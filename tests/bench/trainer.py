@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from raypar.actors.device import Host, Place
+from raypar.actors.device import ComputeDevice, Host
 
 Step = Callable[[int], float | None]  # takes a step by its number; its mean loss, None where it is not known
 
@@ -31,7 +31,9 @@ class Trainer(Protocol):
 class LocalTrainer:
     """A training loop in this process."""
 
-    def __init__(self, step: Step, close: Callable[[], None] = lambda: None, place: Place | None = None) -> None:
+    def __init__(
+        self, step: Step, close: Callable[[], None] = lambda: None, place: ComputeDevice | None = None
+    ) -> None:
         self._step, self._place, self._peak = step, place or Host(), 0
         self.close = close
 

@@ -12,9 +12,9 @@ from raypar.planner.calibrated.calibration import (
     Beside,
     Calibration,
     GroupTime,
+    MeasuredProduct,
+    MeasuredUpdate,
     Origin,
-    Product,
-    Update,
 )
 
 RATE = 1e10  # multiplications a second
@@ -23,7 +23,7 @@ RATE = 1e10  # multiplications a second
 def known(**changed):
     """A machine with simple numbers."""
     products = tuple(
-        Product(m, k, n, m * k * n / RATE, 2 * m * k * n / RATE)
+        MeasuredProduct(m, k, n, m * k * n / RATE, 2 * m * k * n / RATE)
         for m in (32, 512)
         for k in (64, 256)
         for n in (64, 256)
@@ -41,7 +41,7 @@ def known(**changed):
         besides=(Beside("gpt", 1 << 10, 1e-3, 2e-3), Beside("gpt", 1 << 13, 2e-3, 4e-3)),
         action_forward=1e-4,
         action_backward=2e-4,
-        update=Update(1e-3, 1e-5, 1e-9),
+        update=MeasuredUpdate(1e-3, 1e-5, 1e-9),
         groups=tuple(
             GroupTime("all_reduce", 2, 1, count, 1e-4 + count * 1e-9) for count in (4 << 10, 1 << 20, 8 << 20)
         ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.attention_scratch import ScratchAllocator
 from tests.support.counted import threads
 
 B, N, S, d = 2, 8, 256, 16  # as few queries as blocks are for
@@ -40,4 +40,4 @@ def trained(attend, inputs):
 
 def attend(q, k, v, room=0):
     """In blocks, with room for so many bytes of scores."""
-    return causal.attend(q, k, v, Desk(room))
+    return causal.attend(q, k, v, ScratchAllocator(room))

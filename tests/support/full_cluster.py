@@ -10,7 +10,7 @@ from unittest import mock
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raypar.cluster.vacancies import Home
+from raypar.cluster.vacancies import ActorBundle
 
 
 class FullCluster:
@@ -45,7 +45,7 @@ def without_room(seconds: float = 0.3) -> Iterator[FullCluster]:
     cluster = FullCluster()
     limits = {"raypar.cluster.vacancies._STARTED": 0.0, "raypar.cluster.vacancies._ROOM": seconds}
     patches = [mock.patch(name, limit) for name, limit in limits.items()]
-    patches.append(mock.patch.object(Home, "give_back", lambda home: cluster.keep(home)))
+    patches.append(mock.patch.object(ActorBundle, "give_back", lambda home: cluster.keep(home)))
     for patch in patches:
         patch.start()
     try:

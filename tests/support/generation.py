@@ -13,7 +13,7 @@ from raypar.actors.models.sampler import choose
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.sampling import Sampling
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.text.generation import Generation, request_of
+from raypar.job.text.generation import TextGeneration, request_of
 from raypar.reporting.memory_table import memory_table
 from tests.support.team import Team
 from tests.support.thread_jobs import Hands
@@ -72,7 +72,7 @@ class TeamGeneration:
 
     def start(self, prompts, count, sampling=GREEDY, stop=None):
         request = request_of(self.loaded.run, prompts, count, sampling, stop)
-        return Generation(request, lambda: self.loaded, lambda call: call())
+        return TextGeneration(request, lambda: self.loaded, lambda call: call())
 
     def tokens(self, prompts, count, sampling=GREEDY, stop=None):
         return [one.tokens for one in self.start(prompts, count, sampling, stop).run()]

@@ -6,7 +6,7 @@ import torch
 
 from raypar.checkpoint import Save, manifest_of, verified
 from raypar.checkpoint.base import base_of
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.config.toml import plain_of
 from tests.support.threads import in_threads
 
@@ -105,7 +105,7 @@ def checkpoint_of(team, folder, step=1):
         assert not [one for one in written if isinstance(one, Exception)]
         shards = [one for one in written if one is not None]
         path = save.commit(manifest_of(step, team.run.seed, plain_of(team.run), shards, base_of(team.run)))
-    return Found(path, verified(path))
+    return VerifiedCheckpoint(path, verified(path))
 
 
 def some_ids(seed=0, samples=4, tokens=12):

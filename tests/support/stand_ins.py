@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical, Stored
 from raypar.actors.checkpoint.shards import ShardFile
-from raypar.actors.checkpoint.snapshot_address import Address, Share
+from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import ActionError
 from raypar.actors.process_identity import ProcessIdentity
-from raypar.actors.relayout.moves import Holding, Kind, volume
+from raypar.actors.relayout.moves import HeldTensors, Kind, volume
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
-from raypar.cluster.processes import Seen
+from raypar.cluster.processes import ProcessReport
 from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts
 
 BESIDE = ("progress", "located", "now", "abort", "write")  # what is answered during a step
@@ -98,10 +98,10 @@ class StandIn:
     is_silent: bool = False
     is_lying: bool = False
     steps: frozenset[int] = frozenset()
-    held: dict[Share, frozenset[int]] = field(default_factory=dict)
+    held: dict[SnapshotOwner, frozenset[int]] = field(default_factory=dict)
     worlds: dict[int, Any] = field(default_factory=dict)
     sent: int = 0
-    handed: Holding | None = None
+    handed: HeldTensors | None = None
     die: Callable[[], object] = _end_process
 
     def __post_init__(self) -> None:
@@ -112,8 +112,8 @@ class StandIn:
         return ProcessIdentity(self.key.node, 1, os.getuid(), 1, 1, 1, self.key.number + 2, 1)
 
     @property
-    def share(self) -> Share:
-        return Share(self.plan.layout, self.plan.rank)
+    def share(self) -> SnapshotOwner:
+        return SnapshotOwner(self.plan.layout, self.plan.rank)
 
     @property
     def row(self) -> Any:
@@ -122,7 +122,7 @@ class StandIn:
     # --- a run ---
 
     def start(self, plan: Any) -> dict[str, Shard]:
-        if self.plan is not None and self.share != Share(plan.layout, plan.rank):
+        if self.plan is not None and self.share != SnapshotOwner(plan.layout, plan.rank):
             self.held[self.share], self.steps = self.steps, frozenset()
         self.plan, self.worlds[plan.layout] = plan, plan.world
         return {name: part for name, part in parts_of(plan.world, plan.rank).items() if name.startswith("layers")}
@@ -208,7 +208,7 @@ class StandIn:
                 self.held[address.share] = self.held.get(address.share, frozenset()) | {*address.files}
                 self.worlds[address.share.layout] = address.world
 
-    def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
+    def snapshot_steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         shares = {self.share, *self.held}
         return {share: steps for share in shares if (steps := tuple(sorted(self._steps_of(share))))}
 
@@ -228,11 +228,11 @@ class StandIn:
         self._demand(step, [share for share, _ in to])
         self.sent += sum(nbytes_of(self._saved(share)) for share, _ in to)
 
-    def snapshot_contents(self, step: int, shares: Any) -> dict[Share, ShareContents]:
+    def snapshot_contents(self, step: int, shares: Any) -> dict[SnapshotOwner, ShareContents]:
         self._demand(step, shares)
         return {share: contents_of(self._saved(share)) for share in shares}
 
-    def needed_shares(self, index: ShareIndex) -> list[Share]:
+    def needed_shares(self, index: ShareIndex) -> list[SnapshotOwner]:
         return index.needed(boxes_of(parts_of(self.plan.world, self.plan.rank)))
 
     def restore(self, step: int, shares: Any, arrived: Any, *sent: None) -> None:
@@ -241,7 +241,7 @@ class StandIn:
 
     # --- another layout ---
 
-    def hand_over(self) -> Holding:
+    def hand_over(self) -> HeldTensors:
         self.handed = self._holding()
         return self.handed
 
@@ -293,8 +293,8 @@ class StandIn:
     def know(self, located: Any) -> None:
         pass
 
-    def seen(self, rank: int) -> Seen:
-        return Seen()
+    def seen(self, rank: int) -> ProcessReport:
+        return ProcessReport()
 
     def kill(self, rank: int) -> None:
         pass
@@ -326,20 +326,20 @@ class StandIn:
     def _keep(self, step: int) -> None:
         self.steps = frozenset(sorted({*self.steps, step})[-2:])
 
-    def _address(self, share: Share, steps: Iterable[int], *, is_written: bool = False) -> StandInAddress:
+    def _address(self, share: SnapshotOwner, steps: Iterable[int], *, is_written: bool = False) -> StandInAddress:
         return StandInAddress(share, self.identity, tuple(sorted(steps)), is_written, self.worlds[share.layout])
 
-    def _saved(self, share: Share) -> dict[str, Shard]:
+    def _saved(self, share: SnapshotOwner) -> dict[str, Shard]:
         return saved_parts(self.worlds[share.layout], share.rank)
 
-    def _demand(self, step: int, shares: Iterable[Share]) -> None:
+    def _demand(self, step: int, shares: Iterable[SnapshotOwner]) -> None:
         """Raise KeyError if it has no snapshot of a step of one of these."""
         there = self.snapshot_steps()
         for share in shares:
             if step not in there.get(share, ()):
                 raise KeyError(share)
 
-    def _steps_of(self, share: Share) -> frozenset[int]:
+    def _steps_of(self, share: SnapshotOwner) -> frozenset[int]:
         """The steps of which it has snapshots: it keeps those of its node, which are of the same steps as its own."""
         own = self.steps if share.layout == self.plan.layout else frozenset[int]()
         return (own | self.held.get(share, frozenset())) if share in self.held else own
@@ -354,9 +354,9 @@ class StandIn:
             samples=count * run.micro_batch_size,
         )
 
-    def _holding(self) -> Holding:
+    def _holding(self) -> HeldTensors:
         parts = parts_of(self.plan.world, self.plan.rank)
-        return Holding(boxes_of(parts), {name: Kind("float32", part.whole) for name, part in parts.items()})
+        return HeldTensors(boxes_of(parts), {name: Kind("float32", part.whole) for name, part in parts.items()})
 
 
 class Crowd:

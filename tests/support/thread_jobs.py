@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from copy import deepcopy
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.cluster.answers import Answers, Watch
+from raypar.cluster.answers import Answers, ProgressWatch
 from raypar.cluster.calls import Calls, Waiting
 from raypar.config.schedule import programs_of
 from raypar.job.job import Job
@@ -64,7 +64,7 @@ class ThreadCalls(Calls):
     """Calls to threads, whose answers are waited for without Ray."""
 
     def waiting(self, refs=()):
-        return Waiting(Answers(refs), Watch(lambda rank: Ref()), demand=lambda *_: None)
+        return Waiting(Answers(refs), ProgressWatch(lambda rank: Ref()), demand=lambda *_: None)
 
     def gather(self, refs, what, ranks=None):
         wait(refs, 90)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 AHEAD = 8  # segments by which the first step may lead the last: they take memory until read
 
 
-class Flow(ABC):
+class OpInProgress(ABC):
     """An op in progress, which a mailbox advances.
 
     Args:
@@ -51,7 +51,7 @@ class Flow(ABC):
     def _advance(self, most: int) -> bool: ...
 
 
-class Step(NamedTuple):
+class FlowStep(NamedTuple):
     """One step of a flow's pipeline.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step(NamedTuple):
     do: Callable[[int], object]
 
 
-class Segments(Flow):
+class Segments(OpInProgress):
     """A flow of ``count`` segments through ``steps``.
 
     Of the steps that are ready, the last one runs first, because data that has just arrived is still in cache.
@@ -73,13 +73,13 @@ class Segments(Flow):
         steps: The steps, each of which processes the segments in order and never overtakes the step before it.
         peers: Ranks that the op needs to complete.
         copies: Whether a segment takes memory of its own between the first step and the last.
-        queue: See ``Flow``.
+        queue: See ``OpInProgress``.
     """
 
     def __init__(
         self,
         count: int,
-        steps: Sequence[Step],
+        steps: Sequence[FlowStep],
         peers: Collection[int],
         *,
         copies: bool = False,

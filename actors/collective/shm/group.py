@@ -16,8 +16,8 @@ from torch import Tensor
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
-from raypar.actors.collective.shm.links import INLINE, Link
+from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
+from raypar.actors.collective.shm.links import INLINE, PeerConnection
 from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
@@ -45,7 +45,7 @@ class ShmGroup(Group):
         size: int,
         timeout: float,
         *,
-        connect: Callable[[float], dict[int, Link]],
+        connect: Callable[[float], dict[int, PeerConnection]],
         connect_timeout: float = 60.0,
         ledger: Ledger | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class ShmGroup(Group):
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)
 
-        return nothing if sent(0) else self._start(Segments(1, [Step(sent, nothing)], [dst]), None)
+        return nothing if sent(0) else self._start(Segments(1, [FlowStep(sent, nothing)], [dst]), None)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         whole, back = staged(tensor)
@@ -190,9 +190,11 @@ class ShmGroup(Group):
             self._box.take(tag, totals, flat.dtype, partial(fill, slice(k * segment, (k + 1) * segment)))
 
         if 0 < flat.numel() <= segment:
-            flow: Flow = Swap(self._box, tag, [], totals, flat.dtype, partial(fill, WHOLE), peers=(src,), queue=queue)
+            flow: OpInProgress = Swap(
+                self._box, tag, [], totals, flat.dtype, partial(fill, WHOLE), peers=(src,), queue=queue
+            )
         else:
-            step = Step(lambda _: self._box.have(tag, totals), use)
+            step = FlowStep(lambda _: self._box.have(tag, totals), use)
             flow = Segments(-(-flat.numel() // segment), [step], (src,), queue=queue)
         self._box.await_segments(flow)
         return self._finish(flow, back)
@@ -253,17 +255,17 @@ class ShmGroup(Group):
             self._box.take(channel, sources(k), dtype, lambda parts: fold(where, parts))
 
         steps = [
-            Step(always, post),
-            Step(lambda k: self._box.have(channel, sources(k)), use),
-            Step(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
+            FlowStep(always, post),
+            FlowStep(lambda k: self._box.have(channel, sources(k)), use),
+            FlowStep(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
         return self._start(Segments(-(-longest // segment), steps, involved, copies=copies), back)
 
-    def _start(self, flow: Flow, back: Back) -> Finish:
+    def _start(self, flow: OpInProgress, back: Back) -> Finish:
         self._box.start(flow)
         return self._finish(flow, back)
 
-    def _finish(self, flow: Flow, back: Back) -> Finish:
+    def _finish(self, flow: OpInProgress, back: Back) -> Finish:
         def finish(timeout: float) -> None:
             self._box.wait(flow, timeout)
             if back is not None:

@@ -43,7 +43,7 @@ class Message(NamedTuple):
     awaited: bool = False
 
 
-class Link:
+class PeerConnection:
     """The connection to one peer.
 
     Args:

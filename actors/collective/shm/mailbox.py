@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.shm.flow import AHEAD, Flow
-from raypar.actors.collective.shm.links import INLINE, NOTHING, Link, Message
+from raypar.actors.collective.shm.flow import AHEAD, OpInProgress
+from raypar.actors.collective.shm.links import INLINE, NOTHING, Message, PeerConnection
 from raypar.actors.collective.shm.slabs import SLAB, Pool
 
 _MOST = 16  # unfinished segments that all flows together may have posted: beyond that, newer flows wait
@@ -43,12 +43,12 @@ class Mailbox:
         links: Links to the other members, by rank.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
+    def __init__(self, rank: int, links: Mapping[int, PeerConnection]) -> None:
         self._rank, self._links = rank, links
         self._pool = Pool(len(links) + 1)
         self._arrived: dict[int, dict[int, deque[Message]]] = {}  # by channel and sender; no entry is empty
         self._unsent = set[int]()  # peers whose link has queued messages
-        self._flows: list[Flow] = []  # those in progress, oldest first
+        self._flows: list[OpInProgress] = []  # those in progress, oldest first
         self.lock = threading.RLock()  # callers also take it to post several segments in a row
         self._changed = threading.Condition(self.lock)
         self._aborted = False
@@ -71,18 +71,18 @@ class Mailbox:
         for link in self._links.values():
             link.shut()
 
-    def start(self, flow: Flow) -> None:
+    def start(self, flow: OpInProgress) -> None:
         """Start a flow and advance it as far as possible now. Later starts and waits advance it further."""
         with self.lock:
             self._flows.append(flow)
             self._advance()
 
-    def await_segments(self, flow: Flow) -> None:
+    def await_segments(self, flow: OpInProgress) -> None:
         """Start a flow that only takes segments, without advancing it: it advances when it is waited for."""
         with self.lock:
             self._flows.append(flow)
 
-    def wait(self, flow: Flow, seconds: float) -> None:
+    def wait(self, flow: OpInProgress, seconds: float) -> None:
         """Block until a flow is over.
 
         Args:
@@ -203,7 +203,7 @@ class Mailbox:
         if not self._links[peer].idle:
             self._unsent.add(peer)
 
-    def _over(self, flow: Flow) -> bool:
+    def _over(self, flow: OpInProgress) -> bool:
         """Return whether a flow completed; raise its error, or one if it cannot complete any more."""
         if flow.error is not None:
             raise flow.error
@@ -216,7 +216,7 @@ class Mailbox:
                 raise RuntimeError(f"rank {peer} closed the connection")
         return False
 
-    def _advance(self, awaited: Flow | None = None) -> None:
+    def _advance(self, awaited: OpInProgress | None = None) -> None:
         """Read messages and advance flows until nothing is left to do, or until the ``awaited`` flow is over.
 
         Nothing is read within a round: of two flows in one channel, the first must not miss a segment that the second

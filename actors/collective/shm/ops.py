@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
-from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
+from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
 from raypar.actors.tensors import nbytes
 
 
-class Swap(Flow):
+class Swap(OpInProgress):
     """A flow that posts whole tensors to peers, each as one segment, and takes one segment from each of some peers.
 
     Args:
@@ -25,7 +25,7 @@ class Swap(Flow):
         use: Called with the segments by rank, once all are there.
         peers: All ranks involved.
         lend: Whether peers may read windows in place.
-        queue: See ``Flow``.
+        queue: See ``OpInProgress``.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
             share(k, peer).copy_(part)
 
     steps = [
-        Step(always, give),
-        Step(lambda k: box.have(given, others), reduce),
-        Step(lambda k: box.have(reduced, others), collect),
-        Step(lambda k: box.sent(others) and box.given(flat), nothing),
+        FlowStep(always, give),
+        FlowStep(lambda k: box.have(given, others), reduce),
+        FlowStep(lambda k: box.have(reduced, others), collect),
+        FlowStep(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
     return Segments(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
 

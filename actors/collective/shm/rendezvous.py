@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.exchange import exchange, left, ranks
-from raypar.actors.collective.shm.links import Link
+from raypar.actors.collective.shm.links import PeerConnection
 from raypar.actors.process_identity import own_identity
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Introduction:
         if self._listener is not None:
             self._listener.close()
 
-    def connect(self, among: Sequence[int], seconds: float) -> dict[int, Link]:
+    def connect(self, among: Sequence[int], seconds: float) -> dict[int, PeerConnection]:
         """Connect to others: to those that come before this member, and then those after it connect to this one.
 
         Args:
@@ -107,7 +107,7 @@ class Introduction:
             for index, sock in acceptor.accept(deadline).items():
                 connected[index] = made.enter_context(sock)
             made.pop_all()
-        return {index: Link(sock, len(among)) for index, sock in connected.items()}
+        return {index: PeerConnection(sock, len(among)) for index, sock in connected.items()}
 
 
 def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "") -> Introduction:

@@ -14,7 +14,7 @@ from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.home import home_of
@@ -27,7 +27,7 @@ from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.models.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import Update
+from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
@@ -36,12 +36,12 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
-from raypar.actors.worker.build.flow import ExpertFlow, Flow, TokenFlow
+from raypar.actors.worker.build.flow import ExpertFlow, StageExchange, TokenFlow
 from raypar.actors.worker.build.layers import LayerMaker
-from raypar.actors.worker.build.model_part import Part
+from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
-from raypar.actors.worker.build.plan import Plan
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.plan import ActorPlan
+from raypar.actors.worker.build.seat import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
 from raypar.actors.worker.build.weight_owners import between_owners, homes_of, owners_of
 from raypar.schedules.action import Action, Op
@@ -49,7 +49,9 @@ from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import MAKES_GRADIENTS
 
 
-def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: int | None = None) -> Part:
+def build_part(
+    plan: ActorPlan, place: ComputeDevice, groups: Mapping[str, Group], server: int | None = None
+) -> ModelPart:
     """Build this actor's part of the stages of its pipeline rank.
 
     Only its weights are made: on the host, in fp32, so that all get the same bits. Then they are moved and cast.
@@ -105,7 +107,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers, first
-    return Part(model, stages, parameters, masters, owners, ends, *resting, *others)
+    return ModelPart(model, stages, parameters, masters, owners, ends, *resting, *others)
 
 
 def _borders(run: Run, model: Model, parts: Sequence[range], *, is_expert: bool) -> tuple[int, list[StageEnds]]:
@@ -129,7 +131,7 @@ def model_of(run: Run) -> Model:
     return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
 
 
-def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
+def overflow_of(plan: ActorPlan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
     """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
     if not plan.run.overflow_every:
         return None
@@ -139,7 +141,7 @@ def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> Overflo
     return OverflowWatch(plan.run.overflow_every, watched, model.names, parallelizer.outputs, weights, addends)
 
 
-def _halved(plan: Plan) -> dict[int, set[int]]:
+def _halved(plan: ActorPlan) -> dict[int, set[int]]:
     """Return the microbatches whose backwards are split, by stage.
 
     Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
@@ -188,14 +190,14 @@ class Assembly:
         scaler: The scale of the loss.
     """
 
-    part: Part
-    update: Update
-    flow: Flow
+    part: ModelPart
+    update: ParameterUpdate
+    flow: StageExchange
     reducer: Reducer | None
     scaler: LossScaler
 
 
-def assemble(seat: Seat) -> Assembly:
+def assemble(seat: RankContext) -> Assembly:
     """Build everything that the worker on a seat needs for a run."""
     plan, groups, place = seat.plan, seat.groups, seat.place
     part, run = build_part(plan, place, groups), plan.run
@@ -220,7 +222,7 @@ def assemble(seat: Seat) -> Assembly:
     return Assembly(part, update, flow, reducer, scaler)
 
 
-def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
+def _flow_of(seat: RankContext, part: ModelPart, scaler: LossScaler) -> StageExchange:
     """Create what gives the stages of a worker their batches, or an expert actor its part in the flow."""
     plan, run = seat.plan, seat.plan.run
     if seat.world.is_expert(plan.rank):
@@ -249,14 +251,20 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
 
 
 def _extents(
-    source: BatchSource, num_dp: int, scaler: LossScaler, place: Place, program: ProgramName, step: int, number: int
+    source: BatchSource,
+    num_dp: int,
+    scaler: LossScaler,
+    place: ComputeDevice,
+    program: ProgramName,
+    step: int,
+    number: int,
 ) -> Extents:
     """Return where documents and padding are in a microbatch, which is numbered over all replicas."""
     step += scaler.left_out if program == "train" else 0
     return source.extents(program, step, *divmod(number, num_dp)).on(place)
 
 
-def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:
+def _reduced(plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are reduced, by logical name: not those of experts that no other one has.
 
     If gradients are moved away from the device, these are among them.

@@ -15,16 +15,16 @@ from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.build.program import Program
-from raypar.actors.worker.build.seat import Seat
-from raypar.actors.worker.build.step import Step
+from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.step import StepState
 from raypar.schedules.action import SENDS, Action, Op
 from raypar.schedules.rules import provides, taken
 
 
-class Flow(Protocol):
+class StageExchange(Protocol):
     """What an actor gives its stages, and does with what these make. One object serves all steps of a run."""
 
-    def begin(self, step: Step, program: Program) -> None:
+    def begin(self, step: StepState, program: Program) -> None:
         """Begin a step."""
 
     def auxiliary(self, microbatch: int) -> float:
@@ -75,7 +75,7 @@ class TokenFlow:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: RankContext,
         stages: Mapping[int, Stage],
         source: BatchSource,
         mean: TokenMean,
@@ -88,7 +88,7 @@ class TokenFlow:
         self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step of those under way
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
 
-    def begin(self, step: Step, program: Program) -> None:
+    def begin(self, step: StepState, program: Program) -> None:
         self._step, self._program = step, program
         if self._counts_ahead and step.is_train:
             self._corrections = self._corrections_ahead(step, program)
@@ -174,7 +174,7 @@ class TokenFlow:
         """Return how many targets this actor's losses are weighted for, if it has so many microbatches of a step's."""
         return self._mean.expected * own // microbatches / self._seat.world.mesh.cp
 
-    def _corrections_ahead(self, step: Step, program: Program) -> list[float]:
+    def _corrections_ahead(self, step: StepState, program: Program) -> list[float]:
         """Return the factor by which the gradients of each step that begins will be corrected.
 
         Every actor counts the targets of its own replica, and replicas add these up.
@@ -191,7 +191,7 @@ class TokenFlow:
         self._seat.sum_ahead(counted)
         return [correction(tokens, expected) for tokens, expected in counted.tolist()]
 
-    def _count(self, step: Step, microbatch: int, dp: int) -> int:
+    def _count(self, step: StepState, microbatch: int, dp: int) -> int:
         """Return the number of targets of a microbatch of a training step."""
         number, place = step.place_of(microbatch)
         return self._mean.count(self.source.targets("train", number + self._scaler.left_out, place, dp))
@@ -222,10 +222,10 @@ class ExpertFlow:
         dtype: The dtype in which layers compute.
     """
 
-    def __init__(self, seat: Seat, dtype: torch.dtype) -> None:
+    def __init__(self, seat: RankContext, dtype: torch.dtype) -> None:
         self._none: Values = seat.place.to((torch.empty((0, 1), dtype=dtype),))
 
-    def begin(self, step: Step, program: Program) -> None: ...
+    def begin(self, step: StepState, program: Program) -> None: ...
 
     def auxiliary(self, microbatch: int) -> float:
         return 0.0

@@ -11,15 +11,15 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
-from raypar.actors.home import DeviceHome, Home
+from raypar.actors.home import DeviceHome, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import share
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 
 
 class LayerMaker:
@@ -35,7 +35,13 @@ class LayerMaker:
     """
 
     def __init__(
-        self, plan: Plan, place: Place, home: Home, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
+        self,
+        plan: ActorPlan,
+        place: ComputeDevice,
+        home: OffloadStorage,
+        groups: Mapping[str, Group],
+        model: Model,
+        parallelize: Parallelize,
     ) -> None:
         self._plan, self._place, self._home, self._groups = plan, place, home, groups
         self._model, self._parallelize = model, parallelize

@@ -15,7 +15,7 @@ from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.expert_parallel.record import RouterRecord
-from raypar.actors.home import Home
+from raypar.actors.home import OffloadStorage
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends
@@ -25,7 +25,7 @@ from raypar.actors.sharding import Shard, Sharding
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One actor's part of the model.
 
     Attributes:
@@ -65,7 +65,7 @@ class Part:
     first_learning: int
 
     @property
-    def home(self) -> Home:
+    def home(self) -> OffloadStorage:
         """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
         return self.masters.home
 

@@ -13,7 +13,7 @@ from raypar.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Plan:
+class ActorPlan:
     """The part of a run that concerns one actor.
 
     Attributes:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from raypar.actors.data_parallel.stage_weights import StageWeights, Windows
+from raypar.actors.data_parallel.stage_weights import StageWeights, WeightWindows
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.data import Batches
 from raypar.actors.worker.build.boundaries import peers_of
-from raypar.actors.worker.build.seat import Seat
+from raypar.actors.worker.build.seat import RankContext
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
@@ -29,10 +29,12 @@ class Program:
     schedule: Schedule
     row: tuple[Action, ...]
     courier: Courier
-    windows: Windows
+    windows: WeightWindows
 
 
-def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule) -> Program:
+def program_of(
+    seat: RankContext, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule
+) -> Program:
     """Return a schedule as the rank of a seat performs it.
 
     Args:
@@ -52,4 +54,4 @@ def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: 
         num_stages=schedule.num_stages,
         skips=schedule.skips,
     )
-    return Program(schedule, row, courier, Windows(weights, row, seat.plan.run.recompute))
+    return Program(schedule, row, courier, WeightWindows(weights, row, seat.plan.run.recompute))

@@ -11,19 +11,19 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.errors import ActionError, StaleError, described, trace
 from raypar.actors.mesh.memberships import Membership, memberships
 from raypar.actors.mesh.world import World
 from raypar.actors.models.tied_weights import Ends
 from raypar.actors.worker.build.boundaries import neighbours
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 
 _NAMED = 4  # actors of a group that an error names
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class RankContext:
     """The seat of one actor, a worker or a parameter server, in one run.
 
     Attributes:
@@ -32,9 +32,9 @@ class Seat:
         place: The device that it computes on.
     """
 
-    plan: Plan
+    plan: ActorPlan
     groups: Mapping[str, Group]
-    place: Place
+    place: ComputeDevice
 
     @cached_property
     def world(self) -> World:

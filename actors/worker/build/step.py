@@ -16,7 +16,7 @@ from raypar.schedules.action import Action, Op
 
 
 @dataclass(slots=True)
-class Step:
+class StepState:
     """State of the step that an actor performs. ``begin`` creates a new one.
 
     Attributes:

@@ -15,21 +15,21 @@ from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
 from raypar.actors.flat_memory import flat_empty
-from raypar.actors.mesh.world import Replicas
+from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.step import Update, Updater
-from raypar.actors.optim.votes import Told
+from raypar.actors.optim.step import ParameterUpdate, Updater
+from raypar.actors.optim.votes import ReportedGradients
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
-from raypar.actors.worker.build.model_part import Part
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.model_part import ModelPart
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.schedules.action import Action, Op
 
 _MIB = 2**20
 Empty = Callable[[int, torch.dtype], Tensor]
 
 
-def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
+def buckets_of(plan: ActorPlan, part: ModelPart, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
     """Group parameters into buckets, in the order in which a step completes their gradients.
 
     Args:
@@ -62,7 +62,7 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
 
 
 def updater_of(
-    plan: Plan, part: Part, groups: Mapping[str, Group], device: torch.device, scaler: LossScaler
+    plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group], device: torch.device, scaler: LossScaler
 ) -> Updater:
     """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
 
@@ -77,7 +77,7 @@ def updater_of(
     apart = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
     watched = isinstance(run.model, Layers)
     tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=watched, apart=apart, device=device)
-    told = Told(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
+    told = ReportedGradients(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
     if world.experts is not None:
         first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
         tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
@@ -87,7 +87,11 @@ def updater_of(
     train = plan.programs["train"]
     every = groups.get(world.updaters) if train.validated or not train.stream else None
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
-        told = Told() if every is None else told._replace(names=frozenset(part.parameters if told.ballot else ()))
+        told = (
+            ReportedGradients()
+            if every is None
+            else told._replace(names=frozenset(part.parameters if told.ballot else ()))
+        )
     return Updater(
         part.masters,
         names,
@@ -106,13 +110,13 @@ def updater_of(
 
 
 def shared_update(
-    plan: Plan,
-    part: Part,
+    plan: ActorPlan,
+    part: ModelPart,
     buckets: list[Bucket],
     groups: Mapping[str, Group],
     device: torch.device,
     scaler: LossScaler,
-) -> tuple[list[Channel], Update]:
+) -> tuple[list[Channel], ParameterUpdate]:
     """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
 
     Args:
@@ -154,7 +158,9 @@ def shared_update(
     return channels, ShardedUpdate(updater, shared, fixed)
 
 
-def _channels(plan: Plan, replicas: Replicas, groups: Mapping[str, Group], lent: Empty | None) -> Iterator[Channel]:
+def _channels(
+    plan: ActorPlan, replicas: ReplicaGroup, groups: Mapping[str, Group], lent: Empty | None
+) -> Iterator[Channel]:
     """Yield the channels of replicas, one for each owner of their weights.
 
     Args:

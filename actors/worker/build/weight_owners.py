@@ -13,11 +13,11 @@ from raypar.actors.models.tied_weights import Ends, Tie, ties_of
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.schedules.schedule import Schedule
 
 
-def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int | None = None) -> Owners:
+def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server: int | None = None) -> Owners:
     """Return the owners of the parameters of an actor's pipeline rank.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.relayout.handover import Handover
-from raypar.actors.relayout.moves import Meeting, Move
+from raypar.actors.relayout.moves import TensorMove, TransferGroup
 from raypar.actors.worker.members import Member
 
 RELAYOUT = "relayout"  # the axis under which the ledger counts
@@ -20,8 +20,8 @@ def passed_on(
     handover: Handover,
     member: Member | None,
     joined: MutableMapping[str, Group],
-    moves: Sequence[Move],
-    meeting: Meeting | None,
+    moves: Sequence[TensorMove],
+    meeting: TransferGroup | None,
 ) -> dict[str, int]:
     """Give others what they need, get what this actor needs, and load it.
 

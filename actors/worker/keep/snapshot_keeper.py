@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from raypar.actors.checkpoint.memory_snapshot import Held, Slots, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles
 from raypar.actors.checkpoint.snapshot import Written
-from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
 from raypar.actors.checkpoint.snapshot_shard import write_snapshots
 from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.state import WorkerState
@@ -31,21 +31,21 @@ class SnapshotKeeper:
         taken: Called when a snapshot is copied, and not yet marked as whole, with the step.
     """
 
-    def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
-        self._share, self._every, self._taken = Share(plan.layout, plan.rank), plan.run.snapshot_every, taken
+    def __init__(self, plan: ActorPlan, taken: Callable[[int], None]) -> None:
+        self._share, self._every, self._taken = SnapshotOwner(plan.layout, plan.rank), plan.run.snapshot_every, taken
         self._files_each = _COPIED_FILES if plan.run.buddy_every else 2
-        self._slots, self._held = Slots(plan.rank, self._files_each), Held(own_identity())
+        self._slots, self._held = Slots(plan.rank, self._files_each), HeldMemoryFiles(own_identity())
         self._receiver: CopyReceiver | None = None
         self._outgoing: OutgoingCopies | None = None
 
-    def join(self, plan: Plan, taken: Callable[[int], None]) -> None:
+    def join(self, plan: ActorPlan, taken: Callable[[int], None]) -> None:
         """Take part in the run again, perhaps in another layout, in which snapshots begin anew.
 
         Args:
             plan: The actor's plan.
             taken: See the class.
         """
-        self._taken, share = taken, Share(plan.layout, plan.rank)
+        self._taken, share = taken, SnapshotOwner(plan.layout, plan.rank)
         if share != self._share:
             self._held.adopt(self._share, self._slots.files)  # to be read, until all have others
             self._share, self._slots = share, Slots(plan.rank, self._files_each)
@@ -98,7 +98,9 @@ class SnapshotKeeper:
 
     # --- copies on other nodes ---
 
-    def expect_copies(self, host: str, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+    def expect_copies(
+        self, host: str, expected: Mapping[str, SnapshotOwner], files: int
+    ) -> tuple[str, int, list[Address]]:
         """Get ready for copies of the snapshots of actors of other nodes.
 
         Args:
@@ -150,16 +152,16 @@ class SnapshotKeeper:
 
     # --- going back ---
 
-    def steps(self) -> dict[Share, tuple[int, ...]]:
+    def steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot."""
         return self._files().steps()
 
-    def contents(self, step: int, shares: Sequence[Share]) -> dict[Share, ShareContents]:
+    def contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
         """Return which parts of which tensors snapshots of a step have that are here. Raises KeyError if one is not."""
         files = self._files()
         return {share: contents_of(files.at(step, [share])) for share in shares}
 
-    def send(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
+    def send(self, step: int, to: Sequence[tuple[SnapshotOwner, Recipient]]) -> None:
         """Send snapshots of a step that this actor has, its own or those of others, one after the other.
 
         Args:
@@ -174,11 +176,13 @@ class SnapshotKeeper:
         for share, recipient in to:
             send_copy(files.file(share, step), recipient)
 
-    def write(self, step: int, shares: Sequence[Share], folder: Path) -> list[Written]:
+    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: Path) -> list[Written]:
         """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""
         return write_snapshots(self._files(), step, shares, folder)
 
-    def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], state: WorkerState) -> None:
+    def restore(
+        self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], state: WorkerState
+    ) -> None:
         """Load the snapshots of a step.
 
         Args:
@@ -213,11 +217,11 @@ class SnapshotKeeper:
         self._held.close()
         self._slots.close()
 
-    def _written(self, share: Share, files: tuple[int, ...]) -> Address:
+    def _written(self, share: SnapshotOwner, files: tuple[int, ...]) -> Address:
         return Address(share, own_identity(), files, is_written=True)
 
     def _files(self) -> SnapshotFiles:
-        others: Mapping[Share, Sequence[int]] = self._held.files()
+        others: Mapping[SnapshotOwner, Sequence[int]] = self._held.files()
         return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})
 
 

@@ -21,15 +21,15 @@ from raypar.cli.plan.zero_levels import compared, placed
 from raypar.cli.words.output_files import file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import RACK, Node, place, told
-from raypar.config.fields import Fault
+from raypar.config.fields import FieldFault
 from raypar.config.run import check_run, unrecorded
 from raypar.config.toml import changed_of, toml_of
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named, found_calibration
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.cluster_file import Found, cluster_from, cluster_of
+from raypar.planner.hardware.cluster_file import ReadCluster, cluster_from, cluster_of
 from raypar.planner.hardware.this_machine import num_slots, starts_own_ray
 from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
 from raypar.planner.resource_needs import counts_of
@@ -86,16 +86,16 @@ def plan(words: Sequence[str]) -> str:
         return _ranked(run, args, parsed.wrong, words)
 
 
-def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[Fault]) -> str:
+def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[FieldFault]) -> str:
     """Say what a run takes as it is."""
-    named = [Fault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
+    named = [FieldFault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
     check_run(run, wrong=[*wrong, *named])
     takes = "" if run.resources == Resources() else f"each actor takes {run.resources}\n\n"
     found = f"{takes}{compared(run)}"
     return found if starts_own_ray() else f"{found}\n\n{placed(run)}"
 
 
-def _ranked(run: Run, args: PlanArgs, wrong: Sequence[Fault], words: Sequence[str]) -> str:
+def _ranked(run: Run, args: PlanArgs, wrong: Sequence[FieldFault], words: Sequence[str]) -> str:
     """Rank the layouts of a run's model on a cluster."""
     found = _cluster(args)
     faults = [*(fault.text for fault in wrong), *found.faults, *_request_faults(args, run, words)]
@@ -171,16 +171,18 @@ def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[
     yield from file_faults("--out", args.out)
 
 
-def _cluster(args: PlanArgs) -> Found:
+def _cluster(args: PlanArgs) -> ReadCluster:
     """Return the cluster that flags or a file describe."""
     if args.cluster is None:
         return cluster_of(args.gpus or 0, args.gpu, args.nodes, args.between)
     try:
         found = cluster_from(tomllib.loads(read_named(args.cluster, _MOST_BYTES).decode()))
     except OSError as error:
-        return Found(None, [f"--cluster {str(args.cluster)!r} can't be read ({error.strerror}): give another path"])
+        return ReadCluster(
+            None, [f"--cluster {str(args.cluster)!r} can't be read ({error.strerror}): give another path"]
+        )
     except (ValueError, RecursionError) as error:
-        return Found(None, [f"--cluster {str(args.cluster)!r} can't be read ({error}): give a TOML file"])
+        return ReadCluster(None, [f"--cluster {str(args.cluster)!r} can't be read ({error}): give a TOML file"])
     return replace(found, faults=[f"{args.cluster.name}: {fault}" for fault in found.faults])
 
 
@@ -277,7 +279,7 @@ def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
         Node(str(index), f"node {index}", f"node {index}", has, has, {RACK: _rack(index, cluster)})
         for index in range(cluster.nodes)
     ]
-    lines = [*told(world, place(world, nodes, Share("cuda", 1.0)), nodes)]
+    lines = [*told(world, place(world, nodes, ActorResources("cuda", 1.0)), nodes)]
     yield from lines[:_NODES_TOLD]
     if len(lines) > _NODES_TOLD:
         yield f"... and {len(lines) - _NODES_TOLD} more nodes in the same way"

@@ -26,7 +26,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Placement:
+class GatherPlacement:
     """What a schedule takes and holds with one placement of its gathers.
 
     Attributes:
@@ -46,7 +46,9 @@ class Placement:
     peak: float
 
 
-def placements(schedule: Schedule, costs: Costs, weights: float = 0.0, activations: float = 0.0) -> list[Placement]:
+def placements(
+    schedule: Schedule, costs: Costs, weights: float = 0.0, activations: float = 0.0
+) -> list[GatherPlacement]:
     """Simulate a schedule with each placement of its gathers.
 
     Args:
@@ -62,14 +64,14 @@ def placements(schedule: Schedule, costs: Costs, weights: float = 0.0, activatio
     return [_measured(flags, place(schedule), costs, *sizes) for flags, place in _every(schedule)]
 
 
-def table(found: Sequence[Placement]) -> str:
+def table(found: Sequence[GatherPlacement]) -> str:
     """Format placements as a table: a line for each."""
     rows = [_HEAD, *map(_cells, found)]
     shown = len(_HEAD) if any(one.peak for one in found) else len(_HEAD) - 1
     return "\n".join(lines(["", *(one.flags for one in found)], padded((row[:shown] for row in rows), widest(_HEAD))))
 
 
-def _cells(one: Placement) -> tuple[str, ...]:
+def _cells(one: GatherPlacement) -> tuple[str, ...]:
     return plain(one.makespan), f"{one.bubble:.1%}", str(one.gathers), str(one.whole), f"{one.peak:,.1f}"
 
 
@@ -86,7 +88,7 @@ def _every(schedule: Schedule) -> Iterator[tuple[str, Callable[[Schedule], Sched
         yield flags, partial(gather["microbatch"], reshard_after_forward=RESHARDS[name])
 
 
-def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activations: int) -> Placement:
+def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activations: int) -> GatherPlacement:
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
     each, kept = [weights] * schedule.num_stages, [activations] * schedule.num_stages
     times = [one.gathers for one in traffic(schedule, each, each, shards=1)]
@@ -95,4 +97,4 @@ def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activa
     if weights or activations:
         timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
         peak = max(one.bytes for one in peaks(timeline, each, kept, units=costs.units))
-    return Placement(flags, found.makespan, found.bubble, gathers, max(most_whole(schedule)), peak / _MIB)
+    return GatherPlacement(flags, found.makespan, found.bubble, gathers, max(most_whole(schedule)), peak / _MIB)

@@ -24,7 +24,7 @@ from raypar.planner.resource_needs import Rows
 from raypar.reporting.loss_text import loss_text, metric_rows
 
 if TYPE_CHECKING:
-    from raypar.checkpoint.find import Found
+    from raypar.checkpoint.find import VerifiedCheckpoint
 
 _WHAT = "Tell loss, perplexity and bits per byte of a run, a checkpoint or a folder of Hugging Face on validation data."
 _TOKENIZER = "tokenizer.json"
@@ -87,7 +87,7 @@ def evaluate(words: Sequence[str]) -> Rows:
     return rows
 
 
-def evaluated(args: EvalArgs) -> tuple[Run, Found | None]:
+def evaluated(args: EvalArgs) -> tuple[Run, VerifiedCheckpoint | None]:
     """Return the run that evaluates, and the checkpoint that it begins with; None for a folder's weights.
 
     Args:

@@ -30,7 +30,7 @@ from raypar.job.text.generation import request_of
 from raypar.paths import absolute
 
 if TYPE_CHECKING:
-    from raypar.checkpoint.find import Found
+    from raypar.checkpoint.find import VerifiedCheckpoint
     from raypar.job.job import Job
 
 _GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a folder of Hugging Face."
@@ -189,7 +189,7 @@ def _answered(job: Job, prompt: Sequence[int], say: Say, sampling: Mapping[str, 
     return "".join(pieces)
 
 
-def _launched(run: Run, found: Found | None) -> Job:
+def _launched(run: Run, found: VerifiedCheckpoint | None) -> Job:
     from raypar.job.launch import launch  # imports torch and Ray
 
     return launch(run, resume=found)
@@ -201,7 +201,7 @@ def _seq(run: Run) -> int:
     return run.model.seq
 
 
-def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, Found | None, Tokenizer]:
+def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedCheckpoint | None, Tokenizer]:
     """Return the run of a job that generates, the checkpoint that it begins with (None: a folder's weights), and its
     tokenizer.
 

@@ -13,7 +13,7 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama
 from raypar.cli.train.data_conversion import convert_data
-from raypar.cli.train.train import Finished, Plan, TrainArgs, train
+from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
 from raypar.cli.words.parsing import parse, values_of
@@ -32,7 +32,7 @@ FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora no
 The other flags, with the defaults of an adapted Llama:"""
 
 
-def sft(words: Sequence[str], terminal: bool) -> Plan | Finished:
+def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     """Run ``raypar sft``.
 
     Args:

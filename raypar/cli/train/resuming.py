@@ -17,12 +17,12 @@ from raypar.paths import CHECKPOINTS, absolute, holds_run, home_of
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
-    from raypar.checkpoint.find import Found
+    from raypar.checkpoint.find import VerifiedCheckpoint
 
 _CONFIG = "config.json"  # which a folder of Hugging Face has
 
 
-def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
+def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
     path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
     if path is None:
@@ -35,7 +35,7 @@ def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
         return None, error.faults
 
 
-def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> Found:
+def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoint:
     """Return the checkpoint at a path: of a run the newest one, and if ``ema`` with its averages as its weights.
 
     Args:
@@ -53,7 +53,7 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> Found:
     return averaged(found) if ema else found
 
 
-def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
+def checkpoint_or_folder(source: str, *, ema: bool) -> VerifiedCheckpoint | None:
     """Return the checkpoint that a source names, as ``checkpoint_at`` does; None for a folder of Hugging Face.
 
     Raises:
@@ -67,13 +67,13 @@ def checkpoint_or_folder(source: str, *, ema: bool) -> Found | None:
     return None
 
 
-def its_run(found: Found) -> Run:
+def its_run(found: VerifiedCheckpoint) -> Run:
     """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
     run, home = recorded_run(found.manifest.run), home_of(found.path)
     return run if home is None else replace(run, folder=str(home))
 
 
-def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -> list[str]:
+def misfits(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_sound: bool) -> list[str]:
     """Return why a run cannot go on from a checkpoint or from what is in its folder; log what it changes.
 
     Args:
@@ -106,13 +106,13 @@ def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -
     return faults
 
 
-def _holds_another(run: Run, begun: Found | None) -> bool:
+def _holds_another(run: Run, begun: VerifiedCheckpoint | None) -> bool:
     """Return whether the folder of a run holds another one already, which is a fault of the run itself."""
     folder = None if run.folder is None else absolute(run.folder)
     return folder is not None and holds_run(folder) and (begun is None or home_of(begun.path) != folder)
 
 
-def finished(begun: Found, steps: int, words: Sequence[str]) -> str:
+def finished(begun: VerifiedCheckpoint, steps: int, words: Sequence[str]) -> str:
     """Say that a checkpoint's run is finished, and the command with which it goes on: the same one, with more steps.
 
     Args:
@@ -137,7 +137,7 @@ def _of_steps(word: str, before: str) -> bool:
     return word == "--steps" or word.startswith("--steps=") or before == "--steps"
 
 
-def begins_again(begun: Found, words: Sequence[str]) -> str:
+def begins_again(begun: VerifiedCheckpoint, words: Sequence[str]) -> str:
     """Say how a run that was to go on from a checkpoint, and ended before its first step, begins: as it did.
 
     Args:

@@ -10,7 +10,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.cli.words.parsing import parse
 from raypar.cli.words.run_args import RunArgs
-from raypar.config.fields import Fault, field_faults, right_fields
+from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import check_run, unrecorded
 from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import ConfigError
@@ -51,7 +51,7 @@ def step(words: Sequence[str]) -> None:
         interact(job)
 
 
-def _check(run: Run, wrong: Sequence[Fault]) -> None:
+def _check(run: Run, wrong: Sequence[FieldFault]) -> None:
     """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
     faults = list[str]()
     try:

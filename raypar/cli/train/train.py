@@ -26,7 +26,7 @@ from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import file_faults, growing_file, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
-from raypar.config.fields import Fault, field_faults, right_fields
+from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run
 from raypar.config.validate.device import device_faults
@@ -51,7 +51,7 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
-    from raypar.checkpoint.find import Found
+    from raypar.checkpoint.find import VerifiedCheckpoint
     from raypar.job.job import Job
 
 _MOST_ROOM = 1_000_000  # GiB of an actor
@@ -89,7 +89,7 @@ class TrainArgs(RunArgs):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DryRunOutcome:
     """Outcome of a dry run.
 
     Attributes:
@@ -121,7 +121,7 @@ class Finished:
     lost: str
 
 
-def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Plan | Finished:
+def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> DryRunOutcome | Finished:
     """Run ``raypar train``.
 
     Args:
@@ -146,10 +146,10 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
     parsed = parse(TrainArgs, words, "train", what, base, known=known, defaults={"folder": _default_folder()})
     args, run = parsed.args, parsed.args.run()
     whole = unfound and args.base == "gpt-small" and "gpt-small" not in words  # then it is not known what is to go on
-    wrong = [*(Fault("" if whole else "folder", text, of_type=True) for text in unfound), *parsed.wrong]
+    wrong = [*(FieldFault("" if whole else "folder", text, of_type=True) for text in unfound), *parsed.wrong]
     if args.base in known and names_code(args.schedule) and not [*values_of("--schedule", words)]:
         text = f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run"
-        wrong.append(Fault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
+        wrong.append(FieldFault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
     if args.dry_run:
         with sparing_cache(run) as run, calibration_named(args.calibration):
             schedule = _checked(run, args, begun, wrong, words)
@@ -179,7 +179,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Pla
         raise
 
 
-def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int, *, color: bool) -> Plan:
+def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int, *, color: bool) -> DryRunOutcome:
     """Make the plan of a run that was checked and goes on after a step; log what has no effect."""
     for idle in idle_fields(run):
         logging.getLogger("raypar").warning("%s", idle)
@@ -189,10 +189,12 @@ def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int
         warn_of_examples(run.data, run.model.seq or 1)
     rows = plan_rows(run, schedule, origins=origins, step=step)
     pictures = planned_grid(schedule, dict(rows)["bubble"], color=color), expert_table(run)
-    return Plan("\n\n".join(filter(None, pictures)), rows)
+    return DryRunOutcome("\n\n".join(filter(None, pictures)), rows)
 
 
-def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fault], words: Sequence[str]) -> Schedule:
+def _checked(
+    run: Run, args: TrainArgs, begun: VerifiedCheckpoint | None, wrong: Sequence[FieldFault], words: Sequence[str]
+) -> Schedule:
     """Check everything about a command that trains, and return the schedule of a step.
 
     Args:
@@ -254,7 +256,7 @@ def _trained(
     run: Run,
     args: TrainArgs,
     schedule: Schedule,
-    begun: Found | None,
+    begun: VerifiedCheckpoint | None,
     launches: list[float],
     *,
     may_lack_folder: bool,
@@ -313,7 +315,7 @@ def _averages(evaluation: Evaluation | None) -> Rows:
     return [] if evaluation is None else [("validation loss of the averages", loss_text(evaluation.loss))]
 
 
-def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: Found | None) -> Finished:
+def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: VerifiedCheckpoint | None) -> Finished:
     """Return the outcome of a run that took all its steps, with what it survived and where all of it is kept."""
     if job.failures:
         rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
@@ -338,7 +340,7 @@ def _kept_in(run: Run, of_job: Run) -> str:
 
 
 def injected(
-    file: Path | None, run: Run, schedule: Schedule | None, begun: Found | None
+    file: Path | None, run: Run, schedule: Schedule | None, begun: VerifiedCheckpoint | None
 ) -> tuple[list[InjectedFault], list[str]]:
     """Read the faults that are injected into a run on purpose; return them, and what is wrong with them.
 
@@ -358,7 +360,7 @@ def injected(
     return found, [*wrong, *never_happen(found, run, 0 if begun is None else begun.manifest.step)]
 
 
-def _told_lost(job: Job, begun: Found | None) -> str:
+def _told_lost(job: Job, begun: VerifiedCheckpoint | None) -> str:
     """Describe a run whose last checkpoint is missing, and which began with a checkpoint or without one."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
     saved, folder = job.saved, job.run.folder

@@ -15,7 +15,7 @@ from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.cli.words.examples import pattern_of
-from raypar.config.fields import Fault
+from raypar.config.fields import FieldFault
 from raypar.config.recipes import RECIPES
 from raypar.schedules.nearest_name import nearest
 
@@ -64,8 +64,8 @@ _NO_FLAG = _Flag("", "", (), None)
 
 
 def read_flags(
-    kind: type, words: Sequence[str], default: object, wrong: Sequence[Fault] = ()
-) -> tuple[list[str], list[Fault]]:
+    kind: type, words: Sequence[str], default: object, wrong: Sequence[FieldFault] = ()
+) -> tuple[list[str], list[FieldFault]]:
     """Find the mistakes in the flags of a command.
 
     Args:
@@ -81,7 +81,7 @@ def read_flags(
     """
     if HELP & set(words):
         return [*words], []
-    sound, alone, faults, known = list[str](), list[str](), list[Fault](), {fault.path for fault in wrong}
+    sound, alone, faults, known = list[str](), list[str](), list[FieldFault](), {fault.path for fault in wrong}
     before, strays = _NO_FLAG, dict[str, list[str]]()
     for flag in _grouped(kind, words, default):
         if isinstance(flag, str):
@@ -91,14 +91,14 @@ def read_flags(
         before = flag
         if flag.path not in known:
             told = list(_faults_of(kind, flag, default))
-            faults += [Fault(flag.path, text, of_type=True) for text in told]
+            faults += [FieldFault(flag.path, text, of_type=True) for text in told]
             sound += [] if told else flag.words()
-    faults += [Fault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
+    faults += [FieldFault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
     name, told_as = _alone(kind)
     most = _most_words(get_type_hints(kind)[name]) if name else 0
     for word in alone[most:]:
         fix = f"only one {told_as} is read" if name else "all that is read are flags"
-        faults.append(Fault(name, f"{word!r} is a word too many: {fix}", of_type=True))
+        faults.append(FieldFault(name, f"{word!r} is a word too many: {fix}", of_type=True))
     return [*alone[:most], *sound], faults
 
 

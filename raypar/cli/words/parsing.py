@@ -17,7 +17,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import read_flags
 from raypar.cli.words.model_tables import read_tables
 from raypar.config.depth import depth
-from raypar.config.fields import Fault
+from raypar.config.fields import FieldFault
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.toml import of_kind, read_run, read_table
@@ -37,7 +37,7 @@ class Parsed(Generic[A]):
     """
 
     args: A
-    wrong: Sequence[Fault]
+    wrong: Sequence[FieldFault]
 
 
 _MORE = (
@@ -84,7 +84,7 @@ def parse(
             try:
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
             except ConfigError as error:
-                wrong += [Fault("layout", text, of_type=True) for text in error.faults]
+                wrong += [FieldFault("layout", text, of_type=True) for text in error.faults]
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         sound, faults = read_flags(kind, left, default, wrong)
@@ -108,25 +108,25 @@ def parse(
     return done if base == first else parsed(base)
 
 
-def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
     """Return a run with the model of the folder, and the kinds of model and optimizer, that words name; and faults."""
-    wrong = list[Fault]()
+    wrong = list[FieldFault]()
     for one in values_of("--model.hf", words):
         if one and one != "none" and not one.startswith("--"):
             try:
                 default = replace(default, model=HF(one, **_given(words)))
             except ConfigError as error:
-                wrong += [Fault("model.hf", text, of_type=True) for text in error.faults]
+                wrong += [FieldFault("model.hf", text, of_type=True) for text in error.faults]
     for part in ("model", "data", "optim"):
         for one in values_of(f"--{part}.kind", words):
             try:
                 default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
             except ConfigError as error:
-                wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+                wrong += [FieldFault(f"{part}.kind", text, of_type=True) for text in error.faults]
     return default, wrong
 
 
-def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
+def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
     """Return the run of the depth that words name, with the data of the run that it replaces; and faults."""
     for one in values_of("--depth", words):
         if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
@@ -136,7 +136,7 @@ def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[Fault]]:
         try:
             found = depth(int(one), **numbers)
         except ConfigError as error:
-            return default, [Fault("depth", text, of_type=True) for text in error.faults]
+            return default, [FieldFault("depth", text, of_type=True) for text in error.faults]
         return replace(found, data=default.data), []
     return default, []
 
@@ -160,7 +160,7 @@ def values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
 
 def _base(
     name: str, table: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Run, list[Fault]]:
+) -> tuple[Run, list[FieldFault]]:
     """Return the run of a recipe, a file or a run folder, without what is wrong in it, and the faults of that."""
     try:
         if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
@@ -168,10 +168,10 @@ def _base(
         if Path(name).suffix == ".toml":
             return read_run({**defaults, **table, **read_table(Path(name))})
     except ConfigError as error:  # it can't be read at all
-        return Run(), [Fault("", text, of_type=True) for text in error.faults]
+        return Run(), [FieldFault("", text, of_type=True) for text in error.faults]
     if not table and holds_run(Path(name)):
         text = f"{name!r} is a run folder: go on with --resume {name}, or take it once more with {Path(name) / RUN}"
-        return Run(), [Fault("", text, of_type=True)]
+        return Run(), [FieldFault("", text, of_type=True)]
     run, wrong = read_run({"recipe": name, **defaults, **table})
     other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
-    return run, [Fault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]
+    return run, [FieldFault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
-from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, Kept, adapters_in, model_type_of, read_config
+from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, FileTensor, adapters_in, model_type_of, read_config
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Transformer
@@ -73,7 +73,7 @@ def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[st
         model_type = model_type_of(Path(model.hf))
     except CheckpointError:  # told of the model
         return
-    config, kept, base = dict[str, Any](), dict[str, Kept](), ""
+    config, kept, base = dict[str, Any](), dict[str, FileTensor](), ""
     try:
         config = read_config(folder, ADAPTER_CONFIG)
         kept, base = adapters_in(folder)
@@ -112,7 +112,7 @@ def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
 
 
 def _tensor_faults(
-    config: Mapping[str, Any], kept: Mapping[str, Kept], model_type: str, lora: Lora, skeleton: Skeleton
+    config: Mapping[str, Any], kept: Mapping[str, FileTensor], model_type: str, lora: Lora, skeleton: Skeleton
 ) -> Iterator[str]:
     """Yield the tensors that differ between an adapter and a model."""
     weights = {name: tuple(weight.shape) for name, weight in skeleton.weights.items() if is_adapter(name)}
@@ -143,7 +143,7 @@ def _tensor_faults(
             yield f"{what}: {', '.join(names[:_MOST_TOLD])}{more}"
 
 
-def _targets(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> Targets | None:
+def _targets(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> Targets | None:
     """Return which linear layers an adapter adapts, as ``Lora.targets`` spells it; None if it is none of these."""
     theirs: dict[Adaptable, set[str]] = {}
     for name in skeleton.whole:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import converted, is_ignored
-from raypar.actors.hugging_face.folder import ITEM, Kept, model_type_of, tensors_in
+from raypar.actors.hugging_face.folder import ITEM, FileTensor, model_type_of, tensors_in
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import GPT, Layers, Llama
 
@@ -38,7 +38,7 @@ def folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[s
             yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_TOLD])}{more}"
 
 
-def _cause(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str | None:
+def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> str | None:
     """Return why a folder of a type that transformers computes has other tensors than its modules; None if it has not.
 
     Or if it is not known.
@@ -60,7 +60,7 @@ def _cause(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> str
     return None
 
 
-def _differing(model_type: str, kept: Mapping[str, Kept], skeleton: Skeleton) -> dict[str, list[str]]:
+def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> dict[str, list[str]]:
     """Return the tensors that differ between a folder and a model, by what is wrong with them."""
     from raypar.actors.hugging_face.weights import fits, shape_in  # imports torch
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT, DeviceKind
 from raypar.cluster.calls import Calls
@@ -263,7 +263,7 @@ class Inspection:
         held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
         return memory_table(replace(self._run, device=device), self._schedule, self._skeleton, held)
 
-    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
+    def ledger(self) -> dict[str, dict[tuple[str, str], LedgerEntry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
 

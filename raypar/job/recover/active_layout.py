@@ -9,7 +9,7 @@ from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.checkpoint.find import Found, newest
+from raypar.checkpoint.find import VerifiedCheckpoint, newest
 from raypar.cluster.calls import Calls
 from raypar.cluster.vacancies import nodes_of
 from raypar.errors import JobError
@@ -29,7 +29,7 @@ another one"""
 HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 
 
-class Standing:
+class ActiveLayout:
     """A run as it stands on a job's actors.
 
     Args:
@@ -54,7 +54,7 @@ class Standing:
         self.snapshots, self._witnesses = Snapshots(), lifetime.witnesses
         self.processes = list[ProcessIdentity]()  # by rank
 
-    def load(self, loaded: LoadedRun, layouts: Layouts, found: Found | None) -> None:
+    def load(self, loaded: LoadedRun, layouts: Layouts, found: VerifiedCheckpoint | None) -> None:
         """Let another run stand on the actors, without calling them yet.
 
         Args:
@@ -122,7 +122,7 @@ class Standing:
         self._told = self.loaded
         self._moved(self.loaded, holds, None)
 
-    def again(self, taken: int, found: Found | None = None) -> tuple[int, str]:
+    def again(self, taken: int, found: VerifiedCheckpoint | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
 
         Args:
@@ -151,7 +151,7 @@ class Standing:
             self._moved(loaded, holds, None)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
-    def join(self, found: Found | None, guard: Guard, *, has_begun: bool = False) -> Holds:
+    def join(self, found: VerifiedCheckpoint | None, guard: Guard, *, has_begun: bool = False) -> Holds:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one.
 
         Args:
@@ -195,7 +195,7 @@ class Standing:
         self.layout, self._number = layout, self._number + 1
         self.loaded = loaded_on(self._lifetime, layout.run, layout.programs, self.loaded.skeleton)
 
-    def _newest(self) -> Found | None:
+    def _newest(self) -> VerifiedCheckpoint | None:
         """Return the newest checkpoint of the run, or else the one that it began with."""
         folder = self.loaded.run.folder
         saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)

@@ -9,7 +9,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.resume import find
 from raypar.errors import PreemptedError, RayLostError
-from raypar.job.recover.restarts import Starter
+from raypar.job.recover.restarts import Restarts
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.run_folders import put_aside
 from raypar.paths import absolute, checkpoints_in
@@ -17,7 +17,7 @@ from raypar.paths import absolute, checkpoints_in
 log = logging.getLogger(__name__)
 
 
-def rearranged(starter: Starter, saver: Saver, run: Run, step: int) -> int:
+def rearranged(starter: Restarts, saver: Saver, run: Run, step: int) -> int:
     """Go on from a step with other actors: from snapshots, or else from a checkpoint that is saved for it.
 
     Args:

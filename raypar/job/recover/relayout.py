@@ -12,14 +12,14 @@ from typing import Any
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.relayout.assignment import assigned, lacking
-from raypar.actors.relayout.moves import Boxes, Holding, Meeting, Move, moves_between, volume
+from raypar.actors.relayout.moves import Boxes, HeldTensors, TensorMove, TransferGroup, moves_between, volume
 from raypar.actors.specs.run import Run
 from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import free_told
 from raypar.errors import ConfigError, JobError
 from raypar.job.layout.elastic import Layout, Layouts
-from raypar.job.recover.active_layout import Standing, unguarded
+from raypar.job.recover.active_layout import ActiveLayout, unguarded
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
 from raypar.planner.resource_needs import size
@@ -68,7 +68,7 @@ def unmoved(step: int) -> Relayout:
     return Relayout(step, "", "", 0, 0, 0, 0.0, 0)
 
 
-def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Relayout:
+def relaid(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) -> Relayout:
     """Move the state of a run to another layout, all or nothing.
 
     Actors that are too few are started first; those that are too many end last. If an actor fails before all have what
@@ -96,7 +96,7 @@ def relaid(standing: Standing, actors: Actors, layout: Layout, step: int) -> Rel
     return Relayout(step, was, now, state.needed, sent, state.least, time.monotonic() - start, launched)
 
 
-def rebuilt(standing: Standing, actors: Actors, step: int) -> None:
+def rebuilt(standing: ActiveLayout, actors: Actors, step: int) -> None:
     """Build a run anew on the actors that it has, with the state that they have, in new groups.
 
     Args:
@@ -111,7 +111,7 @@ def rebuilt(standing: Standing, actors: Actors, step: int) -> None:
     standing.stay(holds)
 
 
-def _moved(standing: Standing, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:
+def _moved(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:
     """Move the state of a run to a layout, for which there are enough actors.
 
     Args:
@@ -128,7 +128,7 @@ def _moved(standing: Standing, actors: Actors, layout: Layout, step: int) -> tup
     """
     if takes_snapshots(standing.layouts.whole.run):
         standing.loaded.calls.all("begin_snapshots", step, what="taking snapshots")
-    given: list[Holding] = standing.loaded.calls.all("hand_over", what="handing the state over")
+    given: list[HeldTensors] = standing.loaded.calls.all("hand_over", what="handing the state over")
     standing.loaded.calls.all("leave", True, what="leaving groups")
     old, handles, source = standing.layout, list(actors.handles), standing.snapshots.source
     state = _State({id(handle): holding for handle, holding in zip(handles, given, strict=False)})
@@ -216,7 +216,7 @@ class _State:
         least: Bytes that actors lack at least, however the actors of each node are assigned to its ranks.
     """
 
-    def __init__(self, holdings: Mapping[int, Holding]) -> None:
+    def __init__(self, holdings: Mapping[int, HeldTensors]) -> None:
         self._holdings = holdings
         self.kinds = {name: kind for holding in holdings.values() for name, kind in holding.kinds.items()}
         self._sizes = {name: kind.itemsize for name, kind in self.kinds.items()}
@@ -251,7 +251,7 @@ class _State:
                 self.least += row[column]
         return found if now > _WORTH * self.least else None
 
-    def moves(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[Move]:
+    def moves(self, handles: Sequence[Any], nodes: Sequence[str]) -> list[TensorMove]:
         """Plan what each actor gets from whom; see ``moves_between``. Raises JobError if nobody has a part."""
         rest = len(handles) - len(self.wanted)
         held, where = [self._held(handle) for handle in handles], [*nodes, *[""] * rest]
@@ -265,7 +265,7 @@ class _State:
         return {} if holding is None else holding.boxes
 
 
-def _passed_on(standing: Standing, actors: Actors, layout: Layout, state: _State) -> tuple[Holds, int]:
+def _passed_on(standing: ActiveLayout, actors: Actors, layout: Layout, state: _State) -> tuple[Holds, int]:
     """Let actors join a layout, give what they have to those that need it, and load it.
 
     Args:
@@ -294,15 +294,15 @@ def _passed_on(standing: Standing, actors: Actors, layout: Layout, state: _State
     ranked = layout.world.size
     taking_part = [*range(ranked), *sorted({move.source for move in moves} - {*range(ranked)})]
     rank_of = {number: rank for rank, number in enumerate(taking_part)}
-    moves = [Move(rank_of[source], rank_of[to], tensor, box) for source, to, tensor, box in moves]
-    of_each = [list[Move]() for _ in taking_part]
+    moves = [TensorMove(rank_of[source], rank_of[to], tensor, box) for source, to, tensor, box in moves]
+    of_each = [list[TensorMove]() for _ in taking_part]
     for move in moves:
         for rank in {move.source, move.destination}:
             of_each[rank].append(move)
     sends, name = any(move.is_sent for move in moves), f"{standing.name}/relayout"
     refs = [
         actors.handles[number].pass_on.remote(
-            of_each[rank], Meeting(name, len(taking_part), rank, _LATE) if sends else None
+            of_each[rank], TransferGroup(name, len(taking_part), rank, _LATE) if sends else None
         )
         for rank, number in enumerate(taking_part)
     ]

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.nodes import own_node
-from raypar.cluster.notices import Notices
+from raypar.cluster.notices import DrainNotices
 from raypar.cluster.vacancies import nodes_of
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.layout.other_layout import room_faults
-from raypar.job.recover.active_layout import Standing
+from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.last_checkpoint import last_checkpoint
 from raypar.job.recover.relayout import rebuilt
 from raypar.job.recover.snapshots import takes_snapshots
@@ -36,7 +36,7 @@ _NAMED = 4  # lost actors that a message names
 _LOOK = 5.0  # seconds between two looks whether there is room for actors that are missing
 
 
-class Starter:
+class Restarts:
     """Starts runs on a job's actors.
 
     Args:
@@ -50,13 +50,13 @@ class Starter:
         awaits_room: Whether it waits for nodes, or was interrupted while it did: then nothing else is under way.
     """
 
-    def __init__(self, lifetime: Lifetime, job: str, standing: Standing) -> None:
+    def __init__(self, lifetime: Lifetime, job: str, standing: ActiveLayout) -> None:
         self._lifetime, self._job, self._witnesses = lifetime, job, lifetime.witnesses
         self.standing = standing
-        self._next_look, self._notices, self._stays_told = 0.0, Notices(lifetime.server), False
+        self._next_look, self._notices, self._stays_told = 0.0, DrainNotices(lifetime.server), False
         self.failures, self.awaits_room = Failures(0), False
 
-    def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Holds:
+    def start(self, loaded: LoadedRun, programs: Programs, found: VerifiedCheckpoint | None) -> Holds:
         """Make the actors build a run, and load a checkpoint if there is one.
 
         Args:
@@ -223,7 +223,7 @@ class Starter:
             )
         return ""
 
-    def rearrange(self, step: int, found: Found | None = None) -> int:
+    def rearrange(self, step: int, found: VerifiedCheckpoint | None = None) -> int:
         """Go on with more replicas, or away from nodes that are taken away. No step is lost.
 
         Args:

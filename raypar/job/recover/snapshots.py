@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raypar.actors.checkpoint.memory_snapshot import Held
-from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Share
+from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles
+from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
@@ -35,8 +35,8 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.are_kept_for_stop = False
-        self._held = Held(own_identity())
-        self.source: tuple[Share, ...] = ()
+        self._held = HeldMemoryFiles(own_identity())
+        self.source: tuple[SnapshotOwner, ...] = ()
         self.pace: CopyPace | None = None
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Snapshots:
         """Return the newest step, up to ``most``, of which all shares are there; None if there is none."""
         if not self.source:
             return None
-        there: dict[Share, set[int]] = {share: set() for share in self.source}
+        there: dict[SnapshotOwner, set[int]] = {share: set() for share in self.source}
         for of_one in steps:
             for share, its in of_one.items():
                 if share in there:
@@ -99,7 +99,7 @@ class Snapshots:
             return
         needed = self._needed(calls, others, steps, step)
         going = {secrets.token_hex(16): one for one in transfers(domains, steps, needed, step)}
-        expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
+        expected, sent = dict[int, dict[str, SnapshotOwner]](), dict[int, list[tuple[SnapshotOwner, Recipient]]]()
         for token, one in going.items():
             expected.setdefault(one.receiver, {})[token] = one.share
         refs = [calls.handles[rank].expect_copies.remote(shares, 1) for rank, shares in expected.items()]
@@ -122,7 +122,7 @@ class Snapshots:
             arguments.append((step, shares, arrived, *rest.get(domain, {}).values()))  # their errors come with it
         calls.each("restore", arguments, what=what)
 
-    def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[Share]]:
+    def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[SnapshotOwner]]:
         """Return by rank the shares of a step that its actor needs.
 
         Those that have shares say which parts of which tensors these have, and each actor finds there what it loads.
@@ -158,7 +158,7 @@ class Snapshots:
         """
         if self.are_taken(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
-            self.source = tuple(Share(layout, rank) for rank in range(loaded.world.size))
+            self.source = tuple(SnapshotOwner(layout, rank) for rank in range(loaded.world.size))
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
             self._held.drop_old()
             others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
@@ -177,7 +177,7 @@ class Snapshots:
         if self.pace is None:
             return
         tokens = [secrets.token_hex(16) for _ in ranks]
-        expected: list[dict[str, Share]] = [{} for _ in ranks]
+        expected: list[dict[str, SnapshotOwner]] = [{} for _ in ranks]
         for rank, buddy in enumerate(buddies):
             if buddy is not None:
                 expected[buddy][tokens[rank]] = self.source[rank]

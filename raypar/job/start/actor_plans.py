@@ -10,7 +10,7 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.specs.worlds import world_of
-from raypar.actors.worker.build.plan import Plan
+from raypar.actors.worker.build.plan import ActorPlan
 from raypar.config.absolute_paths import rooted
 from raypar.config.schedule import Programs, only_row
 
@@ -23,7 +23,7 @@ def plans_of(
     device: DeviceKind = "cpu",
     faults: Sequence[InjectedFault] = (),
     layout: int = 0,
-) -> list[Plan]:
+) -> list[ActorPlan]:
     """Create the plan of every rank.
 
     Args:
@@ -33,7 +33,7 @@ def plans_of(
         generation: How often its actors have joined groups, this time included.
         device: Device that all actors compute on.
         faults: Faults that are injected on purpose.
-        layout: Number of the run's layout; see ``Plan``.
+        layout: Number of the run's layout; see ``ActorPlan``.
 
     Returns:
         The plans by rank.
@@ -46,7 +46,7 @@ def plans_of(
         for row in range(programs["train"].num_ranks)
     ]
     return [
-        Plan(
+        ActorPlan(
             run=alone if world.is_expert(rank) else told,
             job=job,
             generation=generation,

@@ -10,7 +10,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.ray_cluster import shipped
 from raypar.config.arguments import checked_arguments
@@ -82,7 +82,9 @@ def _warn_of_first_batches(run: Run) -> None:
         warn_of_loss(trial, skeleton)
 
 
-def replacement(run: Run, resume: str | PathLike[str] | Found | None, before: Run, device: DeviceKind) -> Prepared:
+def replacement(
+    run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, before: Run, device: DeviceKind
+) -> Prepared:
     """Check a run that replaces another one, as ``prepared`` does, and that it can start on the same actors.
 
     Args:

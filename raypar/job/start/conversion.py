@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from raypar.actors.data.conversion import Conversion, Converted, by_size
+from raypar.actors.data.conversion import BlockConverter, Converted, by_size
 from raypar.actors.data.example_sets import example_sets
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import open_corpus
@@ -47,7 +47,7 @@ def convert_on_cluster(run: Run) -> None:
         log.warning("the data is converted on this machine alone, because %s", error)
 
 
-def _on_cluster(conversion: Conversion, blocks: Iterable[bytes], size: int) -> Converted:
+def _on_cluster(conversion: BlockConverter, blocks: Iterable[bytes], size: int) -> Converted:
     """Convert blocks with tasks on all nodes, or here if they are small or there is one node."""
     if size < _WORTH:
         yield from by_size(conversion, blocks, size)

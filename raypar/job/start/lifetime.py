@@ -14,7 +14,7 @@ from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.witnesses import Witnesses
+from raypar.cluster.witnesses import ProcessMonitors
 from raypar.errors import TO_GO_ON, CallError, JobError
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Lifetime:
     def __init__(self, actors: Actors, close: Callable[[], None], saved: Callable[[], Path | None]) -> None:
         self.failure: str | None = None
         self.epoch = 0
-        self.witnesses, self.server = Witnesses(), ControlServer()
+        self.witnesses, self.server = ProcessMonitors(), ControlServer()
         self._actors: Actors | None = actors
         self._calls: Calls | None = None
         self._close, self._saved = close, saved

@@ -11,8 +11,8 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.actors.worker.build.plan import Plan
-from raypar.checkpoint.find import Found
+from raypar.actors.worker.build.plan import ActorPlan
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.calls import Calls
 from raypar.config.schedule import Programs
 from raypar.job.start.lifetime import Lifetime
@@ -48,7 +48,7 @@ class LoadedRun:
         return self.calls.handles
 
     def start(
-        self, plans: Sequence[Plan], found: Found | None, guard: Guard, *, again: bool = False
+        self, plans: Sequence[ActorPlan], found: VerifiedCheckpoint | None, guard: Guard, *, again: bool = False
     ) -> list[dict[str, Shard]]:
         """Make the actors build their parts of the run, and load a checkpoint if there is one.
 
@@ -68,7 +68,7 @@ class LoadedRun:
             guard(lambda: self.load(found))
         return holds
 
-    def load(self, found: Found) -> list[Any]:
+    def load(self, found: VerifiedCheckpoint) -> list[Any]:
         """Make the actors load a checkpoint."""
         calls = self._patient()
         tensors = calls.shared(found.manifest.tensors)

@@ -13,15 +13,15 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.specs.worlds import world_of
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.config.schedule import Programs
 from raypar.errors import RelayoutLostError
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
 from raypar.job.look.inspection import Inspection
-from raypar.job.recover.active_layout import Standing
+from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
-from raypar.job.recover.restarts import Starter
+from raypar.job.recover.restarts import Restarts
 from raypar.job.start.before_launch import replacement
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
@@ -34,7 +34,7 @@ from raypar.reporting.summary import log_plan
 log = logging.getLogger(__name__)
 
 
-class Loading:
+class RunSwitch:
     """Loads runs on a job's actors.
 
     Args:
@@ -61,17 +61,19 @@ class Loading:
         record: Record,
     ) -> None:
         self._lifetime, self._device, self._name = lifetime, device, name
-        self.starter = Starter(lifetime, name, Standing(lifetime, name, device, chaos, self._moved))
+        self.starter = Restarts(lifetime, name, ActiveLayout(lifetime, name, device, chaos, self._moved))
         self.loop = TrainingLoop(lifetime, device, loaded, record, self.starter)
 
-    def start(self, programs: Programs, found: Found | None) -> None:
+    def start(self, programs: Programs, found: VerifiedCheckpoint | None) -> None:
         """Make the actors build the run that the loop has, and load a checkpoint if there is one."""
         loaded = self.loop.loaded
         holds = self.starter.start(loaded, programs, found)
         self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
         self.loop.begin(0 if found is None else found.manifest.step, self._name)
 
-    def replace(self, run: Run, resume: str | PathLike[str] | Found | None, *, keep_idle: bool = False) -> None:
+    def replace(
+        self, run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, *, keep_idle: bool = False
+    ) -> None:
         """Replace the run by another one on the same actors, as ``Job.reset`` does."""
         self.loop.demand_ready()
         with self.loop.unlocked():
@@ -107,7 +109,9 @@ class Loading:
             self.replace(run, self.loop.save(folder, None))
         return run.expert_order
 
-    def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
+    def _exchange(
+        self, run: Run, programs: Programs, skeleton: Skeleton, found: VerifiedCheckpoint | None, record: Record
+    ) -> None:
         """Replace the actors' run by another one."""
         self.loop.finish()
         try:

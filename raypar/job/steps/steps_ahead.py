@@ -37,7 +37,7 @@ def steps_to_take(run: Run, taken: int, steps: int | None) -> int:
     return count
 
 
-class Ahead:
+class StepsAhead:
     """Hands steps to the actors before the report of the current one has arrived, so that they never wait.
 
     Args:
@@ -69,7 +69,7 @@ class Ahead:
         self.since, self.pending = time.perf_counter(), 0
 
     @classmethod
-    def of(cls, loaded: LoadedRun, most: int, epoch: int, copy_within: Callable[[int], int]) -> Ahead:
+    def of(cls, loaded: LoadedRun, most: int, epoch: int, copy_within: Callable[[int], int]) -> StepsAhead:
         """Return what hands over the steps of a run; see the class for the other arguments.
 
         With servers, replicas do not learn of a refused step; tasks and streams are submitted as their step comes.

@@ -18,7 +18,7 @@ from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.errors import CallError, JobError, MovedError
 from raypar.job.recover.planned_moves import rearranged
-from raypar.job.recover.restarts import Starter
+from raypar.job.recover.restarts import Restarts
 from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
@@ -26,7 +26,7 @@ from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.averages import evaluation_step, with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
-from raypar.job.steps.steps_ahead import Ahead, steps_to_take
+from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.paths import absolute, checkpoints_in, name_of
 from raypar.recovery.failures import Failure
@@ -67,11 +67,11 @@ class TrainingLoop:
         device: DeviceKind,
         loaded: LoadedRun,
         record: Record,
-        starter: Starter,
+        starter: Restarts,
     ) -> None:
         self._lifetime, self._starter, self._hand = lifetime, starter, StepsByHand(device)
         self._training, self.generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
-        self._ahead: Ahead | None = None
+        self._ahead: StepsAhead | None = None
         self.last: Report | None = None
         self.is_averaged = False
         self.exchange(loaded, record)
@@ -297,10 +297,10 @@ class TrainingLoop:
             if len(ahead) and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
                 self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
 
-    def _handing(self, most: int) -> Ahead:
-        return Ahead.of(self.loaded, most, self._lifetime.epoch, self._starter.copy_due)
+    def _handing(self, most: int) -> StepsAhead:
+        return StepsAhead.of(self.loaded, most, self._lifetime.epoch, self._starter.copy_due)
 
-    def _next(self, ahead: Ahead, stop: int) -> list[Report]:
+    def _next(self, ahead: StepsAhead, stop: int) -> list[Report]:
         """Hand over steps before ``stop``, then wait for the oldest one, or those that overlap, and commit it."""
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
@@ -340,7 +340,7 @@ class TrainingLoop:
         """Let the actors keep copies of their state, without which a run that is stopped in a step is not saved."""
         self._starter.keep_copies(self._stops, self.next_step)
 
-    def _is_too_long(self, ahead: Ahead) -> bool:
+    def _is_too_long(self, ahead: StepsAhead) -> bool:
         """Return whether a SIGTERM that comes now must not wait for the steps that the actors have."""
         return self._starter.saves_at_once() and self._stops.is_too_long(ahead.pending, ahead.since)
 
@@ -418,7 +418,7 @@ class TrainingLoop:
         self._saver.settle()
         self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
 
-    def _settle(self, ahead: Ahead) -> None:
+    def _settle(self, ahead: StepsAhead) -> None:
         while len(ahead):
             self._commit(*ahead.collect())
 

@@ -157,13 +157,13 @@ class TextGenerator:
             )
         try:
             self._loop.is_averaged = ema
-            return Generation(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
+            return TextGeneration(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
         finally:
             self._loop.is_averaged = False
             self._loop.generating.release()
 
 
-class Generation:
+class TextGeneration:
     """One generation on the actors of a job.
 
     After a failure that the run survives it begins again, with the prompts and what they have got until then.

@@ -22,7 +22,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.calibrated.product_seconds import block_products, head_products, num_logits
 from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
-from raypar.planner.memory.worker import Counts, element_bytes
+from raypar.planner.memory.worker import ParameterCounts, element_bytes
 from raypar.planner.rates import Rates
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum
@@ -36,7 +36,7 @@ _ROUNDS = 4  # of finding out how many actors compute at once, from a simulation
 
 
 def calibrated_costs(
-    run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration, cores: int | None
+    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration, cores: int | None
 ) -> Costs:
     """Return the durations of the actions, in seconds.
 
@@ -72,7 +72,9 @@ def calibrated_costs(
     return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
 
 
-def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, calibration: Calibration) -> float:
+def step_seconds(
+    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration
+) -> float:
     """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
     ``calibrated_costs``."""
     owners = world.owners if run.zero != 0 else 1
@@ -89,7 +91,12 @@ def step_seconds(run: Run, world: World, counts: Counts, schedule: Schedule, cal
 
 
 def _last_backwards(
-    costs: Costs, world: World, counts: Counts, schedule: Schedule, stages: Sequence[range], calibration: Calibration
+    costs: Costs,
+    world: World,
+    counts: ParameterCounts,
+    schedule: Schedule,
+    stages: Sequence[range],
+    calibration: Calibration,
 ) -> dict[Action, float]:
     """Return the durations of the last backward of each stage whose gradients are summed over replicas, once a step."""
     found: dict[Action, float] = {}

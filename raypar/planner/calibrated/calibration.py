@@ -79,7 +79,7 @@ def busy_with(load: float, cores: int) -> str:
 
 
 @dataclass(frozen=True)
-class Product:
+class MeasuredProduct:
     """The matrix product of a linear layer, (rows, inner) x (inner, columns), in fp32.
 
     Attributes:
@@ -147,7 +147,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Update:
+class MeasuredUpdate:
     """What the update takes, with the vote and the norm before it.
 
     Attributes:
@@ -207,13 +207,13 @@ class Calibration:
     origin: Origin
     device: DeviceKind
     threads: Count
-    products: Annotated[tuple[Product, ...], MinLen(1)]
+    products: Annotated[tuple[MeasuredProduct, ...], MinLen(1)]
     attention: Annotated[tuple[AttentionTime, ...], MinLen(1)]
     memory: Annotated[float, Gt(0), Le(1e15)]
     besides: tuple[Beside, ...]
     action_forward: SomeSeconds
     action_backward: SomeSeconds
-    update: Update
+    update: MeasuredUpdate
     groups: tuple[GroupTime, ...]
     busy: Annotated[float, Ge(1), Le(3600)]
     message: SomeSeconds

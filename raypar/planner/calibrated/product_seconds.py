@@ -11,7 +11,7 @@ from raypar.schedules.float_sum import float_sum
 
 
 @dataclass(frozen=True)
-class Seconds:
+class MicrobatchSeconds:
     """What a microbatch takes.
 
     Attributes:
@@ -27,7 +27,9 @@ class Seconds:
     later: float = 0.0
 
 
-def block_products(run: Run, model: Transformer, block: int, calibration: Calibration, tp: int = 1) -> Seconds:
+def block_products(
+    run: Run, model: Transformer, block: int, calibration: Calibration, tp: int = 1
+) -> MicrobatchSeconds:
     """Return the seconds of a block's products and attention for a microbatch.
 
     Args:
@@ -53,13 +55,13 @@ def block_products(run: Run, model: Transformer, block: int, calibration: Calibr
     core = calibration.core(model.seq, run.micro_batch_size * model.heads / tp, model.head_size)
     core = core[0] * queries / model.seq, core[1] * queries / model.seq
     forward, backward = float_sum(one for one, _ in each), float_sum(two for _, two in each)
-    return Seconds(forward + core[0], backward + core[1], core[0], backward / 2)
+    return MicrobatchSeconds(forward + core[0], backward + core[1], core[0], backward / 2)
 
 
-def head_products(run: Run, model: Transformer, calibration: Calibration, tp: int = 1) -> Seconds:
+def head_products(run: Run, model: Transformer, calibration: Calibration, tp: int = 1) -> MicrobatchSeconds:
     """Return the seconds of the head's product for a microbatch; the arguments are those of ``block_products``."""
     forward, backward = calibration.product(_tokens(run, model), model.hidden, model.vocab / tp)
-    return Seconds(forward, backward, 0.0, backward / 2)
+    return MicrobatchSeconds(forward, backward, 0.0, backward / 2)
 
 
 def num_logits(run: Run, model: Transformer, tp: int = 1) -> float:

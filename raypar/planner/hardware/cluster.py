@@ -12,7 +12,7 @@ MOST_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Route:
+class RingRoute:
     """What one member of a group has to reach its neighbour on a ring.
 
     Attributes:
@@ -62,7 +62,7 @@ class Cluster:
         """Number of racks."""
         return -(-self.nodes // self.each_rack) if self.each_rack else 1
 
-    def route(self, members: int, stride: int) -> Route:
+    def route(self, members: int, stride: int) -> RingRoute:
         """Return what a member of a group has, if members are so many ranks apart and all such groups work at a time.
 
         Members on one node reach each other over the link inside. Of a group on several nodes, the k members on a node
@@ -74,12 +74,12 @@ class Cluster:
         """
         reached, span = self.device.reached, members * stride
         if span <= self.each_node:
-            return Route(reached * self.inside.bandwidth, self.inside.latency)
+            return RingRoute(reached * self.inside.bandwidth, self.inside.latency)
         together = min(members, max(1, self.each_node // stride))
         rack = self.each_rack * self.each_node
         outer = self.across if self.across is not None and rack and span > rack else self.between
         share = outer.bandwidth * self.adapters * together / self.each_node
-        return Route(reached * min(self.inside.bandwidth, share), outer.latency)
+        return RingRoute(reached * min(self.inside.bandwidth, share), outer.latency)
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with the counts and the figures."""

@@ -20,7 +20,7 @@ _NAMES = ("inside", "between", "across")
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadCluster:
     """A cluster, or why there is none.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found:
     faults: Sequence[str] = ()
 
 
-def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> Found:
+def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> ReadCluster:
     """Return a cluster of so many devices, with the links that such nodes usually have.
 
     Args:
@@ -55,12 +55,12 @@ def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> Found:
             near = f"{low} or {low + count}" if low else str(count)
             faults.append(f"{gpus} devices do not fill {count} nodes evenly: use {near}, or other nodes")
     if faults:
-        return Found(None, faults)
+        return ReadCluster(None, faults)
     table = {"nodes": count, "each_node": gpus // count, "device": gpu}
     return cluster_from(table | ({"between": between} if between else {}))
 
 
-def cluster_from(table: Mapping[str, Any]) -> Found:
+def cluster_from(table: Mapping[str, Any]) -> ReadCluster:
     """Return the cluster of a table, whose keys are the fields of Cluster.
 
     ``device`` is the name of a data sheet or a table of the fields of Device; ``links`` has tables of links of one's
@@ -71,7 +71,7 @@ def cluster_from(table: Mapping[str, Any]) -> Found:
     """
     if "actors_per_node" in table or "replicas" in table:
         told = "as a cluster of raypar simulate has: raypar plan asks what its nodes are"
-        return Found(
+        return ReadCluster(
             None, [f"it has replicas or actors_per_node, {told}, with nodes, each_node, device, ... (docs/planning.md)"]
         )
     faults = list(_key_faults(table))
@@ -87,7 +87,7 @@ def cluster_from(table: Mapping[str, Any]) -> Found:
     faults += [fault for link in own.values() for fault in link.faults()]
     cluster = _filled(table, device or DEVICES["cpu"], names, links)
     wrong = [*dict.fromkeys([*faults, *cluster.faults()])]
-    return Found(None if wrong else cluster, wrong)
+    return ReadCluster(None if wrong else cluster, wrong)
 
 
 def _filled(table: Mapping[str, Any], device: Device, names: Mapping[str, Any], links: Mapping[str, Link]) -> Cluster:

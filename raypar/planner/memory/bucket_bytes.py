@@ -12,7 +12,7 @@ from raypar.schedules.rules import MAKES_GRADIENTS
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
-class Lent:
+class BucketBytes:
     """The gradients of a pipeline rank that are in buckets for a while.
 
     Args:

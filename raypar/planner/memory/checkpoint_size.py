@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from raypar.actors.specs.run import Run
-from raypar.planner.memory.worker import Counts, element_bytes, states_of
+from raypar.planner.memory.worker import ParameterCounts, element_bytes, states_of
 
 
-def checkpoint_bytes(run: Run, counts: Counts, parameters: int) -> int:
+def checkpoint_bytes(run: Run, counts: ParameterCounts, parameters: int) -> int:
     """Return the bytes of a checkpoint's tensors: all weights and the optimizer's state of each, in the masters' dtype.
 
     Args:

@@ -10,8 +10,8 @@ from raypar.planner.memory.activations import most_kept
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import (
     WORKING_OF,
-    Counts,
-    Memory,
+    ActorMemory,
+    ParameterCounts,
     element_bytes,
     offloaded_bytes,
     process_bytes,
@@ -22,8 +22,8 @@ from raypar.schedules.timeline import Timeline
 
 
 def others_memory(
-    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
-) -> list[Memory]:
+    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
+) -> list[ActorMemory]:
     """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
 
     The arguments are those of ``worker_memory``.
@@ -31,7 +31,7 @@ def others_memory(
     return expert_memory(run, world, counts, timeline, process) or server_memory(run, world, counts, process)
 
 
-def server_memory(run: Run, world: World, counts: Counts, process: int | None = None) -> list[Memory]:
+def server_memory(run: Run, world: World, counts: ParameterCounts, process: int | None = None) -> list[ActorMemory]:
     """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
 
     The arguments are those of ``worker_memory``.
@@ -44,7 +44,7 @@ def server_memory(run: Run, world: World, counts: Counts, process: int | None = 
         share, optimizer = -(-count // servers), each.state * -(-state // servers)
         saved = saved_bytes(each, share, optimizer)
         found.append(
-            Memory(
+            ActorMemory(
                 each.weight * share,
                 each.gradient * share,
                 optimizer,
@@ -58,8 +58,8 @@ def server_memory(run: Run, world: World, counts: Counts, process: int | None = 
 
 
 def expert_memory(
-    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
-) -> list[Memory]:
+    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
+) -> list[ActorMemory]:
     """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
 
     What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
@@ -73,7 +73,7 @@ def expert_memory(
         weights, optimizer = each.weight * count, each.state * state + each.master * count
         saved = saved_bytes(each, count, optimizer)
         found.append(
-            Memory(
+            ActorMemory(
                 weights=0 if world.offload == "parameters" else weights,
                 gradients=each.gradient * count if stays else 0,
                 optimizer=optimizer if stays else 0,

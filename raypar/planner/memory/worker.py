@@ -36,9 +36,9 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.hardware.this_machine import device_kind, torch_has_cuda
 from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_load
-from raypar.planner.memory.bucket_bytes import Lent
+from raypar.planner.memory.bucket_bytes import BucketBytes
 from raypar.planner.memory.snapshots import snapshot_counts
-from raypar.planner.sizes.owner_shares import Share
+from raypar.planner.sizes.owner_shares import OwnerShare
 from raypar.planner.sizes.parameters import Units
 from raypar.schedules.rules import USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
@@ -95,7 +95,7 @@ def element_bytes(run: Run) -> ElementBytes:
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """How many parameters a run has, by where they are.
 
     Attributes:
@@ -112,13 +112,13 @@ class Counts:
     units: Sequence[Units]
     matrices: Sequence[int] = ()
     experts: Sequence[int] = ()
-    apart: Counts | None = None
+    apart: ParameterCounts | None = None
     frozen: Sequence[int] = ()
-    shares: Sequence[Share] = ()
+    shares: Sequence[OwnerShare] = ()
 
 
 @dataclass(frozen=True)
-class Memory:
+class ActorMemory:
     """Bytes of an actor by kind, each at its most within a step.
 
     Attributes:
@@ -176,8 +176,8 @@ class Memory:
 
 
 def worker_memory(
-    run: Run, world: World, counts: Counts, timeline: Timeline, process: int | None = None
-) -> list[Memory]:
+    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
+) -> list[ActorMemory]:
     """Estimate the memory of a worker of each pipeline rank.
 
     Args:
@@ -199,7 +199,7 @@ def worker_memory(
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
     bucket = int(run.bucket_mb * 2**20)
-    lent = [Lent(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
+    lent = [BucketBytes(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
@@ -216,7 +216,7 @@ def worker_memory(
         read = _read(world, each.weight, count, experts, lends=lends) if world.replicas_at(rank) > 1 else 0
         shared = _filled(world, buckets, gathered) + read
         found.append(
-            Memory(
+            ActorMemory(
                 weights=(0 if world.offload == "parameters" else kept)
                 + each.weight * sum(counts.frozen[rank : rank + 1]),
                 gradients=gradients,
@@ -259,7 +259,7 @@ def _working(device: DeviceKind, activations: int, uneven: int) -> int:
     return working + uneven + (activations + uneven + working if uneven and device == "cpu" else 0)
 
 
-def _owned(run: Run, world: World, counts: Counts, rank: int, state: int) -> tuple[int, int]:
+def _owned(run: Run, world: World, counts: ParameterCounts, rank: int, state: int) -> tuple[int, int]:
     """Return what the worker that updates most of a pipeline rank updates: parameters, and elements of their state.
 
     Args:
@@ -271,7 +271,7 @@ def _owned(run: Run, world: World, counts: Counts, rank: int, state: int) -> tup
     """
     if counts.shares:
         share = counts.shares[rank]
-        return share.count, states_of(run, Counts([share.count], (), [share.matrices]))[0]
+        return share.count, states_of(run, ParameterCounts([share.count], (), [share.matrices]))[0]
     count, experts = counts.held[rank], counts.experts[rank] if counts.experts else 0
     return _nth_part(world, count, experts), _nth_part(world, state, state * experts // max(count, 1))
 
@@ -348,7 +348,7 @@ def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -
     return (1 if lends else 2) * weight * others
 
 
-def states_of(run: Run, counts: Counts) -> list[int]:
+def states_of(run: Run, counts: ParameterCounts) -> list[int]:
     """Return the elements of optimizer state of each pipeline rank of a run.
 
     For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW; and its
@@ -361,7 +361,7 @@ def states_of(run: Run, counts: Counts) -> list[int]:
     return [(2 + average) * count - min(count, single) for count, single in zip(counts.held, singles, strict=True)]
 
 
-def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
+def _gathered(timeline: Timeline, counts: ParameterCounts) -> list[int]:
     """Return by stage the most parameters that are whole at a time in a window of its weights.
 
     A window for one pass over the layers has a unit and the next one, a window for more has all units.

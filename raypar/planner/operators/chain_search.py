@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
-from raypar.planner.operators.strategies import Choice, choices
+from raypar.planner.operators.strategies import OperatorStrategy, choices
 
 
 class Way(NamedTuple):
@@ -26,7 +26,7 @@ class Way(NamedTuple):
     """
 
     price: tuple[int, int, int]
-    choices: tuple[Choice, ...]
+    choices: tuple[OperatorStrategy, ...]
 
 
 def cheapest(chain: Sequence[Operator], prices: Prices, aim: Aim) -> Way | str:
@@ -56,6 +56,6 @@ def cheapest(chain: Sequence[Operator], prices: Prices, aim: Aim) -> Way | str:
     return ways["R"]
 
 
-def _more(price: tuple[int, int, int], choice: Choice, aim: Aim) -> tuple[int, int, int]:
+def _more(price: tuple[int, int, int], choice: OperatorStrategy, aim: Aim) -> tuple[int, int, int]:
     first, second = (choice.cost, choice.held) if aim == "speed" else (choice.held, choice.cost)
     return price[0] + first, price[1] + second, price[2] + choice.words

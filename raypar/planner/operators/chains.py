@@ -51,7 +51,7 @@ _DIMS = {  # modules that compute each sample by itself, and how many dims the s
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-class Found(NamedTuple):
+class SearchableChain(NamedTuple):
     """What can be searched.
 
     Attributes:
@@ -72,7 +72,9 @@ class _Call(NamedTuple):
     made: tuple[int, ...]
 
 
-def chains_of(layers: Mapping[str, nn.Module], values: Values, plan: Mapping[str, str], skips: Skips = ()) -> Found:
+def chains_of(
+    layers: Mapping[str, nn.Module], values: Values, plan: Mapping[str, str], skips: Skips = ()
+) -> SearchableChain:
     """Find the chains of a model.
 
     Args:
@@ -102,7 +104,7 @@ def chains_of(layers: Mapping[str, nn.Module], values: Values, plan: Mapping[str
         for layer, module in layers.items()
         for name, _ in module.named_modules(prefix=layer, remove_duplicate=False)
     )
-    return Found(tuple(chains), kept, {name: place for place, name in enumerate(every)})
+    return SearchableChain(tuple(chains), kept, {name: place for place, name in enumerate(every)})
 
 
 def _recorded(layers: Mapping[str, nn.Module], values: Values, skips: Skips) -> dict[nn.Module, list[_Call | None]]:

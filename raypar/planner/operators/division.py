@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypar.planner.operators.chain_search import Way, cheapest
-from raypar.planner.operators.chains import Found
+from raypar.planner.operators.chains import SearchableChain
 from raypar.planner.operators.misfits import split_faults, way_fault
 from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
-from raypar.planner.operators.strategies import Choice
+from raypar.planner.operators.strategies import OperatorStrategy
 from raypar.schedules.float_sum import float_sum
 
 _HEAD = ("module", "input", "output", "strategy", "weights", "sent", "time")
@@ -29,7 +29,7 @@ class Division:
     """
 
     plan: Mapping[str, str]
-    modules: Sequence[tuple[Operator, Choice]]
+    modules: Sequence[tuple[Operator, OperatorStrategy]]
     annotated: frozenset[str]
     whole: float
 
@@ -62,14 +62,14 @@ class Division:
         each = f"{_short(self.seconds)} in them, and {_short(self.whole)} if each actor computes all"
         yield f"in a microbatch, which takes on paper {each}"
 
-    def _cells(self, one: Operator, choice: Choice) -> tuple[str, ...]:
+    def _cells(self, one: Operator, choice: OperatorStrategy) -> tuple[str, ...]:
         mark = " *" if one.name in self.annotated else ""
         shapes = ("x".join(map(str, shape)) for shape in (one.taken, one.made))
         what = choice.text or "replicated"
         return (one.name, *shapes, what + mark, f"{choice.held:,}", f"{choice.sent:,}", _short(choice.cost * 1e-15))
 
 
-def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:
+def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list[str]:
     """Search the strategies of all chains.
 
     Args:
@@ -80,7 +80,7 @@ def divided(found: Found, prices: Prices, aim: Aim) -> Division | list[str]:
     Returns:
         The division, or the faults of the annotations.
     """
-    plan, modules, faults = dict(found.kept), list[tuple[Operator, Choice]](), list[str]()
+    plan, modules, faults = dict(found.kept), list[tuple[Operator, OperatorStrategy]](), list[str]()
     for chain in found.chains:
         if misfits := [*split_faults(chain, prices.ranks)]:
             faults += misfits

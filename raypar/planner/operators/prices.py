@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from raypar.actors.collective.routes import Placement, route
 from raypar.actors.models.placed_step import FEATURES
-from raypar.planner.hardware.cluster import Route
+from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.operator import Operator
 from raypar.planner.timing.roofline import Product, Roofline, Work
 from raypar.schedules.float_sum import float_sum
@@ -48,7 +48,7 @@ class Prices:
 
     ranks: int
     roofline: Roofline
-    link: Route
+    link: RingRoute
     element: int
     microbatches: int
 

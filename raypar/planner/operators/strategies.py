@@ -17,7 +17,7 @@ from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 
 
-class Choice(NamedTuple):
+class OperatorStrategy(NamedTuple):
     """A strategy of an operator.
 
     Attributes:
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     words: int
 
 
-def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]:
+def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[OperatorStrategy]:
     """Yield what can be done with an operator that is given its input at a placement.
 
     Args:
@@ -50,7 +50,7 @@ def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]
         return
     if one.strategy in PASSING:
         if given == FEATURES and one.goes in ("", FEATURES):
-            yield Choice(one.strategy, FEATURES, _whole(prices.compute(one, one.strategy)), one.weights, 0, 0)
+            yield OperatorStrategy(one.strategy, FEATURES, _whole(prices.compute(one, one.strategy)), one.weights, 0, 0)
         return
     if not one.strategy and one.kind in ("activation", "dropout", "view"):
         yield from _passing(one, given, prices)
@@ -78,13 +78,13 @@ def _strategies(one: Operator) -> tuple[str, ...]:
             return ("replicated",)
 
 
-def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[Choice]:
+def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[OperatorStrategy]:
     """Yield what an activation function, a dropout or a view does with a part: it takes it, and makes one."""
     if given == "R" or not _divides(one.made, given, prices.ranks) or (one.kind == "view" and given != "S0"):
         return
     text = "" if one.kind != "dropout" else "dropout" if given == FEATURES else f"split{given[1:]}"
     if not (text and one.rigid):
-        yield Choice(text, given, _whole(prices.compute(one, "column")), 0, 0, 0)
+        yield OperatorStrategy(text, given, _whole(prices.compute(one, "column")), 0, 0, 0)
 
 
 def _ends(one: Operator, strategy: Strategy) -> Iterator[Placement]:
@@ -127,7 +127,9 @@ def _divides(shape: tuple[int, ...], placement: Placement, ranks: int, *, ids: b
     return dim < last and shape[dim] % ranks == 0
 
 
-def _priced(one: Operator, name: str, strategy: Strategy, given: Placement, made: Placement, prices: Prices) -> Choice:
+def _priced(
+    one: Operator, name: str, strategy: Strategy, given: Placement, made: Placement, prices: Prices
+) -> OperatorStrategy:
     """Return a strategy with its price."""
     sent = prices.sums(one, name, made)
     ids = one.kind == "embedding"
@@ -140,7 +142,7 @@ def _priced(one: Operator, name: str, strategy: Strategy, given: Placement, made
     words = (given != strategy.needs) + (made != strategy.usual)
     named = bool(one.strategy) or name != "replicated" or words or (one.weights and one.kind != "whole")
     cost, held = _whole(prices.compute(one, name) + sent.seconds), ceil(prices.held(one, name))
-    return Choice(text if named and not one.rigid else "", made, cost, held, round(sent.bytes), words)
+    return OperatorStrategy(text if named and not one.rigid else "", made, cost, held, round(sent.bytes), words)
 
 
 def _whole(seconds: float) -> int:

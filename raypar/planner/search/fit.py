@@ -10,7 +10,7 @@ from raypar.planner.memory.activations import stage_activations
 from raypar.planner.memory.worker import WORKING_OF, element_bytes, process_bytes
 from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import layers_of
-from raypar.planner.timing.step import V_SHAPED, Paper
+from raypar.planner.timing.step import V_SHAPED, StepModel
 from raypar.schedules.float_sum import float_sum
 
 _GATHERED = 2  # units that are whole at a time: one in use, and the next one
@@ -40,12 +40,12 @@ class Need(NamedTuple):
         return float_sum(self)
 
 
-def need_of(paper: Paper) -> Need:
+def need_of(paper: StepModel) -> Need:
     """Return what the actor needs that needs most: one of the first pipeline rank, or of the last."""
     return max((_need_at(paper, rank) for rank in {0, paper.run.mesh.pp - 1}), key=lambda need: need.bytes)
 
 
-def _need_at(paper: Paper, rank: int) -> Need:
+def _need_at(paper: StepModel, rank: int) -> Need:
     """Return what an actor of a pipeline rank needs."""
     run, world, held = paper.run, paper.world, paper.held_on(rank)
     each, own = element_bytes(run), paper.replicas.owned(held)
@@ -63,7 +63,7 @@ def _need_at(paper: Paper, rank: int) -> Need:
     )
 
 
-def _gradients(paper: Paper, rank: int, own: float) -> float:
+def _gradients(paper: StepModel, rank: int, own: float) -> float:
     """Return the bytes of gradients and of buckets with them, of which the actor owns so many.
 
     Those that go to host memory are all in buckets until the end of a step, if replicas sum them only then.
@@ -74,7 +74,7 @@ def _gradients(paper: Paper, rank: int, own: float) -> float:
     return element_bytes(run).gradient * held + _in_buckets(paper, rank)
 
 
-def _in_buckets(paper: Paper, rank: int) -> float:
+def _in_buckets(paper: StepModel, rank: int) -> float:
     """Return the bytes of gradients on their way to their owners, where each owner has a bucket, or a larger matrix."""
     if not paper.world.lends:
         return 0.0
@@ -85,7 +85,7 @@ def _in_buckets(paper: Paper, rank: int) -> float:
     return max(min(size, (owners + _UNDER_WAY) * max(matrix, min(bucket, size / owners))) for size in sizes)
 
 
-def _activations(paper: Paper, rank: int) -> float:
+def _activations(paper: StepModel, rank: int) -> float:
     """Return the bytes that a pipeline rank keeps for its backwards at the most."""
     run, model = paper.run, paper.model
     stages = layers_of(model, run.split, len(paper.held))
@@ -96,7 +96,7 @@ def _activations(paper: Paper, rank: int) -> float:
     return in_flight(paper, rank) * plain + (most - plain) + max(one.passing for one in each)
 
 
-def in_flight(paper: Paper, rank: int) -> float:
+def in_flight(paper: StepModel, rank: int) -> float:
     """Return of how many stages a pipeline rank keeps activations at a time."""
     run, p, m, v = paper.run, paper.run.mesh.pp, paper.run.microbatches, paper.chunks
     if run.schedule in V_SHAPED:

@@ -14,7 +14,7 @@ from raypar.planner.search.space import Space, context_ranks, meshes, runs_on, s
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
 from raypar.planner.timing.simulated import most_simulated, simulated
 from raypar.planner.timing.stages import layers_of
-from raypar.planner.timing.step import Paper, Step, predicted
+from raypar.planner.timing.step import PredictedStep, StepModel, predicted
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 ALIKE = 0.005  # of a step: layouts that differ by less take as long, as nothing is predicted better than that
@@ -44,7 +44,7 @@ class Candidate:
     """
 
     run: Run
-    step: Step
+    step: PredictedStep
     need: Need
     order: Order = LADDER
     simulated: float | None = None
@@ -207,7 +207,7 @@ class _Search:
     def near(self, one: Candidate) -> Iterator[Candidate]:
         """Yield a candidate with every other way of sparing memory that fits."""
         for spared in sparing(one.run, self._model, self._space):
-            paper = Paper(spared, self._model, self._cluster, one.order, self._software)
+            paper = StepModel(spared, self._model, self._cluster, one.order, self._software)
             if spared != one.run and (need := need_of(paper)).bytes <= self.room:
                 seconds = None if one.simulated is None or one.calibrated else simulated(paper)
                 yield Candidate(spared, predicted(paper), need, one.order, seconds)
@@ -221,13 +221,13 @@ class _Search:
             self.least = Candidate(sparest, predicted(paper), need)
         return need.bytes <= self.room
 
-    def _paper(self, run: Run) -> Paper:
-        return Paper(run, self._model, self._cluster, LADDER, self._software)
+    def _paper(self, run: Run) -> StepModel:
+        return StepModel(run, self._model, self._cluster, LADDER, self._software)
 
 
 def _placed(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:
     """Return a candidate in the faster of the two orders in which ranks fill racks."""
-    other = predicted(Paper(one.run, model, cluster, RACKS, software))
+    other = predicted(StepModel(one.run, model, cluster, RACKS, software))
     return replace(one, step=other, order=RACKS) if other.seconds < one.step.seconds else one
 
 
@@ -248,7 +248,7 @@ def _best(
             break  # in closed form it is no faster than the fastest one of those that were simulated
         if most_simulated(one.run) > _MOST_SIMULATED:
             break
-        paper = Paper(one.run, model, cluster, one.order, software)
+        paper = StepModel(one.run, model, cluster, one.order, software)
         known.append(replace(one, simulated=simulated(paper)))
     if len(known) < min(_SIMULATED, len(best)):
         return tuple(best)  # simulated ones are compared with simulated ones
@@ -269,7 +269,7 @@ def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software
         middle = (few + many) // 2
         words: tuple[Word, ...] = tuple("full" if at < middle else "none" for each in stages for at in range(len(each)))
         run = replace(one.run, recompute=words)
-        paper = Paper(run, model, cluster, one.order, software)
+        paper = StepModel(run, model, cluster, one.order, software)
         need = need_of(paper)
         if need.bytes <= ROOM * cluster.device.memory:
             best, many = replace(one, run=run, step=predicted(paper), need=need), middle
@@ -342,4 +342,4 @@ def _fits(run: Run, model: GPT | Llama, cluster: Cluster, space: Space) -> Itera
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):
         for plain in runs_on(run, model, mesh, replace(space, samples=1, schedules=("1f1b",))):
             sparest = [*sparing(plain, model, space)][-1]
-            yield need_of(Paper(sparest, model, cluster)).bytes <= room
+            yield need_of(StepModel(sparest, model, cluster)).bytes <= room

@@ -11,7 +11,7 @@ from raypar.planner.sizes.tensors import Weight
 
 
 @dataclass(frozen=True)
-class Share:
+class OwnerShare:
     """An owner's parameters on an actor.
 
     Attributes:
@@ -23,7 +23,7 @@ class Share:
     matrices: int
 
 
-def largest_share(weights: Collection[Weight], world: World, is_matrix: Callable[[Weight], bool]) -> Share:
+def largest_share(weights: Collection[Weight], world: World, is_matrix: Callable[[Weight], bool]) -> OwnerShare:
     """Return the share of the replica whose optimizer keeps most, as workers share parameters out.
 
     Tensors are owned whole, so it has more than the N-th part: much more if few large tensors are most of a model. Of
@@ -37,13 +37,13 @@ def largest_share(weights: Collection[Weight], world: World, is_matrix: Callable
     experts = world.experts.owners if world.experts else 1
     dense = _largest((one for one in weights if not one.is_expert), world.owners, is_matrix)
     of_experts = _largest((one for one in weights if one.is_expert), experts, is_matrix)
-    return Share(dense.count + of_experts.count, dense.matrices + of_experts.matrices)
+    return OwnerShare(dense.count + of_experts.count, dense.matrices + of_experts.matrices)
 
 
-def _largest(weights: Iterable[Weight], owners: int, is_matrix: Callable[[Weight], bool]) -> Share:
+def _largest(weights: Iterable[Weight], owners: int, is_matrix: Callable[[Weight], bool]) -> OwnerShare:
     by_name = {one.name: one for one in weights}
-    shares = [Share(0, 0)] * owners
+    shares = [OwnerShare(0, 0)] * owners
     for name, owner in share_out({name: one.whole for name, one in by_name.items()}, owners).items():
         one, share = by_name[name], shares[owner]
-        shares[owner] = Share(share.count + one.held, share.matrices + one.held * is_matrix(one))
+        shares[owner] = OwnerShare(share.count + one.held, share.matrices + one.held * is_matrix(one))
     return max(shares, key=lambda share: 2 * share.count - share.matrices)

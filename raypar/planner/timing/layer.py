@@ -19,7 +19,7 @@ _FP32 = ELEMENT_BYTES["fp32"]
 _LOSS_PASSES = 3  # over fp32 logits, in the forward and again in the backward: largest, sum of exponentials, result
 
 
-class Part(NamedTuple):
+class LayerOperation(NamedTuple):
     """An operation of a layer.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Sizes:
         self.element = ELEMENT_BYTES[run.precision.compute]
 
 
-def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[Part, ...]:
+def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[LayerOperation, ...]:
     """Return the operations of a layer's forward.
 
     Args:
@@ -86,29 +86,29 @@ def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[Par
     return (*_attention(run, model, sizes), *mlp, *_around(model, sizes))
 
 
-def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
+def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the projections, rotations and the core of attention."""
     T, h, t, e = sizes.tokens, model.hidden, sizes.ranks, sizes.element
     heads, width, keys = model.heads / t, model.head_size, max(model.num_kv_heads / t, 1.0)
     both = heads + keys
-    yield Part("qkv", "linear", Product(T, width * (heads + 2 * keys), h, e))
+    yield LayerOperation("qkv", "linear", Product(T, width * (heads + 2 * keys), h, e))
     if model.positions == "rope":
-        yield Part("rope", "beside", Work(0.0, 2 * e * T * width * both))
+        yield LayerOperation("rope", "beside", Work(0.0, 2 * e * T * width * both))
     if isinstance(model, Llama) and model.qk_norm:
-        yield Part("norms of heads", "beside", Work(0.0, 2 * e * T * width * both))
+        yield LayerOperation("norms of heads", "beside", Work(0.0, 2 * e * T * width * both))
     samples, seen = run.micro_batch_size * heads, model.seq
     rows = seen / run.mesh.cp
     if not is_materialised(model):  # one operation that skips what the causal mask hides, and writes no scores
         moved = e * T * width * (2 * heads + 2 * keys)
-        yield Part("attention", "fused", Work(2.0 * samples * rows * seen * width, moved))
+        yield LayerOperation("attention", "fused", Work(2.0 * samples * rows * seen * width, moved))
     else:
         scores = samples * rows * seen
-        yield Part("scores", "scores", Product(rows, seen, width, e, samples))
-        yield Part("softmax", "beside", Work(0.0, 2 * e * scores))
+        yield LayerOperation("scores", "scores", Product(rows, seen, width, e, samples))
+        yield LayerOperation("softmax", "beside", Work(0.0, 2 * e * scores))
         if model.dropout:
-            yield Part("dropout of scores", "beside", Work(0.0, (2 * e + 1) * scores))
-        yield Part("values", "scores", Product(rows, width, seen, e, samples))
-    yield Part("out", "linear", Product(T, h, width * heads, e))
+            yield LayerOperation("dropout of scores", "beside", Work(0.0, (2 * e + 1) * scores))
+        yield LayerOperation("values", "scores", Product(rows, width, seen, e, samples))
+    yield LayerOperation("out", "linear", Product(T, h, width * heads, e))
 
 
 def is_materialised(model: GPT | Llama) -> bool:
@@ -116,60 +116,60 @@ def is_materialised(model: GPT | Llama) -> bool:
     return model.attention == "materialised" or (model.attention == "blocks" and model.dropout > 0)
 
 
-def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[Part]:
+def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the operations of an MLP of a width, which tensor ranks divide."""
     T, h, own, e = sizes.tokens, model.hidden, width / sizes.ranks, sizes.element
     yield from _matrices(model, T, own, e)
     inside = 3 if isinstance(model, Llama) else 2  # reads one or two, writes one
-    yield Part("activation", "beside", Work(0.0, inside * e * T * own))
-    yield Part("down", "linear", Product(T, h, own, e))
+    yield LayerOperation("activation", "beside", Work(0.0, inside * e * T * own))
+    yield LayerOperation("down", "linear", Product(T, h, own, e))
 
 
-def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> Iterator[Part]:
+def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> Iterator[LayerOperation]:
     """Yield the products into an MLP."""
     for name in ("gate", "up")[2 - (model.mlp_matrices - 1) :]:
-        yield Part(name, "linear", Product(rows, width, model.hidden, element))
+        yield LayerOperation(name, "linear", Product(rows, width, model.hidden, element))
 
 
-def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[Part]:
+def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the operations of a layer with experts, at an even load."""
     moe, h, e, mesh = model.moe, model.hidden, sizes.element, run.mesh
     assert moe is not None
     tokens = sizes.tokens / (sizes.ranks if mesh.folds_experts else 1)
     rows, held = tokens * moe.top_k, max(1, num_experts // mesh.expert_parts)
     width = model.expert_width / mesh.expert_ranks
-    yield Part("router", "linear", Product(tokens, num_experts, h, e))
-    yield Part("to and from experts", "beside", Work(0.0, 8 * e * rows * h, 4))
+    yield LayerOperation("router", "linear", Product(tokens, num_experts, h, e))
+    yield LayerOperation("to and from experts", "beside", Work(0.0, 8 * e * rows * h, 4))
     for name in ("gate", "up", "down")[3 - model.mlp_matrices :]:
         columns, depth = (h, width) if name == "down" else (width, h)
-        yield Part(f"experts' {name}", "linear", Product(rows / held, columns, depth, e, held))
-    yield Part("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
+        yield LayerOperation(f"experts' {name}", "linear", Product(rows / held, columns, depth, e, held))
+    yield LayerOperation("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
     if moe.shared:
         yield from _mlp(model, moe.shared * model.expert_width, sizes)
     if moe.residual:
         yield from _mlp(model, model.mlp_width, sizes)
 
 
-def _around(model: GPT | Llama, sizes: _Sizes) -> Iterator[Part]:
+def _around(model: GPT | Llama, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the norms, and the sums of both residual branches, with their dropout."""
     elements, e = sizes.whole * model.hidden, sizes.element
-    yield Part("norms", "beside", Work(0.0, 2 * 2 * e * elements, 2))
-    yield Part("residuals", "beside", Work(0.0, 2 * (3 * e + (1 if model.dropout else 0)) * elements, 2))
+    yield LayerOperation("norms", "beside", Work(0.0, 2 * 2 * e * elements, 2))
+    yield LayerOperation("residuals", "beside", Work(0.0, 2 * (3 * e + (1 if model.dropout else 0)) * elements, 2))
 
 
-def embedding_parts(run: Run, model: GPT | Llama) -> tuple[Part, ...]:
+def embedding_parts(run: Run, model: GPT | Llama) -> tuple[LayerOperation, ...]:
     """Return the operations of the embedding's forward: rows are looked up, and dropped out."""
     sizes = _Sizes(run, model)
     each = (4 if model.dropout else 2) * sizes.element
-    return (Part("embedding", "beside", Work(0.0, each * sizes.whole * model.hidden)),)
+    return (LayerOperation("embedding", "beside", Work(0.0, each * sizes.whole * model.hidden)),)
 
 
-def head_parts(run: Run, model: GPT | Llama) -> tuple[Part, ...]:
+def head_parts(run: Run, model: GPT | Llama) -> tuple[LayerOperation, ...]:
     """Return the operations of the head's forward: a norm, logits, and the loss over them in fp32."""
     sizes = _Sizes(run, model)
     logits, e = sizes.tokens * model.vocab / sizes.ranks, sizes.element
     return (
-        Part("norm", "beside", Work(0.0, 2 * e * sizes.whole * model.hidden)),
-        Part("logits", "linear", Product(sizes.tokens, model.vocab / sizes.ranks, model.hidden, e)),
-        Part("loss", "beside", Work(0.0, _LOSS_PASSES * _FP32 * logits, _LOSS_PASSES)),
+        LayerOperation("norm", "beside", Work(0.0, 2 * e * sizes.whole * model.hidden)),
+        LayerOperation("logits", "linear", Product(sizes.tokens, model.vocab / sizes.ranks, model.hidden, e)),
+        LayerOperation("loss", "beside", Work(0.0, _LOSS_PASSES * _FP32 * logits, _LOSS_PASSES)),
     )

@@ -10,7 +10,7 @@ from raypar.actors.mesh.mesh import Axis, Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective, collective_bytes
-from raypar.planner.hardware.cluster import Cluster, Route
+from raypar.planner.hardware.cluster import Cluster, RingRoute
 from raypar.planner.memory.activations import ELEMENT_BYTES
 
 #: From the outermost axis to the innermost one; the ranks of the last lie next to each other.
@@ -30,7 +30,7 @@ def stride_of(mesh: Mesh, axis: Axis, order: Order = LADDER) -> int:
     return math.prod(mesh.ways(inside) for inside in order[order.index(axis) + 1 :])
 
 
-def collective_seconds(op: Collective, nbytes: float, members: int, route: Route) -> float:
+def collective_seconds(op: Collective, nbytes: float, members: int, route: RingRoute) -> float:
     """Return how long a collective operation takes.
 
     Its bytes go round a ring. Small messages take a hop for each level of a tree and back for an all_reduce, and for
@@ -118,7 +118,7 @@ def messages_of(
     )
 
 
-def _context(run: Run, model: GPT | Llama, token: float, route: Route) -> float:
+def _context(run: Run, model: GPT | Llama, token: float, route: RingRoute) -> float:
     """Return the seconds of a layer's forward along cp, of tokens with so many bytes for each unit of width."""
     cp, ranks, width = run.mesh.cp, run.mesh.tensor_ranks, model.head_size
     if cp == 1:

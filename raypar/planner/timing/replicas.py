@@ -19,7 +19,7 @@ from raypar.planner.timing.stages import layers_of
 
 
 @dataclass(frozen=True)
-class Held:
+class StageParameters:
     """The parameters of a stage on one actor.
 
     Attributes:
@@ -38,7 +38,7 @@ class Held:
         return self.dense + self.experts
 
 
-def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[Held]:
+def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[StageParameters]:
     """Return what each stage has on one actor.
 
     Args:
@@ -59,11 +59,11 @@ def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[Held]:
         first, last = stage == 0, stage == num_stages - 1
         dense += embedding_weights(model, ranks) if first else 0
         dense += head_weights(model, ranks, tied=model.tied and first) if last else 0
-        found.append(Held(dense, experts, len(layers) + first + last))
+        found.append(StageParameters(dense, experts, len(layers) + first + last))
     return found
 
 
-class Replicas:
+class ReplicaMessages:
     """The messages between replicas of a run on a cluster.
 
     Args:
@@ -86,16 +86,16 @@ class Replicas:
         same = world.expert_replicas if world.experts is not None else 1
         self._experts = same, cluster.route(same, mesh.ep * mesh.expert_ranks)
 
-    def reduction(self, held: Held) -> float:
+    def reduction(self, held: StageParameters) -> float:
         """Return the seconds in which a stage's gradients are reduced once."""
         op: Collective = "reduce_scatter" if self._world.sharded else "all_reduce"
         return self._exchanged(op, self._each.gradient, held)
 
-    def gather(self, held: Held) -> float:
+    def gather(self, held: StageParameters) -> float:
         """Return the seconds in which a stage's weights are gathered once, unit by unit."""
         return self._exchanged("all_gather", self._each.weight, held, pieces=held.units)
 
-    def behind_update(self, held: Held) -> float:
+    def behind_update(self, held: StageParameters) -> float:
         """Return the seconds of the messages about a rank's parameters behind its update."""
         seconds = 0.0
         if self._world.sharded and not self._world.gathers:
@@ -107,13 +107,13 @@ class Replicas:
             )
         return seconds
 
-    def owned(self, held: Held) -> float:
+    def owned(self, held: StageParameters) -> float:
         """Return how many of a rank's parameters an actor updates."""
         if not self._world.sharded:
             return held.all
         return held.dense / self._dense[0] + held.experts / self._experts[0]
 
-    def _exchanged(self, op: Collective, element: int, held: Held, pieces: int | None = None) -> float:
+    def _exchanged(self, op: Collective, element: int, held: StageParameters, pieces: int | None = None) -> float:
         """Return the seconds of an operation on all parameters of a stage, in buckets or in so many pieces."""
         seconds = 0.0
         for count, (members, route) in ((held.dense, self._dense), (held.experts, self._experts)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypar.actors.specs.run import Run
-from raypar.planner.timing.step import Paper
+from raypar.planner.timing.step import StepModel
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.gather_weights import gather_weights
@@ -14,7 +14,7 @@ from raypar.schedules.simulation.simulate import Costs, outcome
 _ROUNDS = 3  # of p microbatches, behind which every further one takes as long
 
 
-def simulated(paper: Paper) -> float:
+def simulated(paper: StepModel) -> float:
     """Return the seconds of a step by simulation.
 
     Behind some rounds of p microbatches a pipeline is in its steady state: a longer step is told from two shorter ones.
@@ -36,12 +36,12 @@ def most_simulated(run: Run) -> int:
     return 2 * min(run.microbatches, (_ROUNDS + 2) * run.mesh.pp) * run.mesh.pp * (run.chunks or 1)
 
 
-def _makespan(paper: Paper, microbatches: int) -> float:
+def _makespan(paper: StepModel, microbatches: int) -> float:
     """Return the seconds of a step of so many microbatches, the update included."""
     return outcome(schedule_of(paper, microbatches), costs_on(paper)).makespan + paper.slowest_update
 
 
-def schedule_of(paper: Paper, microbatches: int) -> Schedule:
+def schedule_of(paper: StepModel, microbatches: int) -> Schedule:
     """Return the schedule of a step of so many microbatches, with gathers and reductions where the run has them."""
     run, world = paper.run, paper.world
     assert isinstance(run.schedule, str)
@@ -53,7 +53,7 @@ def schedule_of(paper: Paper, microbatches: int) -> Schedule:
     return schedule
 
 
-def costs_on(paper: Paper) -> Costs:
+def costs_on(paper: StepModel) -> Costs:
     """Return the seconds of the actions of a run on paper; its schedule has no STEP, which comes behind all others."""
     of_stage: dict[tuple[int, Op], float] = {}
     for stage, each in enumerate(paper.stages):

@@ -13,13 +13,13 @@ from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.planner.hardware.devices import Device
-from raypar.planner.timing.layer import Part, embedding_parts, head_parts, layer_parts
+from raypar.planner.timing.layer import LayerOperation, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
 from raypar.planner.timing.roofline import Roofline
 from raypar.schedules.float_sum import float_sum
 
 
-class Seconds(NamedTuple):
+class StageSeconds(NamedTuple):
     """What a layer or a stage takes for a microbatch.
 
     Attributes:
@@ -54,10 +54,12 @@ class Seconds(NamedTuple):
         return self.f + self.b
 
 
-def added(each: Iterable[tuple[Seconds, int]]) -> Seconds:
+def added(each: Iterable[tuple[StageSeconds, int]]) -> StageSeconds:
     """Return the sum of some, each so many times."""
     pairs = [*each]
-    return Seconds(*(float_sum(one[field] * times for one, times in pairs) for field in range(len(Seconds._fields))))
+    return StageSeconds(
+        *(float_sum(one[field] * times for one, times in pairs) for field in range(len(StageSeconds._fields)))
+    )
 
 
 @lru_cache(maxsize=512)
@@ -72,7 +74,7 @@ def layers_of(model: GPT | Llama, split: Split, num_stages: int) -> tuple[range,
     return split_layers(split, transformer_costs(model), num_stages)
 
 
-def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[Seconds]:
+def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[StageSeconds]:
     """Return the seconds of each stage; the first one's with the embedding, and the last one's with the head.
 
     Args:
@@ -99,7 +101,7 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
 
 def _layer(
     run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages, num_experts: int, word: str
-) -> Seconds:
+) -> StageSeconds:
     """Return the seconds of a layer with so many experts, of which ``word`` says what is recomputed."""
     parts = layer_parts(run, model, num_experts)
     spent = _spent(parts, roofline)
@@ -118,17 +120,17 @@ def _layer(
     return spent._replace(again=again, messages=forward, replies=replies)
 
 
-def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) -> tuple[Seconds, Seconds]:
+def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) -> tuple[StageSeconds, StageSeconds]:
     """Return the seconds of the embedding and of the head; each has one sum over tensor ranks."""
     first = _spent(embedding_parts(run, model), roofline)._replace(messages=messages.tensor)
     last = _spent(head_parts(run, model), roofline)._replace(replies=messages.tensor)
     return first, last
 
 
-def _spent(parts: Iterable[Part], roofline: Roofline) -> Seconds:
+def _spent(parts: Iterable[LayerOperation], roofline: Roofline) -> StageSeconds:
     """Return the seconds of operations, without messages."""
     parts = [*parts]
     forward = float_sum(roofline.seconds(part.does) for part in parts)
     backward = float_sum(roofline.seconds(each) for part in parts for each in part.backward)
     weights = float_sum(roofline.seconds(part.of_weights) for part in parts if part.of_weights)
-    return Seconds(forward, backward, weights)
+    return StageSeconds(forward, backward, weights)

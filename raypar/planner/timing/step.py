@@ -12,14 +12,14 @@ from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
-from raypar.planner.timing.replicas import Held, Replicas, held_by_stage, num_states, update_bytes
+from raypar.planner.timing.replicas import ReplicaMessages, StageParameters, held_by_stage, num_states, update_bytes
 from raypar.planner.timing.roofline import Roofline
-from raypar.planner.timing.stages import Seconds, added, stages_of
+from raypar.planner.timing.stages import StageSeconds, added, stages_of
 from raypar.schedules.float_sum import float_sum
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A predicted training step of one actor of the busiest pipeline rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
         }
 
 
-class Paper:
+class StepModel:
     """A run on a cluster on paper: what each stage takes.
 
     Args:
@@ -89,10 +89,10 @@ class Paper:
         self._messages = messages_of(run, model, cluster, order, software)
         self.border = self._messages.border
         self.held = held_by_stage(run, model, count)
-        self.replicas = Replicas(run, self.world, cluster, order)
+        self.replicas = ReplicaMessages(run, self.world, cluster, order)
 
     @cached_property
-    def stages(self) -> list[Seconds]:
+    def stages(self) -> list[StageSeconds]:
         """The seconds of each stage for a microbatch."""
         return stages_of(self.run, self.model, self.cluster.device, self._messages, len(self.held))
 
@@ -103,10 +103,12 @@ class Paper:
             return [rank, 2 * pp - 1 - rank]
         return [*range(rank, self.chunks * pp, pp)]
 
-    def held_on(self, rank: int) -> Held:
+    def held_on(self, rank: int) -> StageParameters:
         """Return the parameters of a pipeline rank on one actor."""
         each = [self.held[stage] for stage in self.stages_on(rank)]
-        return Held(sum(one.dense for one in each), sum(one.experts for one in each), sum(one.units for one in each))
+        return StageParameters(
+            sum(one.dense for one in each), sum(one.experts for one in each), sum(one.units for one in each)
+        )
 
     def update(self, rank: int) -> float:
         """Return the seconds of the update of a pipeline rank, and of the messages behind it."""
@@ -135,7 +137,7 @@ class Paper:
 V_SHAPED = ("zb-v", "v-half", "v-min")
 
 
-def predicted(paper: Paper) -> Step:
+def predicted(paper: StepModel) -> PredictedStep:
     """Predict a step in closed form.
 
     The busiest rank computes all its microbatches. While the pipeline fills and empties, it waits for one microbatch of
@@ -157,7 +159,7 @@ def predicted(paper: Paper) -> Step:
     empty = _empty(run.schedule, others) / v
     if run.schedule == "interleaved" and m < ranks:
         empty *= (v * ranks - m) / max(1, ranks - 1)  # rounds that are not full
-    return Step(
+    return PredictedStep(
         layers=m * (busy.forward + busy.backward),
         again=m * busy.again,
         messages=m * (busy.messages + busy.replies),
@@ -168,7 +170,7 @@ def predicted(paper: Paper) -> Step:
     )
 
 
-def _waiting(paper: Paper, busy: Seconds, others: Sequence[Seconds]) -> float:
+def _waiting(paper: StepModel, busy: StageSeconds, others: Sequence[StageSeconds]) -> float:
     """Return the seconds in which the busiest rank waits for values on their way, in each microbatch.
 
     With one stage a rank it waits for a value to go and another one to come. With more, it computes another stage's
@@ -186,7 +188,7 @@ def _waiting(paper: Paper, busy: Seconds, others: Sequence[Seconds]) -> float:
     return max(0.0, other.both + max(0.0, waits) - busy.both)
 
 
-def _empty(schedule: object, others: Sequence[Seconds]) -> float:
+def _empty(schedule: object, others: Sequence[StageSeconds]) -> float:
     """Return the seconds in which a rank computes nothing, if each other rank has these for a microbatch."""
     if schedule in ("zb-h1", "zb-interleaved"):
         return float_sum(max(0.0, one.both - 2 * one.weights) for one in others)
@@ -195,7 +197,7 @@ def _empty(schedule: object, others: Sequence[Seconds]) -> float:
     return float_sum(one.both for one in others)
 
 
-def _of_replicas(paper: Paper, rank: int, busy: Seconds) -> tuple[float, float]:
+def _of_replicas(paper: StepModel, rank: int, busy: StageSeconds) -> tuple[float, float]:
     """Return the seconds in which a rank waits for replicas: in each microbatch, and once a step."""
     stages = paper.stages_on(rank)
     gathers, reductions = (float_sum(each) for each in zip(*map(paper.exchanged, stages), strict=True))

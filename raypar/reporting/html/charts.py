@@ -22,7 +22,7 @@ _SIGNS = {"resume": "\u25b6", "failure": "\u2715"}
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart.
 
     Attributes:
@@ -64,7 +64,7 @@ class Mark:
 
 
 def line_chart(
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     spelled: Callable[[float], str],
     *,
     zero: bool = False,
@@ -183,12 +183,12 @@ def _signs(frame: _Frame, marks: Sequence[Mark]) -> Iterator[Markup]:
         yield element("span", mark.sign, class_="sign", style=left, title=mark.text)
 
 
-def _legend(lines: Sequence[Line]) -> Markup:
+def _legend(lines: Sequence[ChartLine]) -> Markup:
     told = [element("span", element("span", element("i"), class_=line.style), line.name) for line in lines]
     return element("div", *told, class_="key") if told else Markup()
 
 
-def _line(line: Line, frame: _Frame) -> Iterator[Markup]:
+def _line(line: ChartLine, frame: _Frame) -> Iterator[Markup]:
     for stretch in _stretches(line.points):
         places = [(frame.x(x), frame.y(y)) for x, y in _thinned(stretch)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -223,7 +223,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def _columns(lines: Sequence[Line], frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
+def _columns(lines: Sequence[ChartLine], frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
     """Cover the chart with invisible columns whose tooltips give the figures of a step."""
     found = [dict(line.points) for line in lines]
     steps = sorted({step for values in found for step in values})

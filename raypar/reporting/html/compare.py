@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypar.config.toml import flat
-from raypar.reporting.html.charts import Line, line_chart
+from raypar.reporting.html.charts import ChartLine, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
 from raypar.reporting.html.loss_scale import SCALE, scale_powers
@@ -118,7 +118,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
         zero: bool,
     ) -> None:
         """Draw one figure of the runs that have it, if there are any."""
-        lines = [Line(one.name, points, one.color) for one in shown if (points := of(one.history))]
+        lines = [ChartLine(one.name, points, one.color) for one in shown if (points := of(one.history))]
         if lines:
             drawn.append((title, line_chart(lines, spelled, zero=zero, named=True)))
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raypar.reporting.html.charts import Line, Mark, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, share, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
 from raypar.reporting.html.markup import COLORS, Markup, element, note, section
@@ -37,13 +37,13 @@ def experts(history: History, marks: Sequence[Mark]) -> list[Markup]:
     parts = [section(*_losses(history, kinds, marks))] if kinds else []
     load = history.points("max_load")
     if load:
-        lines = [Line("smoothed", smoothed(load)), Line("every step", load, faint=True)]
+        lines = [ChartLine("smoothed", smoothed(load)), ChartLine("every step", load, faint=True)]
         parts.append(
             section("Load of experts: max/mean", line_chart(lines, significant, marks=marks), note(_LOAD_TOLD))
         )
     dropped = history.points("dropped")
     if any(value for _, value in dropped):
-        drawn = line_chart([Line("dropped", dropped)], share, zero=True, marks=marks)
+        drawn = line_chart([ChartLine("dropped", dropped)], share, zero=True, marks=marks)
         parts.append(section("Choices dropped", drawn))
     pairs = [element("div", *parts[at : at + 2], class_="pair") for at in range(0, len(parts), 2)]
     return [*pairs, *_maps(history)]
@@ -58,7 +58,7 @@ def _losses(history: History, kinds: Sequence[str], marks: Sequence[Mark]) -> It
     """Yield the title and the content of the section of auxiliary losses."""
     yield "Auxiliary losses"
     lines = [
-        Line(
+        ChartLine(
             kind,
             smoothed([(line["step"] + 1, line["aux"][kind]) for line in history.steps if kind in (line["aux"] or {})]),
             COLORS[place % len(COLORS)],

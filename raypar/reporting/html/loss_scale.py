@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from raypar.reporting.html.charts import Line, Mark, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, significant
 from raypar.reporting.html.markup import Markup, note, section
 
@@ -18,7 +18,7 @@ def loss_scale(history: History, marks: Sequence[Mark]) -> Markup:
     scales, skipped = scale_powers(history), history.skipped
     if not scales and not skipped:
         return Markup()
-    drawn = line_chart([Line("loss scale", scales)], significant, marks=marks) if scales else Markup()
+    drawn = line_chart([ChartLine("loss scale", scales)], significant, marks=marks) if scales else Markup()
     why = "because the loss or a gradient was not finite: no weight was changed, and the learning rate counts as 0"
     told = f"Skipped, {why}: {_stretches(skipped)}." if skipped else "No step was skipped."
     return section(SCALE, drawn, note(told))

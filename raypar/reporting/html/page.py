@@ -10,7 +10,7 @@ from typing import Any
 from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
 from raypar.planner.prediction import from_steps
-from raypar.reporting.html.charts import Line, Mark, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, bars, line_chart
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import (
     History,
@@ -45,9 +45,9 @@ _BUBBLE = (
 def losses(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw train and validation loss over steps, each step's and smoothed."""
     points = history.points("loss")
-    lines = [Line("train, smoothed", smoothed(points)), Line("train, every step", points, faint=True)]
+    lines = [ChartLine("train, smoothed", smoothed(points)), ChartLine("train, every step", points, faint=True)]
     if history.evaluations:
-        lines.append(Line("validation", history.validation(), "two"))
+        lines.append(ChartLine("validation", history.validation(), "two"))
     drawn = line_chart(lines, significant, marks=marks)
     told = note("Smoothed: an exponential moving average over a twentieth of the steps, at least 5.")
     return section("Loss", drawn, told) if history.steps else section("Loss", note(_NONE))
@@ -56,7 +56,7 @@ def losses(history: History, marks: Sequence[Mark]) -> Markup:
 def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw learning rate and gradient norm over steps."""
     norms = history.points("grad_norm")
-    lines = [Line("smoothed", smoothed(norms)), Line("every step", norms, faint=True)]
+    lines = [ChartLine("smoothed", smoothed(norms)), ChartLine("every step", norms, faint=True)]
     return _pair(
         section("Learning rate", _curve(history, "learning rate", history.points("lr"), significant, marks)),
         section("Gradient norm before clipping", line_chart(lines, significant, zero=True, marks=marks)),
@@ -69,9 +69,9 @@ def progress(history: History, marks: Sequence[Mark]) -> Markup:
     if not history.has_perplexity:
         told = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
         return _pair(seen, section("Perplexity", note(told)))
-    lines = [Line("train, smoothed", [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))])]
+    lines = [ChartLine("train, smoothed", [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))])]
     if history.evaluations:
-        lines.append(Line("validation", [(step, exp(loss)) for step, loss in history.validation()], "two"))
+        lines.append(ChartLine("validation", [(step, exp(loss)) for step, loss in history.validation()], "two"))
     return _pair(section("Perplexity", line_chart(lines, significant, marks=marks)), seen)
 
 
@@ -317,7 +317,7 @@ def _pair(one: Markup, other: Markup) -> Markup:
 
 
 def _curve(history: History, name: str, points: Points, spelled: Any, marks: Sequence[Mark]) -> Markup:
-    return line_chart([Line(name, points)], spelled, zero=True, marks=marks) if history.steps else note(_NONE)
+    return line_chart([ChartLine(name, points)], spelled, zero=True, marks=marks) if history.steps else note(_NONE)
 
 
 def _model(config: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 Latest = tuple[int | None, list[Timeline]]
 
 
-class Counts(NamedTuple):
+class OpCounts(NamedTuple):
     """What an actor counted of one op on one axis.
 
     Attributes:
@@ -62,7 +62,7 @@ class Counts(NamedTuple):
     seconds: Figure | None = None
 
 
-Ledger = dict[str, dict[str, Counts]]
+Ledger = dict[str, dict[str, OpCounts]]
 
 _MOST = {  # bytes
     RUN: 1 << 20,

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_plain, sync_folder, told, write_whole
 from raypar.actors.specs.run import Run
@@ -167,7 +167,7 @@ class Folder:
         self._try(add)
 
     def measured(
-        self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]
+        self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], LedgerEntry]]
     ) -> None:
         """Write the times of a step and the bytes moved so far.
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
-from raypar.actors.checkpoint.memory_snapshot import Held, Slots, SnapshotFiles
-from raypar.actors.checkpoint.snapshot_address import Address, Share
+from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles
+from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
-SHARE = Share(0, 0)
+SHARE = SnapshotOwner(0, 0)
 
 
 def take(slots, step, tensors, shards=None, copied=lambda: None):
@@ -38,8 +38,8 @@ def numbers(step):
 
 
 def read(slots, step, rank=0):
-    files = SnapshotFiles({Share(0, rank): slots.files})
-    return {name: Assembler(files).read(logical) for name, logical in files.at(step, [Share(0, rank)]).items()}
+    files = SnapshotFiles({SnapshotOwner(0, rank): slots.files})
+    return {name: Assembler(files).read(logical) for name, logical in files.at(step, [SnapshotOwner(0, rank)]).items()}
 
 
 def test_the_last_two_snapshots_are_there_with_all_bits():
@@ -79,12 +79,12 @@ def test_slices_of_several_ranks_are_one_tensor():
     for rank, slots in enumerate(halves):
         shard = Shard((4, 3), Sharding({0: Pieces.at(rank, 2)}))
         take(slots, 7, {"w": whole[2 * rank : 2 * rank + 2]}, {"w": shard})
-    files = SnapshotFiles({Share(0, rank): slots.files for rank, slots in enumerate(halves)})
-    tensors = files.at(7, [Share(0, 0), Share(0, 1)])
+    files = SnapshotFiles({SnapshotOwner(0, rank): slots.files for rank, slots in enumerate(halves)})
+    tensors = files.at(7, [SnapshotOwner(0, 0), SnapshotOwner(0, 1)])
     assert torch.equal(Assembler(files).read(tensors["w"]), whole)
     assert torch.equal(Assembler(files).read(tensors["w"], Sharding({1: Pieces.at(2, 3)})), whole[:, 2:])
     with pytest.raises(KeyError):
-        files.at(8, [Share(0, 0), Share(0, 1)])
+        files.at(8, [SnapshotOwner(0, 0), SnapshotOwner(0, 1)])
 
 
 WRITER = """
@@ -104,9 +104,9 @@ def test_a_snapshot_outlives_the_process_that_took_it():
     try:
         files = tuple(map(int, writer.stdout.readline().split()))
         own = own_identity()
-        process, held = own._replace(pid=writer.pid, began=process_began(writer.pid)), Held(own)
+        process, held = own._replace(pid=writer.pid, began=process_began(writer.pid)), HeldMemoryFiles(own)
         foreign = process._replace(pid_namespace=1), process._replace(began=1), process._replace(boot="another")
-        far = [Address(Share(0, 1), other, files) for other in foreign]
+        far = [Address(SnapshotOwner(0, 1), other, files) for other in foreign]
         held.hold([Address(SHARE, process, files, is_written=True), *far])
         held.hold([Address(SHARE, process, files)])
     finally:
@@ -137,8 +137,8 @@ def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
     weights = team.weights()
     losses = [result.losses for result in team.step(3)]
     other = Team(linears(), pp=2, m=8 // (2 * layout["dp"]) * 2, max_failures=1, **layout)
-    files = SnapshotFiles({Share(0, rank): keeper._slots.files for rank, keeper in enumerate(keepers)})
-    tensors = files.at(3, [Share(0, rank) for rank in range(len(keepers))])
+    files = SnapshotFiles({SnapshotOwner(0, rank): keeper._slots.files for rank, keeper in enumerate(keepers)})
+    tensors = files.at(3, [SnapshotOwner(0, rank) for rank in range(len(keepers))])
     assert other.each(lambda actor: actor.member.state.load(files, tensors)) == [None] * len(other.all)
     assert all(torch.equal(other.weights()[name], weight) for name, weight in weights.items())
     if layout == {"dp": 2}:
@@ -156,13 +156,13 @@ def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until
     keeper = keepers[1]
     for _ in range(2):  # the second time nothing changes
         keeper.join(seat, lambda step: None)
-        assert keeper.steps() == {Share(0, 1): (1,)}
-    assert [one.share for one in keeper.addresses() if one.is_written] == [Share(1, 0)]
+        assert keeper.steps() == {SnapshotOwner(0, 1): (1,)}
+    assert [one.share for one in keeper.addresses() if one.is_written] == [SnapshotOwner(1, 0)]
     keeper.begin(1, team.all[0].member.state)
     keeper.hold([])
-    assert keeper.steps() == {Share(0, 1): (1,), Share(1, 0): (1,)}
+    assert keeper.steps() == {SnapshotOwner(0, 1): (1,), SnapshotOwner(1, 0): (1,)}
     keeper.drop_old()
-    assert keeper.steps() == {Share(1, 0): (1,)}
+    assert keeper.steps() == {SnapshotOwner(1, 0): (1,)}
     for one in keepers:
         one.close()
     del keepers, keeper, one  # what is mapped is open too

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, batch, linears, mse
@@ -82,7 +82,7 @@ def restored(before, after):
     team.step(0)
     for actor, keeper in zip(team.all, keepers, strict=True):
         keeper.after(STEP, actor.member.state)
-    shares = [Share(0, rank) for rank in range(size)]
+    shares = [SnapshotOwner(0, rank) for rank in range(size)]
     files = {share: keeper._slots.files for share, keeper in zip(shares, keepers, strict=True)}
     index = ShareIndex({share: keepers[share.rank].contents(STEP, [share])[share] for share in shares})
     needed = [index.needed(actor.member.state.wanted(index.shapes)) for actor in other.all]

@@ -12,14 +12,14 @@ import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.memory_snapshot import Slots, SnapshotFiles
-from raypar.actors.checkpoint.snapshot_address import Recipient, Share
+from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender
 from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
-SHARE, TOKEN, HERE = Share(0, 1), "1" * 32, "127.0.0.1"
+SHARE, TOKEN, HERE = SnapshotOwner(0, 1), "1" * 32, "127.0.0.1"
 LENGTH = 8  # bytes of the length of a snapshot's header
 
 
@@ -153,7 +153,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     other = Team(linears(), **{"pp": 1, **layout}, max_failures=1)
     plans, before = [actor.member.seat.plan for actor in team.all], descriptors()
     keepers, size, weights = [SnapshotKeeper(plan, lambda step: None) for plan in plans], len(plans), []
-    shares, half = [Share(0, rank) for rank in range(size)], size // 2
+    shares, half = [SnapshotOwner(0, rank) for rank in range(size)], size // 2
     ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[1] for rank, keeper in enumerate(keepers)]
     for rank, keeper in enumerate(keepers):
         keeper.begin_copies(Recipient(HERE, ports[rank - half], TOKEN), 0, [], 5.0)
@@ -178,7 +178,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
 def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them():
     """Of four actors two are on a node that has lost all: one of them receives each share, the other opens its file."""
     team, other = (Team(linears(), pp=2, dp=2, zero=1, max_failures=1) for _ in range(2))
-    shares, before = [Share(0, rank) for rank in range(4)], descriptors()
+    shares, before = [SnapshotOwner(0, rank) for rank in range(4)], descriptors()
     keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.ledger import Entry, Ledger
+from raypar.actors.collective.ledger import Ledger, LedgerEntry
 from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
 from tests.support.introduced import shm_group
 
@@ -604,7 +604,7 @@ def test_a_small_all_reduce_goes_from_each_to_each_and_is_counted_so():
     groups, tensors = make("gloo", N), [torch.full((12,), 10.0**rank) for rank in range(N)]
     together(N, lambda rank: groups[rank].all_reduce(tensors[rank]).wait())
     assert all(tensor.eq(111).all() for tensor in tensors)
-    assert [group.ledger.entries()["x", "all_reduce"] for group in groups] == [Entry(1, (N - 1) * BYTES)] * N
+    assert [group.ledger.entries()["x", "all_reduce"] for group in groups] == [LedgerEntry(1, (N - 1) * BYTES)] * N
 
 
 def test_the_ledger_counts_the_seconds_spent_in_an_op():
@@ -634,4 +634,4 @@ def test_a_ledger_is_read_while_others_add():
         together(3, add)
     finally:
         sys.setswitchinterval(interval)
-    assert ledger.entries() == {(f"{rank}", f"{n}"): Entry(1, 2) for rank in range(3) for n in range(500)}
+    assert ledger.entries() == {(f"{rank}", f"{n}"): LedgerEntry(1, 2) for rank in range(3) for n in range(500)}

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.data.stretches import Stretches, Windows, drawn_blocks
+from raypar.actors.data.stretches import Stretches, TokenWindows, drawn_blocks
 from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, data_faults, open_corpus, shuffled
 from raypar.actors.specs.data import Text
 
@@ -237,7 +237,7 @@ def test_training_and_validation_share_no_token_and_each_has_a_window(tokens, sh
     assert held - len(val.firsts) < len(val) <= held
     assert len(set(val.lengths.tolist())) == 1
     for part, across in ((train, False), (val, True)):
-        windows = Windows(part, seq, across=across)
+        windows = TokenWindows(part, seq, across=across)
         assert len(windows) == sum((length - 1) // seq for length in part.lengths.tolist()) > 0
         starts = windows.starts(np.arange(len(windows)))
         assert len(set(starts.tolist())) == len(windows)

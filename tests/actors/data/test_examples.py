@@ -13,7 +13,7 @@ import raypar as rp
 from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
 from raypar.actors.data.example_blocks import blocks_of_examples
 from raypar.actors.data.example_files import open_examples
-from raypar.actors.data.example_shapes import Written
+from raypar.actors.data.example_shapes import ExampleText
 from raypar.actors.data.mixing import mixed
 from raypar.actors.data.packing import packed
 from raypar.actors.data.tokenizer import Tokenizer
@@ -186,7 +186,7 @@ def test_a_conversation_that_is_too_long_is_cut_and_one_without_answers_left_out
 
 def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
     text = "é? für 日!"
-    (found,) = Tokenizer(None).tokenized([Written(text, [(3, 6), (7, 9)])])
+    (found,) = Tokenizer(None).tokenized([ExampleText(text, [(3, 6), (7, 9)])])
     assert bytes(found.ids.astype("uint8")).decode() == text
     learned = [byte for byte, is_so in zip(found.ids.tolist(), found.learned.tolist(), strict=True) if is_so]
     assert bytes(learned).decode() == "für日!"

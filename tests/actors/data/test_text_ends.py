@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_shapes import Written, written
+from raypar.actors.data.example_shapes import ExampleText, written
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
 from raypar.job.text.generation import request_of
@@ -60,7 +60,7 @@ def test_a_text_has_the_front_once_and_one_end_that_is_learned(tmp_path, form):
 
 def test_what_a_chat_template_wrote_gets_nothing_more(tmp_path):
     path, _ = folder_of(tmp_path, "both", **EOS)
-    (found,) = Tokenizer(str(path)).tokenized([Written("<bos> a b <eos>", [(0, 15)], is_chat=True)])
+    (found,) = Tokenizer(str(path)).tokenized([ExampleText("<bos> a b <eos>", [(0, 15)], is_chat=True)])
     assert found.ids.tolist() == [1, 4, 5, 2]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.precision import Precision
-from raypar.planner.memory.worker import Memory, worker_memory
+from raypar.planner.memory.worker import ActorMemory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of
 from tests.support.team import Team
@@ -27,7 +27,7 @@ def held_of(**changes):
     return team, [actor.held() for actor in team.workers]
 
 
-def formulas(team) -> list[Memory]:
+def formulas(team) -> list[ActorMemory]:
     """The planner's figures of each actor."""
     schedule = team.programs["train"]
     counts = counts_of(team.run, schedule, None)

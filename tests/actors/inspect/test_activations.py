@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.inspect.activations import LOSS, Spot, Watch
+from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import GPT
@@ -34,7 +34,7 @@ def team_of(**changes):
 
 def test_outputs_and_gradients_in_the_order_of_a_step():
     layers = {"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Tanh(), nn.Linear(3, 2))}
-    watch = Watch(layers, {"b.1": Sharding({-1: Pieces.at(1, 2)})})
+    watch = OutputWatch(layers, {"b.1": Sharding({-1: Pieces.at(1, 2)})})
     assert watch.names == ("a", "b", "b.1")
     x = torch.randn(4, 3)
     with watch.of(5):
@@ -53,7 +53,7 @@ def test_outputs_and_gradients_in_the_order_of_a_step():
 
 def test_what_a_layer_makes_is_kept_as_it_was():
     layers = {"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True)}
-    watch = Watch(layers, {})
+    watch = OutputWatch(layers, {})
     with watch.of(0):
         made = layers["a"](torch.randn(4, 3))
         kept = made.detach().clone()
@@ -64,7 +64,7 @@ def test_what_a_layer_makes_is_kept_as_it_was():
 
 def test_a_module_in_two_places_is_left_out():
     shared = nn.Linear(3, 3)
-    assert Watch({"a": shared, "b": nn.Tanh(), "c": shared}, {}).names == ("b",)
+    assert OutputWatch({"a": shared, "b": nn.Tanh(), "c": shared}, {}).names == ("b",)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none"), "selective"])

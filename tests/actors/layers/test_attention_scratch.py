@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention_scratch import Desk, Kept, Size
+from raypar.actors.layers.attention_scratch import ScratchAllocator, Size, SoftmaxMemory
 from raypar.actors.models.build import build_model
 from raypar.config.recipes import recipe
 from tests.support.causal import B, N, S, attend, d, one_thread, trained, values  # noqa: F401
@@ -35,14 +35,14 @@ def lent(desk):
 @pytest.mark.parametrize(("kv_heads", "seq"), [(N, S), (4, S), (N, 300), (2, 321)])
 def test_kept_or_made_again_it_is_the_same_bits(room, kv_heads, seq):
     inputs = values(3, N, kv_heads, seq)
-    desk = Desk(room)
+    desk = ScratchAllocator(room)
     for _ in range(2):  # the second time with memory of the first
         made = trained(lambda *leaves: causal.attend(*leaves, desk), inputs)
         assert all(map(torch.equal, made, trained(attend, inputs)))
 
 
 def test_no_more_waits_than_there_is_room_for_and_a_backward_gives_it_back():
-    desk = Desk(5 * PLACE + 3)
+    desk = ScratchAllocator(5 * PLACE + 3)
     outs = []
     for left in (3, 1, 0, 0):  # two samples each time
         outs.append(causal.attend(*values(), desk))
@@ -53,7 +53,7 @@ def test_no_more_waits_than_there_is_room_for_and_a_backward_gives_it_back():
 
 
 def test_what_nobody_differentiates_does_not_wait():
-    desk, inputs = Desk(PLACE), values()
+    desk, inputs = ScratchAllocator(PLACE), values()
     causal.attend(*(x.detach() for x in inputs), desk)
     with torch.no_grad():
         causal.attend(*inputs, desk)
@@ -61,7 +61,7 @@ def test_what_nobody_differentiates_does_not_wait():
 
 
 def test_a_graph_that_is_dropped_leaves_its_room():
-    desk = Desk(2 * PLACE)
+    desk = ScratchAllocator(2 * PLACE)
     out = causal.attend(*values(), desk)
     assert lent(desk) == 0
     del out
@@ -70,7 +70,7 @@ def test_a_graph_that_is_dropped_leaves_its_room():
 
 
 def test_a_second_backward_of_one_graph_makes_them_again():
-    desk, inputs = Desk(2 * PLACE), values()
+    desk, inputs = ScratchAllocator(2 * PLACE), values()
     total = causal.attend(*inputs, desk).square().sum()
     first = torch.autograd.grad(total, inputs, retain_graph=True)
     causal.attend(*values(seq=320), desk).sum().backward()  # somebody else works there meanwhile
@@ -79,7 +79,7 @@ def test_a_second_backward_of_one_graph_makes_them_again():
 
 
 def test_backwards_in_any_order_and_of_several_sizes_find_their_own_scores():
-    desk = Desk(7 * PLACE)
+    desk = ScratchAllocator(7 * PLACE)
     cases = [values(seq=seq) for seq in (256, 320, 256, 300)]
     totals = [causal.attend(*inputs, desk).square().sum() for inputs in cases]
     for i in (2, 0, 3, 1):
@@ -88,7 +88,7 @@ def test_backwards_in_any_order_and_of_several_sizes_find_their_own_scores():
 
 
 def test_scratch_stays_and_is_never_two_threads():
-    desk, like = Desk(), torch.empty(0)
+    desk, like = ScratchAllocator(), torch.empty(0)
     with desk.scratch(like, SIZE) as first:
         pass
     with desk.scratch(like, SIZE) as again, desk.scratch(like, SIZE) as other:
@@ -110,9 +110,9 @@ def test_scratch_stays_and_is_never_two_threads():
 
 
 def test_a_copy_of_a_desk_has_memory_of_its_own():
-    desk = Desk(PLACE)
+    desk = ScratchAllocator(PLACE)
     kept = desk.lend(torch.empty(0), SIZE)
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, SoftmaxMemory)
     for copied in (copy.copy(desk), copy.deepcopy(desk), pickle.loads(pickle.dumps(desk))):
         assert (lent(desk), lent(copied)) == (0, 1)
 

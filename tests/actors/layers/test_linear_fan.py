@@ -13,8 +13,8 @@ from torch import nn
 
 from raypar.actors.layers import attention_blocks as causal
 from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.attention_scratch import Desk
-from raypar.actors.layers.linear import Fan, Linear, columns
+from raypar.actors.layers.attention_scratch import ScratchAllocator
+from raypar.actors.layers.linear import Linear, SharedInputLinears, columns
 from raypar.actors.pipeline.weight_grad import Linears
 from raypar.actors.specs.model import GPT
 from tests.support.counted import threads
@@ -30,7 +30,7 @@ class Projections(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(kind(IN, out, bias=bias) for out in outs)
-        self.fan = Fan(together=together)
+        self.fan = SharedInputLinears(together=together)
 
     def forward(self, x):
         return self.fan(x, *self.layers)
@@ -168,7 +168,9 @@ def test_gradients_of_gradients_are_those_of_the_layers():
 
 def test_attention_in_blocks_makes_its_gradients_side_by_side(counted, monkeypatch):
     monkeypatch.setattr(causal, "of_intel", lambda: False)
-    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S, linear="onednn"), None, Desk(), bias=True)
+    attention = Attention(
+        GPT(layers=1, hidden=IN, heads=8, seq=S, linear="onednn"), None, ScratchAllocator(), bias=True
+    )
     with threads(1):
         attention(torch.randn(B, S, IN).requires_grad_()).sum().backward()
     assert counted.weights == [(3 * IN, IN), (IN, 3 * IN)]

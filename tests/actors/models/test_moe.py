@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypar.actors.models.build import build_model
-from raypar.actors.models.moe import MoE as Layer
+from raypar.actors.models.moe import MixtureOfExperts as Layer
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raypar.actors.autograd.later_half import LaterHalf
-from raypar.actors.pipeline.weight_grad import Owed
+from raypar.actors.pipeline.weight_grad import DeferredGradients
 from raypar.actors.specs.model import Layers
 from tests.support.schedules import halved
 from tests.support.team import Team, mse
@@ -143,8 +143,10 @@ def layers():
 @pytest.mark.parametrize(("name", "dp", "zero"), [("1f1b", 1, 0), ("interleaved", 2, 1), ("zb-h1", 1, 0)])
 def test_modules_of_any_kind_in_a_pipeline(name, dp, zero, monkeypatch):
     """On replicas too, which reduce gradients as they come; W has something to do wherever a matrix is left."""
-    paid, pay = [], Owed.pay
-    monkeypatch.setattr(Owed, "pay", lambda self, places: paid.append(self.others is not None) or pay(self, places))
+    paid, pay = [], DeferredGradients.pay
+    monkeypatch.setattr(
+        DeferredGradients, "pay", lambda self, places: paid.append(self.others is not None) or pay(self, places)
+    )
     weights = []
     for schedule, backward in ((name.replace("zb-h1", "1f1b"), "whole"), (name, "split")):
         settings = {"dp": dp, "zero": zero, "data": images, "bucket_mb": 1e-4}
@@ -159,8 +161,8 @@ def test_modules_of_any_kind_in_a_pipeline(name, dp, zero, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"recompute": "full"}, {"dp": 2, "zero": 3}], ids=["recompute", "zero 3"])
 def test_where_hooks_are_called_once_a_backward_it_has_no_halves(changes, monkeypatch):
-    paid, pay = [], Owed.pay
-    monkeypatch.setattr(Owed, "pay", lambda self, places: paid.append(self.others) or pay(self, places))
+    paid, pay = [], DeferredGradients.pay
+    monkeypatch.setattr(DeferredGradients, "pay", lambda self, places: paid.append(self.others) or pay(self, places))
     team = Team(None, 2, 4, halved("1f1b", 2, 4), model=layers(), data=images, **changes)
     team.step()
     assert paid.count(None) == len(paid) > 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.relayout.moves import Move, common, moves_between, sent_bytes, volume, without
+from raypar.actors.relayout.moves import TensorMove, common, moves_between, sent_bytes, volume, without
 
 WHOLE = {"w": [((0, 4), (0, 6))]}
 ROWS = [{"w": [((0, 2), (0, 6))]}, {"w": [((2, 4), (0, 6))]}]
@@ -22,10 +22,10 @@ def cells(box):
 
 def test_rows_become_columns_and_half_of_each_stays():
     assert moves_between(ROWS, COLUMNS, SIZES) == [
-        Move(0, 0, "w", ((0, 2), (0, 3))),
-        Move(1, 0, "w", ((2, 4), (0, 3))),
-        Move(1, 1, "w", ((2, 4), (3, 6))),
-        Move(0, 1, "w", ((0, 2), (3, 6))),
+        TensorMove(0, 0, "w", ((0, 2), (0, 3))),
+        TensorMove(1, 0, "w", ((2, 4), (0, 3))),
+        TensorMove(1, 1, "w", ((2, 4), (3, 6))),
+        TensorMove(0, 1, "w", ((0, 2), (3, 6))),
     ]
     assert sent_bytes(moves_between(ROWS, COLUMNS, SIZES), SIZES) == 2 * 6 * 4
     assert sent_bytes(moves_between(ROWS, ROWS, SIZES), SIZES) == 0
@@ -45,7 +45,7 @@ def test_those_that_have_the_same_give_in_turn_and_the_own_node_is_asked_first()
 def test_scalars_and_empty_tensors():
     held = [{"step": [()], "none": [((0, 0), (0, 3))]}, {}]
     moves = moves_between(held, [{}, held[0]], {"step": 4, "none": 4})
-    assert moves == [Move(0, 1, "step", ())]
+    assert moves == [TensorMove(0, 1, "step", ())]
     assert sent_bytes(moves, {"step": 4}) == 4
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.checkpoint.logical import Logical, Stored
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.relayout.share_index import ShareIndex, StoredBoxes, contents_of
 
 
 def share(rank):
-    return Share(3, rank)
+    return SnapshotOwner(3, rank)
 
 
 def cells(box):

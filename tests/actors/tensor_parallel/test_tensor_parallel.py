@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raypar.actors.errors import ActionError
-from raypar.actors.pipeline.weight_grad import Owed
+from raypar.actors.pipeline.weight_grad import DeferredGradients
 from raypar.actors.specs.model import Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.parity.verify import train_plainly
@@ -59,8 +59,10 @@ def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
 )
 def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recompute, monkeypatch):
     """All linear layers that are divided leave the gradients of their weights for W."""
-    owed, add = [], Owed.add
-    monkeypatch.setattr(Owed, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest))
+    owed, add = [], DeferredGradients.add
+    monkeypatch.setattr(
+        DeferredGradients, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest)
+    )
     weights = {}
     for backward in ("whole", "split"):
         settings = {"data": longer, "sequence_parallel": sequence, "recompute": recompute, "backward": backward}

@@ -13,7 +13,7 @@ from torch import nn
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Handle
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.collective.local import FailingGroup, LocalGroup, LocalHub, local_groups
 from raypar.actors.errors import ActionError, NonFiniteError
 from raypar.actors.pipeline.p2p import Courier
@@ -458,7 +458,7 @@ def test_receives_are_posted_before_their_turn_and_the_header_goes_once():
     team.step(0)
     team.step(1)
     for diary, headers in zip(diaries, ("send shapes", "recv shapes"), strict=True):
-        assert diary.ledger.entries()["pp", headers] == Entry(1, 1024)
+        assert diary.ledger.entries()["pp", headers] == LedgerEntry(1, 1024)
     team.step(0, "evaluate")
     assert diaries[0].ledger.entries()["pp", "send shapes"].calls == 2, "a program has its own shapes"
     events = diaries[1].events

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raypar as rp
-from raypar.actors.device import Place
-from raypar.actors.models.moe import MoE
+from raypar.actors.device import ComputeDevice
+from raypar.actors.models.moe import MixtureOfExperts
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 
@@ -38,7 +38,7 @@ class _Exchange(torch.autograd.Function):
 class Mixture(nn.Module):
     """A rank's share of a layer's experts, (B, S, D) -> (B, S, D): softmax, top-k, nothing dropped."""
 
-    def __init__(self, moe: MoE) -> None:
+    def __init__(self, moe: MixtureOfExperts) -> None:
         super().__init__()
         self.router, self.top_k, self.normalises = moe.router.weight, moe.spec.top_k, moe.spec.normalises
         self.each = len(moe.experts) // dist.get_world_size()
@@ -65,14 +65,14 @@ class Mixture(nn.Module):
         return torch.zeros_like(tokens).index_add(0, order // self.top_k, weighed).view_as(x)
 
 
-def all_to_all(run: rp.Run, place: Place) -> LocalTrainer:
+def all_to_all(run: rp.Run, place: ComputeDevice) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     place.enter()
     dist.init_process_group("gloo")
 
     def wrap(module: nn.Module) -> nn.Module:
         for block in module:
-            if isinstance(getattr(block, "mlp", None), MoE):
+            if isinstance(getattr(block, "mlp", None), MixtureOfExperts):
                 block.mlp = Mixture(block.mlp)
         own = [name for name, _ in module.named_parameters() if ".experts." in name]
         for name in own:  # DDP takes the mean over ranks of the others, and these have the sum over all tokens

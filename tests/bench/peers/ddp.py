@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raypar as rp
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 
 
-def ddp(run: rp.Run, place: Place) -> LocalTrainer:
+def ddp(run: rp.Run, place: ComputeDevice) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     place.enter()
     dist.init_process_group("nccl" if place.kind == "cuda" else "gloo")

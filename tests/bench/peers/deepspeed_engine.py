@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import raypar as rp
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import LocalTrainer
 from tests.bench.workload import batches_of, model_of
@@ -21,7 +21,7 @@ _OFF = 10**9  # steps between two of DeepSpeed's reports
 
 
 def deepspeed_engine(
-    run: rp.Run, place: Place, level: int, change: Callable[[nn.Module], None] = lambda module: None
+    run: rp.Run, place: ComputeDevice, level: int, change: Callable[[nn.Module], None] = lambda module: None
 ) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 

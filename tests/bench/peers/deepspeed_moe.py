@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import raypar as rp
-from raypar.actors.device import Place
-from raypar.actors.models.moe import MoE
+from raypar.actors.device import ComputeDevice
+from raypar.actors.models.moe import MixtureOfExperts
 from tests.bench.peers.deepspeed_engine import deepspeed_engine
 from tests.bench.trainer import LocalTrainer
 
@@ -28,7 +28,7 @@ class _Output(nn.Module):
         return y
 
 
-def deepspeed_moe(run: rp.Run, place: Place, capacity: float | None) -> LocalTrainer:
+def deepspeed_moe(run: rp.Run, place: ComputeDevice, capacity: float | None) -> LocalTrainer:
     """One of the ranks that the environment tells of. An expert takes ``capacity`` times its even share.
 
     None drops nothing: then an expert takes as much as the busiest one of a microbatch has.
@@ -36,13 +36,13 @@ def deepspeed_moe(run: rp.Run, place: Place, capacity: float | None) -> LocalTra
 
     def change(module: nn.Module) -> None:
         for block in module:
-            if isinstance(getattr(block, "mlp", None), MoE):
+            if isinstance(getattr(block, "mlp", None), MixtureOfExperts):
                 block.mlp = _Output(_layer_of(block.mlp, capacity))
 
     return deepspeed_engine(run, place, 0, change)
 
 
-def _layer_of(moe: MoE, capacity: float | None) -> Any:
+def _layer_of(moe: MixtureOfExperts, capacity: float | None) -> Any:
     """DeepSpeed's layer with a rank's share of the experts of ours, the same router, and their weights."""
     from deepspeed.moe.layer import MoE as Layer
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import raypar as rp
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from tests.bench.peers.deepspeed_engine import deepspeed_engine
 from tests.bench.trainer import LocalTrainer
 
 
-def deepspeed_zero(run: rp.Run, place: Place, level: int) -> LocalTrainer:
+def deepspeed_zero(run: rp.Run, place: ComputeDevice, level: int) -> LocalTrainer:
     """One of the ranks that the environment tells of."""
     return deepspeed_engine(run, place, level)

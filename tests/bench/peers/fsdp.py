@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import raypar as rp
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from raypar.actors.tensors import dtype_of
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 
 
-def fsdp(run: rp.Run, place: Place) -> LocalTrainer:
+def fsdp(run: rp.Run, place: ComputeDevice) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Layers compute in the run's dtype, outputs are fp32. With ``run.offload``, weights, gradients and the optimizer are

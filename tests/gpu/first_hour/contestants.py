@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import raypar as rp
-from raypar.actors.device import Place, place_of
+from raypar.actors.device import ComputeDevice, place_of
 from tests.bench.trainer import LocalTrainer, Trainer
 from tests.gpu.first_hour.kernels import KernelRecorder, StepKernels, begin_in_actor, end_in_actor
 from tests.gpu.first_hour.outcome import NotPossibleError
@@ -57,8 +57,8 @@ def _raypar(run: rp.Run) -> Trainer:
     return RayparTrainer(run)
 
 
-def _torch(compiled: bool) -> Callable[[rp.Run, Place], Trainer]:
-    def build_plain(run: rp.Run, place: Place) -> Trainer:
+def _torch(compiled: bool) -> Callable[[rp.Run, ComputeDevice], Trainer]:
+    def build_plain(run: rp.Run, place: ComputeDevice) -> Trainer:
         from tests.bench.peers.whole import whole_model
 
         compiler = compiler_of(place) if compiled else None
@@ -67,13 +67,13 @@ def _torch(compiled: bool) -> Callable[[rp.Run, Place], Trainer]:
     return build_plain
 
 
-def _nanochat_like(run: rp.Run, place: Place) -> Trainer:
+def _nanochat_like(run: rp.Run, place: ComputeDevice) -> Trainer:
     from tests.gpu.first_hour.nanochat_like import nanochat_like
 
     return nanochat_like(run, place, compiler_of(place))
 
 
-def _fsdp2(run: rp.Run, place: Place) -> Trainer:
+def _fsdp2(run: rp.Run, place: ComputeDevice) -> Trainer:
     """One rank, as torchrun would start it."""
     from tests.bench.peers.fsdp import fsdp
 
@@ -84,12 +84,12 @@ def _fsdp2(run: rp.Run, place: Place) -> Trainer:
     return fsdp(run, place)
 
 
-def compiler_of(place: Place) -> str:
+def compiler_of(place: ComputeDevice) -> str:
     """Return the backend of torch.compile: on CPUs, for small sizes, the one that needs no C++ compiler."""
     return "inductor" if place.kind == "cuda" else "eager"
 
 
-_PLAIN: dict[str, Callable[[rp.Run, Place], Trainer]] = {
+_PLAIN: dict[str, Callable[[rp.Run, ComputeDevice], Trainer]] = {
     "torch": _torch(compiled=False),
     "torch-compiled": _torch(compiled=True),
     "nanochat-like": _nanochat_like,

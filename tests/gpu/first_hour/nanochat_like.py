@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import raypar as rp
-from raypar.actors.device import Place
+from raypar.actors.device import ComputeDevice
 from tests.bench.peers.whole import training_loop
 from tests.bench.trainer import LocalTrainer
 
@@ -67,7 +67,7 @@ class NanochatLike(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
 
 
-def nanochat_like(run: rp.Run, place: Place, compiler: str | None) -> LocalTrainer:
+def nanochat_like(run: rp.Run, place: ComputeDevice, compiler: str | None) -> LocalTrainer:
     """Its training on the run's batches, with the run's optimizer.
 
     ``compiler`` is the backend of torch.compile; None does not compile.

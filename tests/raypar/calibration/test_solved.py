@@ -11,7 +11,7 @@ from raypar.calibration.probes import Measured, median_of, probe_runs
 from raypar.calibration.solved import solved, without_unmeasured
 from raypar.config.run import check_run
 from raypar.planner.calibrated.calibrated_costs import stage_seconds, step_seconds
-from raypar.planner.calibrated.calibration import Beside, Update
+from raypar.planner.calibrated.calibration import Beside, MeasuredUpdate
 from raypar.planner.resource_needs import counts_of
 from raypar.schedules.action import Op
 from tests.support.calibrations import known
@@ -36,7 +36,7 @@ TRUE = known(
     besides=tuple(Beside(kind, size, *both) for kind, both in BESIDES.items() for size in (1, 1 << 30)),
     action_forward=2e-4,
     action_backward=1e-4,
-    update=Update(1e-3, 1e-5, 1e-9),
+    update=MeasuredUpdate(1e-3, 1e-5, 1e-9),
     busy=1.25,
     message=1e-4,
     call=2e-3,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.checkpoint.find import Found
+from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.hugging_face import export
 from raypar.cli.train.finetune import sft
 from raypar.config.finetuning import finetuning, lasting
@@ -25,7 +25,7 @@ def folder(tmp_path):
     """A tiny model with a tokenizer."""
     model = rp.Llama(layers=2, hidden=16, heads=4, seq=64, vocab=260)
     team = Team.of(rp.Run(model=model, data=rp.Batches(lambda *_: (IDS, IDS)), timeout=20.0))
-    found: Found = checkpoint_of(team, tmp_path / "checkpoints")
+    found: VerifiedCheckpoint = checkpoint_of(team, tmp_path / "checkpoints")
     return made_tokenizer(export(found, tmp_path / "model"))
 
 

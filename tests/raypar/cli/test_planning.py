@@ -12,7 +12,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.planning import plan
 from raypar.cli.train.train import train
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import Node, place
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
@@ -125,7 +125,7 @@ def test_the_two_nodes_of_the_notes_hold_two_stages_each():
     """Two nodes of eight: tensor ranks 0 and 1, replicas 01 and 23, stages 01 and 45 on one node, two more on both."""
     mesh, has = Mesh(pp=4, dp=2, tp=2), {"CPU": 8.0, "GPU": 8.0}
     nodes = [Node(name, name, name, has, has) for name in ("a", "b")]
-    placed = place(World(mesh), nodes, Share("cuda", 1.0))
+    placed = place(World(mesh), nodes, ActorResources("cuda", 1.0))
     assert [rank for rank, node in enumerate(placed.nodes) if node is nodes[0]] == [*range(8)]
     assert mesh.groups("tp")[0] == (0, 1)
     assert mesh.groups("dp")[0] == (0, 2)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.cluster import answers as answers_module
-from raypar.cluster.answers import LOOK, Answers, Watch
+from raypar.cluster.answers import LOOK, Answers, ProgressWatch
 from tests.support.refs import Ref, answered
 
 IDLE = SimpleNamespace(step=0, done=0, idle=True, action=None)
@@ -68,7 +68,7 @@ def test_questions_a_second_are_bounded_and_nobody_is_forgotten(number, clock):
         asked.append(rank)
         return answered(IDLE)
 
-    watch, late = Watch(ask), range(number)
+    watch, late = ProgressWatch(ask), range(number)
     for _ in range(int(20 / LOOK)):
         clock.now += LOOK
         watch.listen(late)
@@ -78,7 +78,7 @@ def test_questions_a_second_are_bounded_and_nobody_is_forgotten(number, clock):
 
 
 def test_looks_are_no_more_frequent_than_they_say(clock):
-    watch = Watch(lambda rank: answered(IDLE))
+    watch = ProgressWatch(lambda rank: answered(IDLE))
     assert [watch.listen([0]) for _ in range(3)] == [True, False, False]
     clock.now += LOOK
     assert watch.listen([0])
@@ -90,7 +90,7 @@ def test_an_actor_is_silent_only_for_questions_that_it_was_asked(clock):
     def ask(rank):
         return refs.setdefault(rank, Ref())
 
-    watch = Watch(ask)
+    watch = ProgressWatch(ask)
     watch.listen([0])
     clock.now += 7
     watch.listen([0, 1])
@@ -103,7 +103,7 @@ def test_an_actor_is_silent_only_for_questions_that_it_was_asked(clock):
 
 def test_an_actor_stays_in_an_action_as_long_as_its_answers_say_so(clock):
     at = SimpleNamespace(step=2, done=5, idle=False, action="1F0")
-    watch = Watch(lambda rank: answered(SimpleNamespace(**vars(at))))
+    watch = ProgressWatch(lambda rank: answered(SimpleNamespace(**vars(at))))
     for _ in range(5):
         watch.listen([0])
         clock.now += 2
@@ -117,7 +117,7 @@ def test_an_actor_stays_in_an_action_as_long_as_its_answers_say_so(clock):
 
 def test_what_an_actor_did_before_it_fell_silent_counts_until_now(clock):
     refs = [answered(SimpleNamespace(step=2, done=5, idle=False, action="1F0")), Ref()]
-    watch = Watch(lambda rank: refs.pop(0))
+    watch = ProgressWatch(lambda rank: refs.pop(0))
     watch.listen([0])
     clock.now += 1
     watch.listen([0])  # hears the first answer, and asks again

@@ -16,8 +16,8 @@ import raypar as rp
 from raypar.actors.mesh.world import World
 from raypar.cluster import claims, vacancies
 from raypar.cluster.claims import Claim
-from raypar.cluster.devices import Share
-from raypar.cluster.vacancies import Home
+from raypar.cluster.devices import ActorResources
+from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import RoomError
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +85,7 @@ class Books:
         }
 
 
-CPU = Share("cpu", 0.0)
+CPU = ActorResources("cpu", 0.0)
 
 
 def claim_of(mesh, nodes=None, spares=0, job="job"):
@@ -122,7 +122,7 @@ def test_a_tensor_group_shares_one_group_which_its_last_actor_gives_back(monkeyp
 
 def test_a_home_in_a_group_of_others_is_not_given_back(monkeypatch):
     monkeypatch.setattr(vacancies, "remove_placement_group", None)
-    Home("theirs", 0).give_back()
+    ActorBundle("theirs", 0).give_back()
 
 
 def test_who_has_a_part_gives_it_back_while_others_wait(monkeypatch):

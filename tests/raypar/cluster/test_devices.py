@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.cluster.devices import Share, gpu_share
+from raypar.cluster.devices import ActorResources, gpu_share
 from raypar.config.run import check_run, reset_faults
 from raypar.job.start.actor_plans import plans_of
 
 ROOT = Path(__file__).parents[3]
-CPU, WHOLE = Share("cpu", 0.0), Share("cuda", 1.0)
+CPU, WHOLE = ActorResources("cpu", 0.0), ActorResources("cuda", 1.0)
 
 
 def share(choice, actors, gpus, built=True, grows=False):
@@ -33,9 +33,9 @@ def share(choice, actors, gpus, built=True, grows=False):
         ("auto", 1, 0, CPU),
         ("cpu", 1, 8, CPU),
         ("cuda", 2, 2, WHOLE),
-        ("cuda", 4, 3, Share("cuda", 0.5)),
-        ("cuda", 3, 1, Share("cuda", 0.3333)),
-        ("cuda", 7, 1, Share("cuda", 0.1428)),
+        ("cuda", 4, 3, ActorResources("cuda", 0.5)),
+        ("cuda", 3, 1, ActorResources("cuda", 0.3333)),
+        ("cuda", 7, 1, ActorResources("cuda", 0.1428)),
     ],
 )
 def test_who_gets_what(choice, actors, gpus, wanted):

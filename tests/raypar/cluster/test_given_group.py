@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raypar as rp
 from raypar.cluster import given_group
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.given_group import chosen_bundles, free_bundles
 from raypar.errors import RoomError
 
@@ -31,9 +31,9 @@ def groups_that_are_there():
 
 def test_bundles_are_filled_in_their_order():
     bundles = {1: {"CPU": 2.5}, 0: {"CPU": 1.0}, 2: {"CPU": 0.5, "GPU": 1.0}, 3: {"CPU": 4.0, "GPU": 1.0}}
-    assert chosen_bundles(bundles, Share("cpu", 0.0), 9) == [0, 1, 1, 3, 3, 3, 3]
-    assert chosen_bundles(bundles, Share("cpu", 0.0), 2) == [0, 1]
-    assert chosen_bundles(bundles, Share("cuda", 0.5), 9) == [3, 3]
+    assert chosen_bundles(bundles, ActorResources("cpu", 0.0), 9) == [0, 1, 1, 3, 3, 3, 3]
+    assert chosen_bundles(bundles, ActorResources("cpu", 0.0), 2) == [0, 1]
+    assert chosen_bundles(bundles, ActorResources("cuda", 0.5), 9) == [3, 3]
 
 
 def test_a_job_is_inside_a_given_group_which_stays(group):

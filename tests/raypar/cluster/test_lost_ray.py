@@ -17,7 +17,7 @@ import pytest
 
 from raypar.cluster import control_server, notices
 from raypar.cluster.control_server import ControlServer
-from raypar.cluster.notices import Notices
+from raypar.cluster.notices import DrainNotices
 from tests.support.process_tree import command_line, descendants, lives
 
 
@@ -78,7 +78,7 @@ def test_one_that_comes_back_in_time_is_not_lost(its):
 def test_nothing_is_asked_of_one_that_does_not_answer(its, monkeypatch):
     monkeypatch.setattr(notices, "draining_nodes", lambda: pytest.fail("this takes a minute"))
     its.dead = ("gcs_server",)
-    assert not Notices(ControlServer()).look()
+    assert not DrainNotices(ControlServer()).look()
 
 
 def train(folder, *words, env=None):

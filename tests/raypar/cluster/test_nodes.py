@@ -11,12 +11,12 @@ import raypar as rp
 from raypar.actors.mesh.world import World
 from raypar.cluster import nodes as cluster_nodes
 from raypar.cluster import ray_cluster
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.nodes import asked, demand_alike, living_nodes, versions_teller
 from raypar.cluster.placement import Node
 from raypar.errors import ConfigError, RoomError
 
-CPU = Share("cpu", 0.0)
+CPU = ActorResources("cpu", 0.0)
 
 
 def node(name, cpus, free=None):
@@ -104,7 +104,7 @@ def test_blocks_are_packed_or_spread_as_the_strategy_says():
 
 
 def test_what_actors_take_decides_for_how_many_a_node_has_room():
-    share = Share("cpu", 0.0, 2.0, {"memory": 2.0**30, "disk": 0.5}, {"zone": "in(x,y)", "spot": "!true"})
+    share = ActorResources("cpu", 0.0, 2.0, {"memory": 2.0**30, "disk": 0.5}, {"zone": "in(x,y)", "spot": "!true"})
 
     def one(cpus=4.0, memory=4.0, disk=1.0, **labels):
         has = {"CPU": cpus, "memory": memory * 2**30, "disk": disk}
@@ -132,7 +132,7 @@ def test_what_no_node_has_is_told_at_once_with_each_node():
         claim(World(rp.Mesh(pp=4)), [node("a", 2.0), node("b", 1.0)])
     gpus = [Node("g", "g", "g", {"CPU": 1.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0})] * 2
     with pytest.raises(ConfigError, match=r"g has 1 CPU \(1 free\) and 4 GPUs \(4 free\): room for 1, g has"):
-        claim(World(rp.Mesh(pp=4)), gpus, Share("cuda", 1.0))
+        claim(World(rp.Mesh(pp=4)), gpus, ActorResources("cuda", 1.0))
 
 
 def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplog):

@@ -6,10 +6,10 @@ import pytest
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from raypar.cluster.devices import Share
+from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import Node, place, room, room_told, split_told, told
 
-CPU, GPU, HALF = Share("cpu", 0.0), Share("cuda", 1.0), Share("cuda", 0.5)
+CPU, GPU, HALF = ActorResources("cpu", 0.0), ActorResources("cuda", 1.0), ActorResources("cuda", 0.5)
 
 
 def nodes_of(*cpus, gpus=0, racks=""):
@@ -88,7 +88,7 @@ def test_what_is_not_free_does_not_count_unless_all_is_asked_for():
         (GPU, {"CPU": 1.0, "GPU": 4.0}, 1),
         (HALF, {"CPU": 8.0, "GPU": 2.0}, 4),
         (HALF, {"CPU": 8.0, "GPU": 1.5}, 2),  # of the second GPU only half is free: it is not counted
-        (Share("cuda", 0.3333), {"CPU": 8.0, "GPU": 1.0}, 3),
+        (ActorResources("cuda", 0.3333), {"CPU": 8.0, "GPU": 1.0}, 3),
     ],
 )
 def test_the_room_of_a_node(share, has, wanted):
@@ -105,7 +105,7 @@ def test_what_is_told_names_the_nodes():
 
 
 def test_of_many_nodes_those_are_named_that_come_nearest():
-    share = Share("cpu", 0.0, 2.0, {"disk": 1.0}, {"zone": "x"})
+    share = ActorResources("cpu", 0.0, 2.0, {"disk": 1.0}, {"zone": "x"})
     has = {"CPU": 4.0, "disk": 0.0}
     nodes = [Node(f"id{i}", f"n{i}", f"n{i}", has, has, {"zone": "y"}) for i in range(64)]
     nodes[40] = Node("id40", "n40", "n40", has, has, {"zone": "x"})

@@ -20,8 +20,8 @@ from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
 from raypar.cluster.probes import reason_of
-from raypar.cluster.processes import Exit, Processes, Seen
-from raypar.cluster.witnesses import Witnesses
+from raypar.cluster.processes import Exit, Processes, ProcessReport
+from raypar.cluster.witnesses import ProcessMonitors
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
 from tests.support.kernel import TELLS_EXITS
@@ -45,7 +45,7 @@ Extension modules: msgpack._cmsgpack (total: 15)
 
 def ended(*how, **known):
     """What knows processes of which one has ended in a given way."""
-    witnesses = Witnesses()
+    witnesses = ProcessMonitors()
     witnesses._own = Ended(*how, **known)
     return witnesses
 
@@ -100,8 +100,8 @@ def test_each_end_is_told_by_its_name():
 
 
 def test_a_node_that_does_not_answer_is_told(monkeypatch):
-    witnesses = Witnesses()
-    monkeypatch.setattr(witnesses, "seen", lambda *_: Seen(is_silent=True))
+    witnesses = ProcessMonitors()
+    monkeypatch.setattr(witnesses, "seen", lambda *_: ProcessReport(is_silent=True))
     assert str(death_of(died("End of file"), 0, witnesses)) == (
         "It was lost with its node, it seems, from which nothing is heard."
     )

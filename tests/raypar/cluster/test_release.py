@@ -16,7 +16,7 @@ from raypar.cluster import actors as actors_module
 from raypar.cluster import claims, ray_cluster
 from raypar.cluster.actors import Actors
 from raypar.cluster.placement import Node
-from raypar.cluster.vacancies import Home
+from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import ConfigError
 
 
@@ -36,7 +36,9 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
-    actors = Actors(["a", "b"], owns, "me", "cpu", homes=[Home("group", bundle, "n", {0, 1}) for bundle in range(2)])
+    actors = Actors(
+        ["a", "b"], owns, "me", "cpu", homes=[ActorBundle("group", bundle, "n", {0, 1}) for bundle in range(2)]
+    )
     with caplog.at_level(logging.WARNING, "raypar"):
         actors.end()
     assert called == (["group"] if which == "kill" else ["a", "b"]) + ["shutdown"] * owns
@@ -56,7 +58,7 @@ def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(mon
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", remove)
-    homes = [Home(one, 0, "n", {0}) for one in "xy"]
+    homes = [ActorBundle(one, 0, "n", {0}) for one in "xy"]
     Actors(["a", "b"], True, "me", "cpu", homes=homes).end()
     assert asked == ["x"]
 

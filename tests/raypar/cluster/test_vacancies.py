@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 
 from raypar.cluster import vacancies
 from raypar.cluster.actors import Actors
-from raypar.cluster.vacancies import Home, Vacancy
+from raypar.cluster.vacancies import ActorBundle, PendingActor
 
 
 class Cluster:
@@ -52,11 +52,11 @@ def fake(monkeypatch):
     return cluster
 
 
-HOME = Home("group", 1, "node")
+HOME = ActorBundle("group", 1, "node")
 
 
 def test_an_actor_starts_in_the_home_that_is_free(fake):
-    vacancy = Vacancy("a", HOME, fake.create, fake.claim)
+    vacancy = PendingActor("a", HOME, fake.create, fake.claim)
     assert vacancy.look() is None and vacancy.has_room
     fake.come.add(vacancy.awaited)
     _, home = vacancy.look()
@@ -64,7 +64,7 @@ def test_an_actor_starts_in_the_home_that_is_free(fake):
 
 
 def test_where_nothing_is_heard_of_it_another_home_is_looked_for(fake):
-    vacancy = Vacancy("a", HOME, fake.create, fake.claim)
+    vacancy = PendingActor("a", HOME, fake.create, fake.claim)
     fake.now = 31.0
     assert vacancy.look() is None and not vacancy.has_room and len(fake.killed) == 1
     fake.now = 40.0
@@ -83,7 +83,7 @@ def test_where_nothing_is_heard_of_it_another_home_is_looked_for(fake):
 
 
 def test_one_that_dies_before_it_answers_is_tried_again_and_late_at_last(fake):
-    vacancy = Vacancy("a", None, fake.create, fake.claim)
+    vacancy = PendingActor("a", None, fake.create, fake.claim)
     while not vacancy.is_late():
         fake.come.add(vacancy.awaited)
         if vacancy.has_room:
@@ -98,7 +98,7 @@ def test_one_that_dies_before_it_answers_is_tried_again_and_late_at_last(fake):
 def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
-    homes = [Home("group", bundle, "node") for bundle in range(3)]
+    homes = [ActorBundle("group", bundle, "node") for bundle in range(3)]
     actors = Actors(["a", "b", "c"], False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(1, "another")
     assert (actors.handles, actors.present, fake.killed) == (["a", None, "c"], 2, ["b"])
@@ -117,7 +117,7 @@ def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, 
     """A home on a node would wait for it forever; one in a group of others moves with that."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: alive)
-    old = Home("group", 0, pinned)
+    old = ActorBundle("group", 0, pinned)
     actors = Actors(["dead"], False, "me", "cpu", fake.create, fake.claim, [old])
     actors.vacate(0, "a")
     assert [home for _, home in fake.created] == [old] * stays and actors.vacancies[0].has_room == stays
@@ -128,7 +128,7 @@ def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
     """Ray would move it to the next node with room, and keep that for nobody."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: node != "gone")
-    homes = [Home("one", 0, "gone", {0}), Home("two", 0, "there", {0})]
+    homes = [ActorBundle("one", 0, "gone", {0}), ActorBundle("two", 0, "there", {0})]
     actors = Actors(["a", "b"], False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(0, "x")
     assert fake.removed == ["one"] and not actors.vacancies[0].has_room
@@ -143,7 +143,7 @@ def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeyp
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     alive, dead, starting = [fake.create(name, None) for name in "bcd"]
-    homes = [Home("group", bundle, "node") for bundle in range(4)]
+    homes = [ActorBundle("group", bundle, "node") for bundle in range(4)]
     actors = Actors(["a", alive, dead, starting], False, "me", "cpu", fake.create, fake.claim, homes)
     fake.come |= {1, 2}  # they have answered, the second by an error
     fake.died.add(2)

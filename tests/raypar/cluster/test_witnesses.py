@@ -15,8 +15,8 @@ from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster import witnesses as module
 from raypar.cluster.nodes import own_node
-from raypar.cluster.processes import Exit, Seen
-from raypar.cluster.witnesses import Witnesses
+from raypar.cluster.processes import Exit, ProcessReport
+from raypar.cluster.witnesses import ProcessMonitors
 from tests.support.kernel import TELLS_EXITS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -37,7 +37,7 @@ def children():
 
 def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(children, monkeypatch):
     node, first = own_node(), children[0]
-    witnesses = Witnesses()
+    witnesses = ProcessMonitors()
     located = {rank: Located("there", identity_of(child)) for rank, child in enumerate(children)}
     witnesses.know(located, dict.fromkeys(located, node))
     ray.get(witnesses._there[node].know.remote(located), timeout=30)  # it has started
@@ -48,7 +48,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
     children[1].wait()
     seen = witnesses.seen(1, node_lives=True)
     assert seen.exit == (Exit(None, "SIGKILL") if TELLS_EXITS else None)
-    assert witnesses.seen(1, node_lives=False) == Seen(is_silent=True), "a node that is gone is not asked"
+    assert witnesses.seen(1, node_lives=False) == ProcessReport(is_silent=True), "a node that is gone is not asked"
     monkeypatch.setattr(module, "_ANSWER", 0.2)
     witness = witnesses._there[node]
     ray.kill(witness)
@@ -57,13 +57,13 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
             ray.get(witness.kill.remote(7), timeout=10)
             time.sleep(0.05)
     before = time.monotonic()
-    assert witnesses.seen(1, node_lives=True) == Seen(is_silent=True) and time.monotonic() - before < 2
+    assert witnesses.seen(1, node_lives=True) == ProcessReport(is_silent=True) and time.monotonic() - before < 2
     assert not witnesses._there, "another one is started when actors join again"
     witnesses.close()
 
 
 def test_there_is_none_where_all_actors_are_on_the_drivers_node(children):
-    witnesses = Witnesses()
+    witnesses = ProcessMonitors()
     witnesses.know({0: Located("here", identity_of(children[0]))}, {})
     assert not witnesses._there
     children[0].kill()

@@ -13,7 +13,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.models.plan_kinds import SHORT, kind_of
 from raypar.actors.models.skeleton import Skeleton
-from raypar.planner.hardware.cluster import Route
+from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.chains import chains_of
 from raypar.planner.operators.division import divided
 from raypar.planner.operators.prices import Prices
@@ -125,7 +125,7 @@ SAID = {"layers.0": "split0", "layers.1": "split1", "layers.2.0": "row", "layers
 def test_as_many_bytes_are_sent_as_the_search_has_counted():
     """Norms and a vote are sent besides."""
     run = run_of(MIXED, SAID)
-    costs = Prices(2, Roofline(1e9, 1e9, 0.0), Route(1e9, 0.0), 4, run.microbatches)
+    costs = Prices(2, Roofline(1e9, 1e9, 0.0), RingRoute(1e9, 0.0), 4, run.microbatches)
     layers = Skeleton(run.model, 0).layers
     division = divided(chains_of(layers, (batch(0, 0, 0)[0].to("meta"),), SAID), costs, "speed")
     run = replace(run, model=replace(run.model, plan=dict(division.plan)))

@@ -6,7 +6,7 @@ import pytest
 
 import raypar as rp
 from raypar.actors.specs.resources import num_bytes
-from raypar.cluster.devices import Share, share_of
+from raypar.cluster.devices import ActorResources, share_of
 from raypar.cluster.placement import is_selected, wants
 from raypar.config.run import reset_faults
 from raypar.planner.hardware.this_machine import room_faults
@@ -57,7 +57,7 @@ def test_gpus_do_not_go_with_cpus_alone():
     assert fault == "resources.gpus is 0.5, but device is 'cpu': leave one of them out"
     with pytest.raises(rp.ConfigError, match=r"resources.gpus is 1, but the cluster has no GPU: use device 'cpu'"):
         share_of("auto", rp.Resources(gpus=1.0), 2, 0, built=True, grows=False)
-    assert share_of("auto", rp.Resources(gpus=0.5), 2, 1, built=True, grows=False) == Share("cuda", 0.5)
+    assert share_of("auto", rp.Resources(gpus=0.5), 2, 1, built=True, grows=False) == ActorResources("cuda", 0.5)
 
 
 def test_an_actor_takes_what_is_asked_for_and_computes_with_as_many_threads():

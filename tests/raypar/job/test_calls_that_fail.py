@@ -68,15 +68,15 @@ def trained(job, *, evaluates):
 
 def breaks_generation(actor):
     """Let the next token that this actor chooses be an exception."""
-    from raypar.actors.worker.generation import Generation
+    from raypar.actors.worker.generation import ActorGeneration
 
-    choose = Generation._choose
+    choose = ActorGeneration._choose
 
     def raises(*args):
-        Generation._choose = choose
+        ActorGeneration._choose = choose
         raise ZeroDivisionError("no token today")
 
-    Generation._choose = raises
+    ActorGeneration._choose = raises
 
 
 @pytest.mark.long

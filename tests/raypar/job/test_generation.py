@@ -17,7 +17,7 @@ from raypar.actors.worker import generation as worker_generation
 from raypar.config.validate.generation import prompt_faults
 from raypar.errors import JobError
 from raypar.job.text import generation as driver_generation
-from raypar.job.text.generation import Generation, request_of
+from raypar.job.text.generation import TextGeneration, request_of
 from tests.support.generation import GPT, LLAMA, PROMPTS, TeamGeneration, plain_texts, run_of, team_texts, whole_logits
 from tests.support.thinned import thinned
 
@@ -326,7 +326,7 @@ def test_after_a_failure_it_goes_on_with_what_there_is():
         generation.loaded.calls.gather = fail_once
         request = request_of(generation.loaded.run, PROMPTS, 6, SAMPLED, None)
         told = []
-        found = Generation(request, lambda: generation.loaded, read).run(lambda *one: told.append(one))
+        found = TextGeneration(request, lambda: generation.loaded, read).run(lambda *one: told.append(one))
     assert failed
     assert [one.tokens for one in found] == wanted
     assert len(told) == 6 * len(PROMPTS), "every token is told once"

@@ -18,7 +18,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.job.steps.executors import Compiled
-from raypar.job.steps.steps_ahead import Ahead
+from raypar.job.steps.steps_ahead import StepsAhead
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text
@@ -103,9 +103,9 @@ def test_a_boundary_moves_2mbsh_elements_a_step_and_nothing_else(job, schedule, 
 
 
 def rp_entry(calls, nbytes):
-    from raypar.actors.collective.ledger import Entry
+    from raypar.actors.collective.ledger import LedgerEntry
 
-    return Entry(calls, nbytes)
+    return LedgerEntry(calls, nbytes)
 
 
 def test_interleaving_crosses_v_times_as_often(job):
@@ -508,6 +508,6 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     results, learned = [SimpleNamespace(start=0.0, end=0.25), SimpleNamespace(start=0.5, end=8.0)], []
     deadline = SimpleNamespace(learn=learned.append)
     calls = SimpleNamespace(submit=lambda *told: [told], gather=lambda refs, what: results, deadline=deadline)
-    ahead = Ahead(calls, Compiled(calls), 1, 0, lambda step: 0)
+    ahead = StepsAhead(calls, Compiled(calls), 1, 0, lambda step: 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5] == learned

@@ -11,7 +11,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.specs.sampling import Sampling
-from raypar.job.lm_eval import Adapter, lm_eval_model
+from raypar.job.lm_eval import HarnessModel, lm_eval_model
 from raypar.job.text.scoring import scores
 from tests.raypar.job.test_generation import LLAMA, run_of, whole_logits
 from tests.support.generation import TeamGeneration
@@ -38,7 +38,7 @@ def asked():
         def score(texts):
             return scores(lambda: team.loaded, lambda call: call(), texts, 2)
 
-        yield Adapter(score, generate, encoded, 6, 1, [7])
+        yield HarnessModel(score, generate, encoded, 6, 1, [7])
 
 
 def logs_of(ids):

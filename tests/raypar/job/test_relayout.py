@@ -147,7 +147,7 @@ class TestOnActors:
             pytest.param(
                 "raypar.job.recover.relayout.moves_between", marks=pytest.mark.long
             ),  # others wait for its part
-            "raypar.job.recover.active_layout.Standing.share",  # all have what they need, but no snapshot of it
+            "raypar.job.recover.active_layout.ActiveLayout.share",  # all have what they need, but no snapshot of it
         ],
     )
     def test_an_actor_that_is_killed_leaves_the_layout_before(self, undisturbed, monkeypatch, place):

@@ -12,7 +12,7 @@ from raypar.actors.collective.autograd import all_gather, copy_to, reduce_from, 
 from raypar.actors.context_parallel import cores as context_model
 from raypar.actors.data.batches import TokenMean
 from raypar.actors.data_parallel.reducer import Reducer
-from raypar.actors.inspect.activations import Watch
+from raypar.actors.inspect.activations import OutputWatch
 from raypar.actors.models.parallel_style import Applied
 from raypar.actors.optim.step import Updater
 from raypar.actors.tensor_parallel import megatron
@@ -164,14 +164,14 @@ def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
     assert diagnosis.cause.startswith("each member of tp has its own part of a sum")
 
 
-class OfSomeTokens(Watch):
+class OfSomeTokens(OutputWatch):
     """Where the loss that an actor has is not the whole one."""
 
     def __init__(self, layers, outputs, *, keeps_loss):
         super().__init__(layers, outputs)
 
 
-@pytest.mark.parametrize("kind", [Watch, OfSomeTokens])
+@pytest.mark.parametrize("kind", [OutputWatch, OfSomeTokens])
 def test_an_update_that_is_wrong(found, monkeypatch, kind):
     """No layer is: the diagnosis says so."""
     monkeypatch.setattr("raypar.actors.worker.probe.Watch", kind)

@@ -19,7 +19,7 @@ from raypar.planner.calibrated.calibrated_costs import stage_seconds
 from raypar.planner.calibrated.calibration import (
     AttentionTime,
     Beside,
-    Product,
+    MeasuredProduct,
 )
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
@@ -110,15 +110,15 @@ def test_a_product_of_another_shape_has_the_costs_of_the_measured_ones():
         return 1e-5 + m * k * n / RATE + 1e-10 * (m * k + 2 * k * n + 3 * m * n)
 
     shapes = [(m, k, n) for m in (32, 128, 512) for k, n in ((64, 64), (64, 256), (256, 64), (256, 1024), (1024, 256))]
-    found = known(products=tuple(Product(*one, seconds(*one), 2 * seconds(*one)) for one in shapes))
+    found = known(products=tuple(MeasuredProduct(*one, seconds(*one), 2 * seconds(*one)) for one in shapes))
     wanted = seconds(200, 192, 576)
     assert found.product(200, 192, 576) == pytest.approx((wanted, 2 * wanted), rel=1e-3)
 
 
 def test_a_product_is_never_faster_than_the_fastest_measured_one():
-    slow = known(products=(Product(32, 64, 64, 1e-3, 2e-3), Product(32, 64, 256, 1e-3, 2e-3)))
+    slow = known(products=(MeasuredProduct(32, 64, 64, 1e-3, 2e-3), MeasuredProduct(32, 64, 256, 1e-3, 2e-3)))
     assert slow.product(32, 64, 4096)[0] >= 16e-3
-    assert known(products=(Product(32, 64, 64, 1e-3, 2e-3),)).product(32, 64, 64) == pytest.approx((1e-3, 2e-3))
+    assert known(products=(MeasuredProduct(32, 64, 64, 1e-3, 2e-3),)).product(32, 64, 64) == pytest.approx((1e-3, 2e-3))
 
 
 def test_an_attention_core_is_as_fast_as_between_the_measured_lengths():

@@ -23,7 +23,7 @@ from raypar.config.run import check_run
 from raypar.planner.hardware import this_machine as host
 from raypar.planner.memory.server_and_expert_memory import server_memory
 from raypar.planner.memory.snapshots import snapshot_counts
-from raypar.planner.memory.worker import Counts, Memory, worker_memory
+from raypar.planner.memory.worker import ActorMemory, ParameterCounts, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import actors_told, counts_of
 from raypar.reporting.summary import log_plan, plan_rows
@@ -41,7 +41,7 @@ from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold 
 HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attention": "materialised"}
 
 
-def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
+def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[ActorMemory]:
     schedule = check_run(run)["train"]
     counts = counts_of(run, schedule, skeleton)
     world = world_of(run)
@@ -114,7 +114,7 @@ def test_state_is_divided_as_the_run_says():
     assert memory_of(replace(run, zero=0, optim=SGD()))[0].optimizer == whole
     served = replace(run, zero=None, data_parallel="parameter_server", servers=2)
     assert memory_of(served)[0].optimizer == 0
-    (server,) = server_memory(served, world_of(served), Counts([6_509_056], ()))
+    (server,) = server_memory(served, world_of(served), ParameterCounts([6_509_056], ()))
     assert (server.weights, server.optimizer) == (whole // 2, whole)
 
 

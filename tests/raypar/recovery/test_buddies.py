@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
 from raypar.config.validate.parallel import idle_fields
@@ -68,8 +68,12 @@ def test_a_buddy_is_on_another_machine_and_in_another_container_if_there_is_only
 
 def test_a_step_whose_shares_are_partly_copies_is_one_to_go_back_to():
     snapshots = Snapshots()
-    snapshots.source = (Share(0, 0), Share(0, 1))
-    own, copies, others = {Share(0, 0): (10, 13, 14)}, {Share(0, 1): (8, 10)}, {Share(1, 1): (14,)}
+    snapshots.source = (SnapshotOwner(0, 0), SnapshotOwner(0, 1))
+    own, copies, others = (
+        {SnapshotOwner(0, 0): (10, 13, 14)},
+        {SnapshotOwner(0, 1): (8, 10)},
+        {SnapshotOwner(1, 1): (14,)},
+    )
     assert snapshots.common([{**own, **copies}, others], 14) == 10
     assert snapshots.common([own, copies], 9) is None, "of step 8 one is missing"
     assert snapshots.common([own, others], 14) is None, "that is of another layout"

@@ -14,7 +14,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.checkpoint.memory_snapshot import SnapshotFiles
-from raypar.recovery.transfers import Transfer
+from raypar.recovery.transfers import SnapshotTransfer
 
 pytestmark = pytest.mark.usefixtures("cluster", "kept_actors")
 MODEL = rp.GPT(layers=2, hidden=32, heads=2, seq=16, dropout=0.1)
@@ -27,7 +27,7 @@ def elsewhere(monkeypatch):
 
     def sent(places, steps, needed, step):
         assert needed == [[share] for share in sorted(steps[0])], "a stage has nothing of the other one"
-        return [Transfer(share, 1 - rank, rank) for rank, shares in enumerate(needed) for share in shares]
+        return [SnapshotTransfer(share, 1 - rank, rank) for rank, shares in enumerate(needed) for share in shares]
 
     monkeypatch.setattr("raypar.job.recover.snapshots.buddies_of", lambda places: (1, 0))
     monkeypatch.setattr("raypar.job.recover.snapshots.has_all", lambda *_: False)

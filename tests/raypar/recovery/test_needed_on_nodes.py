@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.checkpoint.snapshot_address import Share
+from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.mesh.world import World
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.cluster.calls import Calls
@@ -84,13 +84,16 @@ def test_an_actor_that_dies_meanwhile_is_replaced_too(monkeypatch, method):
 def test_with_fewer_replicas_and_in_tensor_groups_each_actor_needs_as_few(size, zero):
     """Of sharded states, each of half as many replicas needs two shares, besides the one that has the weights."""
     index = ShareIndex(
-        {Share(0, rank): contents_of(saved_parts(World(rp.Mesh(dp=size), zero=zero), rank)) for rank in range(size)}
+        {
+            SnapshotOwner(0, rank): contents_of(saved_parts(World(rp.Mesh(dp=size), zero=zero), rank))
+            for rank in range(size)
+        }
     )
     for mesh, shares in ((rp.Mesh(dp=size // 2), 3), (rp.Mesh(dp=size // 2, tp=2), 2)):
         after = World(mesh, zero=zero)
         needed = [index.needed(boxes_of(parts_of(after, rank))) for rank in range(after.size)]
         assert max(map(len, needed)) == (shares if zero else 1)
-        assert all(Share(0, 0) in of_one for of_one in needed)
+        assert all(SnapshotOwner(0, 0) in of_one for of_one in needed)
 
 
 class Moved:
@@ -107,7 +110,7 @@ class Moved:
 
     def restore(self):
         snapshots, first = Snapshots(), Calls(self.handles[:2], self.world, 20.0)
-        snapshots.source = (Share(0, 0), Share(0, 1))
+        snapshots.source = (SnapshotOwner(0, 0), SnapshotOwner(0, 1))
         steps = [handle.snapshot_steps.remote().result() for handle in self.handles]
         processes = [handle.located.remote().result().process for handle in self.handles[:2]]
         loaded, others = SimpleNamespace(calls=first, world=self.world), Calls(self.handles[2:], self.world, 20.0)
@@ -120,8 +123,8 @@ def test_an_actor_without_a_rank_says_what_it_has_and_gives_it():
     moved.restore()
     assert moved.cluster.sent == STATE // 4, "the half of what the optimizer keeps"
     assert [handle.snapshot_steps.remote().result() for handle in moved.handles[:2]] == [
-        {Share(0, 0): (5,)},
-        {Share(0, 0): (5,), Share(0, 1): (5,)},
+        {SnapshotOwner(0, 0): (5,)},
+        {SnapshotOwner(0, 0): (5,), SnapshotOwner(0, 1): (5,)},
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import raypar as rp
 from raypar.cluster import notices
 from raypar.cluster.nodes import own_node
-from raypar.cluster.notices import Notices
+from raypar.cluster.notices import DrainNotices
 from raypar.paths import FAILURES
 from raypar.reporting.html.happenings import happenings
 from raypar.reporting.run_folder.read import read
@@ -133,7 +133,7 @@ def test_the_drivers_own_node_is_left_with_all_saved(taken, tmp_path, monkeypatc
 @pytest.mark.long
 def test_a_death_on_such_a_node_is_no_failure(taken, monkeypatch):
     """The node is gone before others have come: the second death alone counts, of the one that may be survived."""
-    monkeypatch.setattr("raypar.job.recover.restarts.Starter.is_due", lambda starter: starter._heed_notices() or False)
+    monkeypatch.setattr("raypar.job.recover.restarts.Restarts.is_due", lambda starter: starter._heed_notices() or False)
     chaos = [rp.chaos.kill("pp=1", at="1B0", step=5), rp.chaos.kill("pp=0", at="0B0", step=7)]
     with rp.launch(RUN, chaos=chaos) as job:
         losses = losses_of(job, taken, 1)
@@ -149,7 +149,7 @@ def test_of_the_time_that_is_left_the_first_half_is_for_waiting(monkeypatch):
     monkeypatch.setattr(notices.time, "time", lambda: 10.0)
     monkeypatch.setattr(notices, "draining_nodes", lambda: found)
     monkeypatch.setattr(notices, "named", str.upper)
-    heard = Notices(SimpleNamespace(answers=lambda: True))
+    heard = DrainNotices(SimpleNamespace(answers=lambda: True))
     assert heard.look() and str(heard) == "A and B" and not heard.is_urgent
     now[0] = 104.9
     assert not heard.look() and not heard.is_urgent

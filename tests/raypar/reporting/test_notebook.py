@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import Totals, box, table
@@ -17,7 +17,7 @@ REPORT = Report(3, 2.5, 1.25, 1e-3, 512, 1000.0, 512.0, 0.25, None, (2, 1), (1 <
 
 
 def test_nothing_runs_off_the_page():
-    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    totals = Totals({"pp=0": {("pp", "send"): LedgerEntry(3, 1024, 0.5)}})
     for shown in (REPORT, Evaluation(4, 2.0, 64, 0.5), totals):
         html = shown._repr_html_()
         assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table>')
@@ -30,9 +30,9 @@ def test_the_figures_are_there():
     for figure in ("2.5000", "1,000", "512.0 ms", "25.0%", "2 1", "1 MiB, 2 MiB"):
         assert f">{figure}</td>" in html
     assert ">7.389</td>" in Evaluation(4, 2.0, 64, 0.5)._repr_html_()
-    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    totals = Totals({"pp=0": {("pp", "send"): LedgerEntry(3, 1024, 0.5)}})
     assert ">send</td>" in totals._repr_html_() and ">1,024</td>" in totals._repr_html_()
-    assert totals == {"pp=0": {("pp", "send"): Entry(3, 1024)}}
+    assert totals == {"pp=0": {("pp", "send"): LedgerEntry(3, 1024)}}
 
 
 def test_a_step_by_hand_shows_no_times():
@@ -58,7 +58,7 @@ def test_names_are_escaped():
 
 
 def test_a_ledger_prints_as_a_table():
-    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    totals = Totals({"pp=0": {("pp", "send"): LedgerEntry(3, 1024, 0.5)}})
     assert repr(totals).splitlines() == [
         "actor  axis  op    calls  bytes  seconds",
         "pp=0   pp    send  3      1,024  0.500",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
-from raypar.actors.pipeline.weight_grad import Owed
+from raypar.actors.pipeline.weight_grad import DeferredGradients
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
@@ -111,8 +111,10 @@ def test_recomputing_changes_no_bit(grid):
 @pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
 def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
     """All linear layers leave the gradients of their weights for W, with the messages that these need."""
-    owed, add, weights = [], Owed.add, {}
-    monkeypatch.setattr(Owed, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest))
+    owed, add, weights = [], DeferredGradients.add, {}
+    monkeypatch.setattr(
+        DeferredGradients, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest)
+    )
     for backward in ("whole", "split"):
         team = team_of(grid, LLAMA, pp=2, m=3, backward=backward, recompute=recompute)
         team.step(0)

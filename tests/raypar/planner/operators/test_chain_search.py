@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.models.plan_kinds import kind_of, strategy_of
-from raypar.planner.hardware.cluster import Route
+from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.chain_search import cheapest
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def prices(bandwidth=1e9, latency=0.0, ranks=2):
-    return Prices(ranks, Roofline(1e9, 1e9, 0.0), Route(bandwidth, latency), 4, 1)
+    return Prices(ranks, Roofline(1e9, 1e9, 0.0), RingRoute(bandwidth, latency), 4, 1)
 
 
 def linear(name, inputs, outputs, rows=(4, 6), **changes):

@@ -23,7 +23,7 @@ from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
 from raypar.planner.timing.messages import LADDER, RACKS
 from raypar.planner.timing.simulated import schedule_of
-from raypar.planner.timing.step import Paper, predicted
+from raypar.planner.timing.step import StepModel, predicted
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.simulation.simulate import simulate
 from tests.published_steps import MEGATRON, NARAYANAN, run_of
@@ -165,7 +165,7 @@ def test_pangu_alpha_has_replicas_across_racks_as_they_hide_under_the_backward()
     best = ranked(run, model, cluster, space).best[0]
     assert best.run.mesh.dp == 2
     assert best.order == RACKS
-    in_pipeline, across = (predicted(Paper(best.run, model, cluster, order)) for order in (LADDER, RACKS))
+    in_pipeline, across = (predicted(StepModel(best.run, model, cluster, order)) for order in (LADDER, RACKS))
     assert across.replicas + across.update > in_pipeline.replicas + in_pipeline.update  # the slowest link, once a step
     assert across.borders < in_pipeline.borders  # against every microbatch
 
@@ -182,7 +182,7 @@ def test_pangu_alpha_has_replicas_across_racks_as_they_hide_under_the_backward()
 )
 def test_the_closed_form_of_memory_is_near_the_forecast(changes):
     run = replace(RUN, microbatches=8, micro_batch_size=1, device="cuda", **changes)
-    paper = Paper(run, run.model, SMALL)
+    paper = StepModel(run, run.model, SMALL)
     timeline = simulate(lower(schedule_of(paper, run.microbatches)))
     world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
     forecast = worker_memory(run, world, counts_of(run, timeline.schedule, None), timeline)

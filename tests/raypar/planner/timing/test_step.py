@@ -16,7 +16,7 @@ from raypar.planner.hardware.links import LINKS
 from raypar.planner.timing.layer import embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.roofline import Product
 from raypar.planner.timing.simulated import simulated
-from raypar.planner.timing.step import Paper, predicted
+from raypar.planner.timing.step import StepModel, predicted
 
 CLUSTER = Cluster(DEVICES["a100"], 8, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
 RUN = Run(
@@ -33,7 +33,7 @@ SLOW, SLOWEST = ({"mesh": PIPELINE, "between": f"ethernet-{speed}"} for speed in
 
 def paper(between="ib-hdr", **changes):
     run = replace(RUN, **changes)
-    return Paper(run, run.model, replace(CLUSTER, between=LINKS[between]))
+    return StepModel(run, run.model, replace(CLUSTER, between=LINKS[between]))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,6 @@ def test_a_backward_has_the_products_of_both_gradients():
 def test_a_slower_network_makes_a_longer_step():
     fast = predicted(paper(mesh=REPLICAS, microbatches=1))
     run = replace(RUN, mesh=REPLICAS, microbatches=1)
-    slow = predicted(Paper(run, run.model, replace(CLUSTER, between=LINKS["ethernet-10"])))
+    slow = predicted(StepModel(run, run.model, replace(CLUSTER, between=LINKS["ethernet-10"])))
     assert slow.replicas > 2 * fast.replicas
     assert slow.layers == fast.layers

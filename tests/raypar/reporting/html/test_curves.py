@@ -18,7 +18,7 @@ from raypar.errors import Death, JobError
 from raypar.planner.cost_model import costs_on_paper
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.html.charts import Line, Mark, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
 from raypar.reporting.html.flops import actors_of, flops_per_token
@@ -150,12 +150,12 @@ def test_memory_is_told_by_kind_where_the_steps_have_it():
 
 def test_the_step_axis_counts_from_1_and_marks_stand_on_it():
     marks = [Mark(7, "resume", "went on after step 7"), Mark(99, "failure", "elsewhere")]
-    drawn = str(line_chart([Line("a", [(step, 1.0) for step in range(1, 13)])], significant, marks=marks))
+    drawn = str(line_chart([ChartLine("a", [(step, 1.0) for step in range(1, 13)])], significant, marks=marks))
     assert '<span style="left: 0.0%">1</span>' in drawn
     assert drawn.count('class="sign"') == drawn.count('class="grid resume"') == 1
     assert 'title="went on after step 7"' in drawn
-    assert '<span style="left: 0.0%">1</span>' in str(line_chart([Line("a", [(20, 1.0), (50, 2.0)])], significant))
-    late = str(line_chart([Line("a", [(1001, 1.0), (1100, 2.0)])], significant))
+    assert '<span style="left: 0.0%">1</span>' in str(line_chart([ChartLine("a", [(20, 1.0), (50, 2.0)])], significant))
+    late = str(line_chart([ChartLine("a", [(1001, 1.0), (1100, 2.0)])], significant))
     assert '<span style="left: 0.0%">1,001</span>' in late
 
 
@@ -234,9 +234,9 @@ def test_where_a_run_comes_from_is_told():
 
 
 def test_bytes_without_seconds_are_of_an_older_raypar():
-    from raypar.reporting.run_folder.read import Counts
+    from raypar.reporting.run_folder.read import OpCounts
 
-    assert "did not write the seconds" in texts(page(past(ledger={"pp=0": {"pp send": Counts(1, 2)}})))
+    assert "did not write the seconds" in texts(page(past(ledger={"pp=0": {"pp send": OpCounts(1, 2)}})))
 
 
 def test_where_a_run_was_resumed_from_is_told_by_what_was_different(tmp_path):

@@ -19,12 +19,12 @@ from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.html.charts import Line, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, bars, line_chart
 from raypar.reporting.html.figures import History, duration, share, significant, size
 from raypar.reporting.html.markup import Markup, element, joined
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
-from raypar.reporting.run_folder.read import Counts, Past
+from raypar.reporting.run_folder.read import OpCounts, Past
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.schedules.drawing.overlay import Overlay
 
@@ -76,7 +76,7 @@ def past(**changes):
             schedule=SCHEDULE,
             step=3,
             timelines=[simulate(SCHEDULE, Costs(f=0.05, b=0.1))],
-            ledger={"pp=0": {"pp send": Counts(1234, 3 << 20, 2.5)}, "pp=1": {"pp send": Counts(1, 0, 1.0)}},
+            ledger={"pp=0": {"pp send": OpCounts(1234, 3 << 20, 2.5)}, "pp=1": {"pp send": OpCounts(1, 0, 1.0)}},
             checkpoints=[Listed(Path("/runs/first/checkpoints/step-00000004"), 4, 74 << 20, 99, 66, [])],
         ),
         **changes,
@@ -140,7 +140,7 @@ def test_whatever_a_run_is_called_is_inert():
             config=config,
             schedule=evil,
             timelines=[replace(timeline, schedule=evil, events=events)] * 2,
-            ledger={EVIL: {EVIL: Counts(1, 2)}},
+            ledger={EVIL: {EVIL: OpCounts(1, 2)}},
             log=[f"2026-11-24T09:54:26+0000 ERROR {EVIL}"],
             provenance={EVIL: EVIL},
             checkpoints=[listed],
@@ -202,7 +202,7 @@ def test_the_report_of_a_long_run_stays_small():
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [0.0, 0.0], [-1.0, 1.0], [1e-12, 1e12], [3.0, math.nan, 4.0]])
 def test_a_chart_stays_in_its_frame(values):
-    drawn = str(line_chart([Line("a", list(enumerate(values)))], significant, zero=True))
+    drawn = str(line_chart([ChartLine("a", list(enumerate(values)))], significant, zero=True))
     Reader(drawn)
     width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', drawn).groups())
     for path in re.findall(r' d="M([^"h]*)"', drawn):
@@ -214,7 +214,7 @@ def test_a_chart_stays_in_its_frame(values):
 
 
 def test_a_gap_breaks_a_line():
-    drawn = str(line_chart([Line("a", [(0, 1.0), (1, math.nan), (2, 2.0)])], significant))
+    drawn = str(line_chart([ChartLine("a", [(0, 1.0), (1, math.nan), (2, 2.0)])], significant))
     assert drawn.count('class="line') == 2
 
 
@@ -222,7 +222,7 @@ def test_a_line_keeps_its_highest_point_however_long_it_is():
     points = [(float(step), 0.0) for step in range(10_000)]
     points[4321] = (4321.0, 7.0)
     highest = min(
-        float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", str(line_chart([Line("a", points)], significant)))
+        float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", str(line_chart([ChartLine("a", points)], significant)))
     )
     assert highest < 30
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.collective.ledger import Entry
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers
@@ -65,7 +65,7 @@ def test_what_is_written_is_read(begun, tmp_path):
         folder.write(line)
     assert len(read(tmp_path / "run").metrics) == 2, "every line is there at once"
     measured = replace(simulate(SCHEDULE), measured=True)
-    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): Entry(2, 64, 0.5)}})
+    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): LedgerEntry(2, 64, 0.5)}})
     past = read(tmp_path / "run")
     resolved = plain_of(Run(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5), folder=str(tmp_path / "run")))
     del resolved["folder"]  # another run of it wants another one
