@@ -32,7 +32,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def trace() -> str:
+def user_traceback() -> str:
     """Format the traceback of the exception being handled, from the user's code on.
 
     It begins with the first frame of the user's code, or else with the line of the user's that ``blame`` has named,
@@ -54,7 +54,7 @@ def trace() -> str:
 
 
 def blame(error: Exception, line: FrameSummary) -> None:
-    """Name the user's line that an error comes from, for ``trace``, because there is none among its frames."""
+    """Name the user's line that an error comes from, for ``user_traceback``, because there is none among its frames."""
     setattr(error, _BLAMED, line)
 
 

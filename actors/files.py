@@ -90,7 +90,7 @@ _FIXES = {
 
 
 @contextmanager
-def told(doing: str) -> Iterator[None]:
+def checkpoint_errors(doing: str) -> Iterator[None]:
     """Turn an OSError, or a ValueError for a bad path, into a CheckpointError.
 
     The error says what was being done (``doing``), why it failed and what helps.
@@ -226,7 +226,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def exchange(one: Path, other: Path) -> None:
+def swap_paths(one: Path, other: Path) -> None:
     """Swap two paths atomically (Linux's renameat2). Raises OSError, also if the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):

@@ -266,7 +266,7 @@ _FULL = "free some space, or give another offload_folder"
 _FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}
 
 
-def home_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> OffloadStorage:
+def storage_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> OffloadStorage:
     """Return the home of an actor: its device, host memory, or a file.
 
     Args:

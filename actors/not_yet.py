@@ -30,7 +30,7 @@ def not_yet(what: str) -> str:
     return f"raypar has no {what} yet ({WHERE[what]})"
 
 
-def reason_of(value: object) -> str:
+def not_yet_hint(value: object) -> str:
     """Return what is added to the fault of a value that asks for what is not there yet; "" for other values.
 
     Args:

@@ -100,7 +100,7 @@ def finite_logs(logs: Tensor) -> Tensor:
 Order = tuple[int, ...]  # dims, outermost in memory first
 
 
-def order_of(tensor: Tensor) -> Order:
+def memory_order(tensor: Tensor) -> Order:
     """Return the memory order of a tensor's dims.
 
     That of a new tensor if its elements do not fill a block of memory.

@@ -2,7 +2,7 @@
 
 import sys
 
-from raypar.cli.entry import main
+from raypar.cli.entry import guarded_main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded_main())

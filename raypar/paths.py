@@ -14,7 +14,7 @@ _STEP = re.compile(r"step-([0-9]{8,15})")
 _ASIDE = re.compile(r"\.step-[0-9]{8,15}\.[0-9a-f]{32}")
 
 
-def name_of(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Return the name of the checkpoint folder after ``step`` steps, such as ``step-00000100``."""
     return f"step-{step:08d}"
 
@@ -22,12 +22,12 @@ def name_of(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step in a checkpoint folder's name; None if it is not such a name."""
     found = _STEP.fullmatch(name)
-    return int(found[1]) if found and name == name_of(int(found[1])) else None
+    return int(found[1]) if found and name == step_folder_name(int(found[1])) else None
 
 
 def aside_of(step: int) -> str:
     """Return a new hidden folder name, for a checkpoint that is being written or removed."""
-    return f".{name_of(step)}.{uuid4().hex}"
+    return f".{step_folder_name(step)}.{uuid4().hex}"
 
 
 def is_aside(name: str) -> bool:
@@ -69,7 +69,7 @@ def holds_run(folder: Path) -> bool:
     return os.path.lexists(folder / RUN)
 
 
-def home_of(checkpoint: Path) -> Path | None:
+def run_folder_of(checkpoint: Path) -> Path | None:
     """Return the run folder that a checkpoint is in; None if it is in none."""
     above = checkpoint.parent
     return above.parent if above.name == CHECKPOINTS and holds_run(above.parent) else None

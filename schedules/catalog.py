@@ -20,13 +20,13 @@ from raypar.schedules.generators import (
     v_shape,
     zero_bubble,
 )
-from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
+from raypar.schedules.generators.entry import Entry, Sizes, exception_phrase, qualified_name
 from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
-from raypar.schedules.user_code import entry_of as entry_of_code
 from raypar.schedules.user_code import installed, names_code
+from raypar.schedules.user_code import user_entry as entry_of_code
 
 G = TypeVar("G", bound=Callable[..., Any])
 
@@ -144,7 +144,7 @@ def register(
             faults.append("a name has 1 to 100 of the characters A-Z a-z 0-9 . _ - and ends neither in .csv nor in .py")
         if name in _TABLE and not _is_again(generate, _TABLE[name].generate):
             other = _TABLE[name].generate
-            faults.append(f"it is taken by {other.__module__}.{name_of(other)}: take another")
+            faults.append(f"it is taken by {other.__module__}.{qualified_name(other)}: take another")
         try:
             entry = Entry.of(generate, summary, sizes, default_chunks, forward_only, is_stream)
         except ScheduleError as error:
@@ -186,7 +186,7 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
     try:
         generate = offered[word]()
     except Exception as error:
-        raise ScheduleError(f"schedule {word!r} of an installed package {failure(error, None)}") from error
+        raise ScheduleError(f"schedule {word!r} of an installed package {exception_phrase(error, None)}") from error
     if word not in catalog:  # loading the module may have registered it already
         register(word)(generate)
     return catalog[word]
@@ -234,7 +234,7 @@ def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
     def homes(function: Callable[..., Any]) -> set[tuple[str, str]]:
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
         places = (file and str(Path(file).resolve()), getattr(function, "__module__", ""))
-        return {(place, name_of(function)) for place in places if place}
+        return {(place, qualified_name(function)) for place in places if place}
 
     return bool(homes(generate) & homes(other))
 

@@ -42,7 +42,7 @@ def turns_of(rows: Rows, holders: Mapping[int, Sequence[int]]) -> tuple[int, ...
     return tuple(most.get(stage, 0) for stage in range(len(holders))) if any(most.values()) else ()
 
 
-def replica_faults(
+def unlike_replicas(
     rows: Rows, holders: Mapping[int, Sequence[int]], replicas: Sequence[int], turns: Sequence[int]
 ) -> Iterator[str]:
     """Yield the stages of several rows that are no replicas of one rank, and what is not in its turn there.

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.replicas import replica_faults, replicas_of, turns_of
+from raypar.schedules.replicas import replicas_of, turns_of, unlike_replicas
 
 MOST_LISTED = 8
 MOST_SHOWN = 10
 
 
-def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
+def first_faults(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
     """List the first faults and how many more there are.
 
     Args:
@@ -242,7 +242,7 @@ class Schedule:
         replicas = replicas_of(len(frozen), holders)
         turns = turns_of(frozen, holders) if replicas else ()
         if replicas:
-            faults |= dict.fromkeys(replica_faults(frozen, holders, replicas, turns))
+            faults |= dict.fromkeys(unlike_replicas(frozen, holders, replicas, turns))
         faults |= dict.fromkeys(_number_faults(holders, last_microbatch, forwards, stream))
         if faults:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from raypar.schedules.action import SENDS, STEP, Action, Op
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.rules import MAKES_INPUT_GRADIENTS
-from raypar.schedules.schedule import Schedule, ScheduleError, first_of
+from raypar.schedules.schedule import Schedule, ScheduleError, first_faults
 
 _WAIT = re.compile(r"\s*[0-9]{1,18}WAIT_(SEND_[FB][0-9]{1,18}|REDUCE_GRAD)\s*")
 
@@ -59,7 +59,7 @@ def from_csv(text: str, name: str) -> Schedule:
             schedule.
     """
     rows: list[list[Action]] = []
-    if faults := first_of(_read(text, rows)):
+    if faults := first_faults(_read(text, rows)):
         raise ScheduleError(f"schedule {name!r} cannot be read:\n" + "\n".join(faults))
     schedule = Schedule.of(name, rows)
     return lower(schedule) if schedule.lowered else schedule

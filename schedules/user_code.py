@@ -17,7 +17,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from raypar.schedules.generators.entry import Entry, failure
+from raypar.schedules.generators.entry import Entry, exception_phrase
 from raypar.schedules.nearest_name import nearest
 from raypar.schedules.schedule import ScheduleError
 
@@ -31,7 +31,7 @@ def names_code(word: str) -> bool:
     return ":" in word or word.endswith(".py")
 
 
-def entry_of(word: str) -> Entry:
+def user_entry(word: str) -> Entry:
     """Load the generator that a word names. A file is executed again at each call, so edits take effect at once.
 
     Args:
@@ -88,7 +88,7 @@ def _run(path: Path, word: str) -> ModuleType:
         exec(compile(source, file, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        raise ScheduleError(f"schedule {word!r}: {path} {failure(error, file)}") from error
+        raise ScheduleError(f"schedule {word!r}: {path} {exception_phrase(error, file)}") from error
     return module
 
 
@@ -100,7 +100,7 @@ def _imported(name: str, word: str) -> ModuleType:
             fix = f"install it, or name its file: {name.replace('.', '/')}.py:{word.rpartition(':')[2]}"
             raise ScheduleError(f"schedule {word!r}: there is no module {name!r}: {fix}") from error
         file = error.filename if isinstance(error, SyntaxError) else extract_tb(error.__traceback__)[-1].filename
-        raise ScheduleError(f"schedule {word!r}: {name} {failure(error, file)}") from error
+        raise ScheduleError(f"schedule {word!r}: {name} {exception_phrase(error, file)}") from error
 
 
 def _others(function: str, module: ModuleType) -> str:

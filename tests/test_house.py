@@ -595,6 +595,34 @@ def test_files_are_named_after_subjects():
     assert not (faults := list(name_faults(project_files()))), "\n".join(faults)
 
 
+def public_names(sources):
+    """{name: files that define a class or function of this name at their top level, for others}."""
+    found = {}
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(path)
+    return found
+
+
+def repeated(sources):
+    """Public names that are defined in several files: one word has one meaning."""
+    for name, files in sorted(public_names(sources).items()):
+        if len(files) > 1 and name != "__getattr__":
+            yield f"{name} is defined in {' and '.join(sorted(files))}"
+
+
+def test_a_public_name_has_one_meaning():
+    sources = {path.as_posix(): (ROOT / path).read_text() for path in python_files(*ROOMS)}
+    assert not (faults := list(repeated(sources))), "\n".join(faults)
+
+
+def test_a_name_with_two_meanings_is_seen():
+    one, other = "class Held: ...\ndef _f(): ...", "def Held(): ...\ndef _f(): ..."
+    assert list(repeated({"a.py": one, "b.py": other})) == ["Held is defined in a.py and b.py"]
+    assert not list(repeated({"a.py": one, "b.py": "x = 1"}))
+
+
 def test_an_arrow_that_is_not_in_the_table_is_seen():
     sources = {
         "actors/mesh/mesh.py": "from raypar.actors.rng import derive",

@@ -53,7 +53,7 @@ def num_writes(tensor: Tensor) -> int:
     return tensor._version
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
+def viewed_tensor(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, or None if it is no view.
 
     torch has no public way to ask: equal storages do not tell which tensor is autograd's base. Retry at upgrades.

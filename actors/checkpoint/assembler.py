@@ -17,7 +17,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored, tiling_faults
 from raypar.actors.checkpoint.shards import read_header
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, told
+from raypar.actors.files import AT_ONCE, checkpoint_errors
 from raypar.actors.sharding import Sharding
 
 _DTYPES: Mapping[str, torch.dtype] = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
@@ -154,7 +154,7 @@ class Assembler:
     def _read_file(self, file: str) -> dict[str, _Kept]:
         """Read where the tensors of a shard are."""
         known = self._source.header(file)
-        with told(f"{file!r} can't be read"), self._source.open(file) as shard:
+        with checkpoint_errors(f"{file!r} can't be read"), self._source.open(file) as shard:
             size = int.from_bytes(shard.read(8), "little")
             plain = json.loads(shard.read(size))
         return {name: _Kept(*found, 8 + size + plain[name]["data_offsets"][0]) for name, found in known.items()}
@@ -181,7 +181,7 @@ class Assembler:
         size = math.prod(shape) * dtype.itemsize
         raw = torch.empty(count * size, dtype=torch.uint8)
         left, at = raw.numpy().data, kept.start + first * size
-        with told(f"{stored} can't be read"), self._source.open(stored.file) as shard:
+        with checkpoint_errors(f"{stored} can't be read"), self._source.open(stored.file) as shard:
             while left:
                 got = os.preadv(shard.fileno(), [left], at)
                 if not got:

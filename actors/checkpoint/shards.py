@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import plain_size, told, write_whole
+from raypar.actors.files import checkpoint_errors, plain_size, write_whole
 from raypar.actors.sharding import Shard
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def write_shard(
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
     # Large dtypes first, so that every mapped tensor is aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    with told(f"{str(folder / file)!r} can't be written"):
+    with checkpoint_errors(f"{str(folder / file)!r} can't be written"):
         size, sha256 = write_whole(folder / file, _bytes_of(ordered, at_hand), spare)
     return ShardFile(file, size, sha256)
 
@@ -131,7 +131,7 @@ def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
     refused = f"{file!r} can't be read as safetensors"
     try:
-        with told(refused):
+        with checkpoint_errors(refused):
             plain_size(folder / file)
             with safe_open(str(folder / file), framework=framework) as shard:
                 yield shard

@@ -11,7 +11,7 @@ from raypar.actors.checkpoint.memory_snapshot import SnapshotFiles
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
-from raypar.actors.files import told, write_whole
+from raypar.actors.files import checkpoint_errors, write_whole
 
 
 def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOwner], folder: Path) -> list[Written]:
@@ -36,7 +36,7 @@ def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOw
             continue
         name = f"rank{share.rank}.safetensors"
         with (
-            told(f"{str(folder / name)!r} can't be written"),
+            checkpoint_errors(f"{str(folder / name)!r} can't be written"),
             files.open(str(share.rank)) as opened,
             mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as content,
             memoryview(content) as view,

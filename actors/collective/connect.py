@@ -47,7 +47,7 @@ def capability(device: torch.device) -> Capability:
     if device.type != "cuda":
         return Capability("", nccl=False, cupy=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Capability(gpu, nccl.is_available(), cupy_nccl.is_available())
+    return Capability(gpu, nccl.has_torch_nccl(), cupy_nccl.has_cupy_nccl())
 
 
 def backend_for(name: str, everyone: list[Capability]) -> Backend:

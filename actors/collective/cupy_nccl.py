@@ -234,7 +234,7 @@ class _Recorded:
         return done
 
 
-def is_available() -> bool:
+def has_cupy_nccl() -> bool:
     """Return whether cupy is installed and has found NCCL."""
     try:
         return bool(getattr(_nccl(), "available", False))

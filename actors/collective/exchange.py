@@ -29,7 +29,7 @@ _NONCE = 8  # bytes that distinguish two registrations of one rank
 _TABLE, _WHOLE, _FAILED = "table", b"+", b"-"  # the key of the table, and how it and how a message in its place begin
 
 
-def exchange(store: Store, rank: int, size: int, own: bytes, seconds: float) -> list[bytes]:
+def gather_objects(store: Store, rank: int, size: int, own: bytes, seconds: float) -> list[bytes]:
     """Return what each member gives, in rank order. Every member must call it.
 
     Args:
@@ -116,7 +116,7 @@ def _asked(store: Store, keys: Sequence[str], deadline: float) -> list[bytes]:
 
 
 def _pack(entries: Mapping[int, bytes]) -> bytes:
-    return packed([struct.pack(f"<{len(entries)}i", *entries), *entries.values()])
+    return pack_parts([struct.pack(f"<{len(entries)}i", *entries), *entries.values()])
 
 
 def _unpack(data: bytes) -> dict[int, bytes]:
@@ -125,13 +125,13 @@ def _unpack(data: bytes) -> dict[int, bytes]:
     return dict(zip(struct.unpack(f"<{len(given)}i", members), given, strict=True))
 
 
-def packed(parts: Sequence[bytes]) -> bytes:
+def pack_parts(parts: Sequence[bytes]) -> bytes:
     """Return several parts as one: how many they are, the length of each (int32), and the parts."""
     return b"".join([struct.pack(f"<{len(parts) + 1}i", len(parts), *map(len, parts)), *parts])
 
 
 def unpacked(data: bytes) -> list[bytes]:
-    """Return the parts of what ``packed`` returned."""
+    """Return the parts of what ``pack_parts`` returned."""
     (count,) = struct.unpack_from("<i", data)
     lengths = struct.unpack_from(f"<{count}i", data, 4)
     ends = list(accumulate(lengths, initial=4 * (count + 1)))

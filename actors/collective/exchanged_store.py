@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from raypar.actors.collective.exchange import exchange, packed, unpacked
+from raypar.actors.collective.exchange import gather_objects, pack_parts, unpacked
 
 
 class ExchangedStore(Store):
-    """A store over ``exchange``: what is set goes to all members at once, when a member first asks for what it lacks.
+    """A store over ``gather_objects``: what is set goes to all members when a member first asks for what it lacks.
 
     Torch's ProcessGroupGloo asks for the keys of each member. Over this store it finds them in its own process. All
     members have to ask equally often for keys that they lack.
@@ -43,6 +43,6 @@ class ExchangedStore(Store):
             store = PrefixStore(f"round{self._rounds}", self._store)
             given = [part for key, data in self._new.items() for part in (key.encode(), data)]
             self._new, self._rounds = {}, self._rounds + 1
-            for given_by_one in exchange(store, self._rank, self._size, packed(given), self._seconds):
+            for given_by_one in gather_objects(store, self._rank, self._size, pack_parts(given), self._seconds):
                 parts = unpacked(given_by_one)
                 self._known |= {key.decode(): data for key, data in zip(parts[::2], parts[1::2], strict=True)}

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.exchange import exchange
+from raypar.actors.collective.exchange import gather_objects
 from raypar.actors.collective.group import Edge, Finish, Group, Handle
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.watcher import Issued, IssuedOp, Watcher, block_until_over
@@ -88,7 +88,7 @@ class GpuGroup(Group):
         """
         self._store, self._seconds = store, seconds
         try:
-            exchange(PrefixStore("here", store), self.rank, self.size, b"", seconds)
+            gather_objects(PrefixStore("here", store), self.rank, self.size, b"", seconds)
             with self._on_device():
                 self._all = self._opened("all", self.rank, self.size, edge=False)
                 self._barrier()(seconds)

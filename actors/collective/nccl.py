@@ -152,6 +152,6 @@ class _Work:
         return True
 
 
-def is_available() -> bool:
+def has_torch_nccl() -> bool:
     """Return whether this torch supports NCCL."""
     return bool(dist.is_available() and hasattr(dist, "ProcessGroupNCCL"))

@@ -70,7 +70,7 @@ def join(
     Raises:
         GroupError: A member did not join within a minute.
     """
-    register()
+    register_backends()
     backend = BACKEND if device.type == "cpu" else GPU_BACKEND
     with _current(device):
         # takes milliseconds; create_collective_group in the driver takes 0.6 s and a detached actor per group
@@ -103,14 +103,14 @@ def close_together(groups: Mapping[str, Group]) -> None:
         group.on_fault = group.host.on_fault = abort_all
 
 
-def register() -> None:
+def register_backends() -> None:
     """Register the backends in this process (driver or actor)."""
     for backend in (RayparCpu, RayparGpu):
         if not ray_private.is_registered(backend.backend()):
             register_collective_backend(backend.backend(), backend)
 
 
-def claim(name: str, times: int) -> bool:
+def count_occurrence(name: str, times: int) -> bool:
     """Count an occurrence of what may happen so often in a job, whichever actor lives; return whether it may once more.
 
     Args:

@@ -17,7 +17,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
-from raypar.actors.context_parallel.ring_attention import Bias, View, attend
+from raypar.actors.context_parallel.ring_attention import Bias, View, ring_attend
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Attention, Core, seen_before
 from raypar.actors.layers.dropout import sharded_dropout
@@ -148,7 +148,7 @@ class _BlockCore(_ContextCore):
             mask = sharded_dropout(self.drop, Sharding({2: tokens})).train()(ones)
         fused = self.kind != "materialised" and mask is None and q_BNSd.device.type == "cpu"
         view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask, self.window, starts_BS)
-        return attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
+        return ring_attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Return whether there is dropout: of the tensors that are kept, only its mask has the scores' size."""

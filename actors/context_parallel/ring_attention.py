@@ -158,7 +158,7 @@ class View:
         return bias, None if self.mask is None else self.mask[:, :, block.queries][..., keys.to(self.mask.device)]
 
 
-def attend(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, view: View, carrier: Carrier) -> Tensor:
+def ring_attend(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, view: View, carrier: Carrier) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over the keys and values of all ranks, (B, N, S, d).
 
     Args:

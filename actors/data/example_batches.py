@@ -17,7 +17,7 @@ import numpy as np
 from raypar.actors.data.example_files import Converted
 from raypar.actors.data.example_sets import example_sets
 from raypar.actors.data.mixing import mixed, shares_of
-from raypar.actors.data.packing import Int64s, Packed, apart, packed
+from raypar.actors.data.packing import Int64s, Packed, apart, pack_best_fit
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
 from raypar.actors.data.tokenizer import Tokenizer, fix_of_vocab
@@ -78,7 +78,7 @@ class ExampleSequences:
         self._from, self._seq = converted, seq
         self.pieces = _pieces(converted, chosen, seq)
         lengths = self.pieces.lengths
-        self._packed: Packed = packed(lengths, seq) if packing else apart(len(lengths))
+        self._packed: Packed = pack_best_fit(lengths, seq) if packing else apart(len(lengths))
 
     def __len__(self) -> int:
         return len(self._packed.ends)

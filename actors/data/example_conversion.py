@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raypar.actors.data.example_blocks import examples_in
-from raypar.actors.data.example_shapes import ExampleError, ExampleText, written
+from raypar.actors.data.example_shapes import ExampleError, ExampleText, example_as_text
 from raypar.actors.data.tokenizer import Mask, Tokenizer
 from raypar.actors.specs.data import Learned
 
@@ -91,7 +91,7 @@ class ExampleConversion:
                 add_fault(faults, str(record), "")
                 continue
             try:
-                yield written(record, template, end, learns_all=self.learn == "all")
+                yield example_as_text(record, template, end, learns_all=self.learn == "all")
             except ExampleError as error:
                 add_fault(faults, str(error), f"{where} ")
 

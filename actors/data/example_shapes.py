@@ -44,13 +44,13 @@ class Template(Protocol):
         """
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        """Write a conversation up to where the assistant answers; see ``written``."""
+        """Write a conversation up to where the assistant answers; see ``example_as_text``."""
 
     def ends_answers(self) -> bool:
         """Return whether a special token ends an answer, and not just the marker of what follows."""
 
 
-def written(record: Any, template: Template | None, end: str, *, learns_all: bool) -> ExampleText:
+def example_as_text(record: Any, template: Template | None, end: str, *, learns_all: bool) -> ExampleText:
     """Write an example as text.
 
     Args:

@@ -27,7 +27,7 @@ class Packed(NamedTuple):
         return self.pieces[first : int(self.ends[sequence])]
 
 
-def packed(lengths: Int64s, size: int) -> Packed:
+def pack_best_fit(lengths: Int64s, size: int) -> Packed:
     """Put pieces into as few sequences as best-fit decreasing finds: the longest first, where least room is left.
 
     Args:

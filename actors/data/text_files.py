@@ -25,11 +25,11 @@ from raypar.actors.data.text_conversion import TextConversion, Tokens, tokenizer
 from raypar.actors.data.text_sources import (
     SKIPPED,
     SourceFile,
-    blocks_of,
     chunks_of,
+    file_blocks,
     is_text,
-    reason_of,
     source_files,
+    unreadable_reason,
     why_no_text,
     why_skipped,
 )
@@ -177,7 +177,8 @@ def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
         return hashlib.sha256(read_named(tokenizer_file(tokenizer), _MOST_TOKENIZER)).hexdigest()
     except (OSError, ValueError) as error:
         faults.append(
-            f"tokenizer: {tokenizer!r} cannot be read ({reason_of(error)}): correct the path, or leave it out for bytes"
+            f"tokenizer: {tokenizer!r} cannot be read ({unreadable_reason(error)}): "
+            "correct the path, or leave it out for bytes"
         )
         return None
 
@@ -211,7 +212,7 @@ def _convert(
 def _scan(file: SourceFile) -> Facts:
     """Compute the facts of a ``.bin`` file, which is used in place."""
     tokens, max_id = hashlib.sha256(), 0
-    for block in blocks_of(file):
+    for block in file_blocks(file):
         tokens.update(block)
         max_id = max(max_id, int(np.frombuffer(block, "<u2").max()))
     identity = hashlib.sha256(repr((file.name, file.size, tokens.hexdigest())).encode()).hexdigest()

@@ -52,7 +52,7 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
             root, names = _find(path, target)
             files = [file for file in _listed(root, names, target) if file.named or not file.path.is_relative_to(cache)]
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-        faults.append(f"{setting}: {path!r} cannot be read ({reason_of(error)}): correct the path")
+        faults.append(f"{setting}: {path!r} cannot be read ({unreadable_reason(error)}): correct the path")
         return []
     if locked := [file.name for file in files if not os.access(file.path, os.R_OK)]:
         faults.append(f"{setting}: no permission to read {', '.join(locked[:9])} ({len(locked)} in all): chmod +r")
@@ -96,7 +96,7 @@ def why_skipped(file: SourceFile) -> str:
     return why_no_text(file).partition(": give ")[0]
 
 
-def reason_of(error: Exception) -> str:
+def unreadable_reason(error: Exception) -> str:
     """Say why a file can't be read, without the number and the path that Python's text has too."""
     return str(getattr(error, "strerror", None) or error)
 
@@ -115,7 +115,7 @@ def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[
         OSError: The file changed since it was listed, or can't be read.
     """
     rest = b""
-    for block in blocks_of(file):
+    for block in file_blocks(file):
         sources.update(block)
         rest += block
         if len(rest) >= _CHUNK:
@@ -126,7 +126,7 @@ def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[
         yield rest if last or rest.endswith(b"\n") else rest + b"\n"
 
 
-def blocks_of(file: SourceFile) -> Iterator[bytes]:
+def file_blocks(file: SourceFile) -> Iterator[bytes]:
     """Yield a file's bytes. Raises OSError if the file changed since it was listed."""
     with open_named(file.path) as source:
         while block := source.read(_CHUNK):

@@ -64,7 +64,7 @@ def open_corpus(text: Text, seq: int, convert: Convert = by_size) -> Corpus:
         convert: Converts chunks of files that the cache has not.
 
     Raises:
-        TextError: All faults of the text; ``data_faults`` returns them instead.
+        TextError: All faults of the text; ``text_faults`` returns them instead.
     """
     parts, faults = _open_parts(text, convert)
     if faults:
@@ -81,7 +81,7 @@ def open_corpus(text: Text, seq: int, convert: Convert = by_size) -> Corpus:
     )
 
 
-def data_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> list[str]:
+def text_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> list[str]:
     """Return all faults of a text for a model; [] if there are none. Each is a sentence with its fix.
 
     Token counts and ids are known only after conversion, so the first call converts. User mistakes raise no exception.

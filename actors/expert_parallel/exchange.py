@@ -16,7 +16,7 @@ from torch.func import functional_call
 from raypar.actors.autograd.recompute import Anchored
 from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
-from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
+from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_by_expert, spread
 from raypar.actors.expert_parallel.record import Routed
 from raypar.actors.expert_parallel.rounds import Trip, in_rounds
 from raypar.actors.expert_parallel.shadowing import Shadowing, dispatch
@@ -94,7 +94,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         return self._made(link.expand(0, width), asked)[:, :1]
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        order = order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
+        order = order_by_expert(chosen_TK, self._num_experts, tokens=len(x_TD))
         rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
         shadows = self._shadows(asked, rows_ND) if self._most else ()
         made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._made(rows_ND, asked)

@@ -62,13 +62,13 @@ def run_experts(x_TD: Tensor, experts: nn.ModuleList | DividedExperts, chosen_TK
     tokens = _demand_fit(x_TD, chosen_TK, gates_TK)
     if isinstance(experts, DividedExperts):
         return experts.run(x_TD, chosen_TK, gates_TK)
-    order = order_of(chosen_TK, len(experts), tokens=tokens)
+    order = order_by_expert(chosen_TK, len(experts), tokens=tokens)
     rows = spread(x_TD, order).split(order.counts)
     outs = [expert(part) for expert, part in zip(experts, rows, strict=True)]
     return combine(torch.cat(outs), gates_TK, order)
 
 
-def order_of(chosen_TK: Tensor, num_experts: int, *, tokens: int) -> Order:
+def order_by_expert(chosen_TK: Tensor, num_experts: int, *, tokens: int) -> Order:
     """Sort choices by expert. Raises ValueError if there is no expert of a chosen number.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from raypar.actors.files import open_named, told
+from raypar.actors.files import checkpoint_errors, open_named
 from raypar.actors.hugging_face.folder import ITEM, model_type_of, tensors_in
 
 _SAMPLE = 32  # elements that are read of a tensor, at its beginning and in its middle
@@ -34,7 +34,7 @@ def fingerprint(folder: Path) -> str:
         for at in sorted({0, max(0, size // 2 - _SAMPLE)}) if item else ():
             files.setdefault(one.file, []).append((name, one.start + at * item, min(_SAMPLE, size - at) * item))
     for file, places in files.items():
-        with told(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
+        with checkpoint_errors(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
             for name, start, count in places:
                 opened.seek(start)
                 raw = bytearray(opened.read(count))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, open_named, told
+from raypar.actors.files import AT_ONCE, checkpoint_errors, open_named
 from raypar.actors.hugging_face.conversions import TABLES
-from raypar.schedules.schedule import first_of
+from raypar.schedules.schedule import first_faults
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
@@ -57,7 +57,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing, or no JSON object. The error says what the folder lacks.
     """
-    with told(f"{str(folder)!r} can't be read"):
+    with checkpoint_errors(f"{str(folder)!r} can't be read"):
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
     if names is not None and name in names:
         return read_json(folder / name)
@@ -69,7 +69,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object. Raises CheckpointError if it is none, or is too long."""
-    with told(f"{str(path)!r} can't be read"), open_named(path) as file:
+    with checkpoint_errors(f"{str(path)!r} can't be read"), open_named(path) as file:
         raw = file.read(_MOST_JSON + 1)
     try:
         found = json.loads(raw) if len(raw) <= _MOST_JSON else None
@@ -120,7 +120,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, FileTensor]:
             faults.append(f"{file} has no {missing[0]!r}, which {INDEX} has there ({len(missing)} are missing)")
         found |= {name: kept for name, kept in inside.items() if name in wanted}
     if faults:
-        raise CheckpointError(first_of(faults))
+        raise CheckpointError(first_faults(faults))
     prefix = TABLES[model_type].prefix if model_type in TABLES else ""
     if prefix and not any(name.startswith(prefix) for name in found):
         found = {name if name.startswith("lm_head.") else f"{prefix}{name}": kept for name, kept in found.items()}
@@ -133,7 +133,7 @@ def same_bytes(folder: Path, one: FileTensor, other: FileTensor) -> bool:
         return False
     left = math.prod(one.shape) * ITEM.get(one.dtype, 0)
     with (
-        told(f"{str(folder)!r} can't be read"),
+        checkpoint_errors(f"{str(folder)!r} can't be read"),
         open_named(folder / one.file) as ours,
         open_named(folder / other.file) as theirs,
     ):
@@ -202,7 +202,7 @@ def _no_weights(folder: Path) -> str:
 
 def _plain_header(folder: Path, file: str) -> tuple[dict[str, Any], int, int]:
     """Return the header of a safetensors file, its bytes and the file's. Raises CheckpointError if it is broken."""
-    with told(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
+    with checkpoint_errors(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
         status = os.fstat(opened.fileno())
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_MOST_HEADER, status.st_size - 8):

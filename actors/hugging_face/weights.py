@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, told
+from raypar.actors.files import AT_ONCE, checkpoint_errors
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, adapters_converted, converted
 from raypar.actors.hugging_face.folder import ITEM, FileTensor, adapters_in, model_type_of, tensors_in
 from raypar.actors.sharding import Shard
@@ -70,7 +70,10 @@ class FolderWeights:
         kept = None if conversion is None else self._kept.get(conversion.theirs)
         if conversion is None or kept is None or not fits(conversion, kept, whole):
             raise CheckpointError([f"{str(self._folder)!r} has no weight {name!r} of shape {list(whole)}"])
-        with told(f"{kept.file!r} can't be read"), (self._folder / kept.file).open("rb", buffering=0) as file:
+        with (
+            checkpoint_errors(f"{kept.file!r} can't be read"),
+            (self._folder / kept.file).open("rb", buffering=0) as file,
+        ):
             for region, piece in _regions(spans):
                 target = parameter[region] if region else parameter
                 if conversion.transposed:

@@ -132,7 +132,7 @@ class Core(nn.Module, SelectiveRecompute):
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> bool:
         plain = self.kind == "blocks" and self.alibi is None and not self.dropout
         plain = plain and not self._is_narrow(k_BKSd.shape[2])
-        return plain and starts_BS is None and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
+        return plain and starts_BS is None and attention_blocks.suits_blocks(q_BNSd, k_BKSd, v_BKSd)
 
     def _is_narrow(self, length: int) -> bool:
         """Return whether the window is shorter than a sequence of this length."""

@@ -24,7 +24,7 @@ _ROOM = 1 << 17
 _OF_INTEL = 1 << 17  # elements of a sample's queries, below which torch's own kernel is faster on Intel processors
 
 
-def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
+def suits_blocks(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
     """Return whether ``attend`` supports these tensors and is faster than torch's kernel.
 
     It supports self-attention in float32 on one thread of a CPU, and is faster for large enough tensors.

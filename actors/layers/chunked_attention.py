@@ -43,13 +43,13 @@ def chunked_attention(
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: it must be at least 1")
-    demand_fitting(q_BNSd, k_BKTd, v_BKTd)
+    demand_fitting_shapes(q_BNSd, k_BKTd, v_BKTd)
     demand_mask(mask, q_BNSd.device)
     out: Tensor = _Chunked.apply(q_BNSd, k_BKTd, v_BKTd, mask, chunk)  # type: ignore[no-untyped-call]
     return out
 
 
-def demand_fitting(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor) -> None:
+def demand_fitting_shapes(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor) -> None:
     """Raise ValueError if queries, keys and values do not fit each other."""
     if k_BKTd.shape != v_BKTd.shape or q_BNSd.shape[1] % k_BKTd.shape[1] or q_BNSd.shape[3] != k_BKTd.shape[3]:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q_BNSd, k_BKTd, v_BKTd), strict=True))

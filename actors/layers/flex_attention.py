@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.chunked_attention import chunked_attention, demand_fitting
+from raypar.actors.layers.chunked_attention import chunked_attention, demand_fitting_shapes
 from raypar.actors.layers.masks import Mask, MaskMod, causal, demand_mask, is_mask_mod
 
 _LEAST_WIDTH = 16  # of a head, below which torch's kernel can't be compiled
@@ -54,7 +54,7 @@ def by_torch(kernel: Any, q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, mask: 
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    demand_fitting(q_BNSd, k_BKTd, v_BKTd)
+    demand_fitting_shapes(q_BNSd, k_BKTd, v_BKTd)
     demand_mask(mask, q_BNSd.device)
     length, keys, device = q_BNSd.shape[2], k_BKTd.shape[2], q_BNSd.device
     if is_mask_mod(mask):

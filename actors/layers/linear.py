@@ -112,7 +112,7 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (undisturbed(input) and serves(input, self.weight)):
+        if not (undisturbed(input) and suits_onednn(input, self.weight)):
             return super().forward(input)
         out: Tensor
         (out,) = LinearProduct.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
@@ -195,14 +195,14 @@ def of_input(products: Products, rows: Sequence[Tensor], weights: Sequence[Tenso
     Returns:
         The gradient of the input, (rows, in).
     """
-    whole = columns(rows) if len(rows) > 1 and not torch.is_grad_enabled() else None
+    whole = contiguous_columns(rows) if len(rows) > 1 and not torch.is_grad_enabled() else None
     if whole is not None:
         return products.inner(whole, torch.cat([*weights]))
     first, *others = (products.inner(of_output, weight) for of_output, weight in zip(rows, weights, strict=True))
     return sum(others, start=first)
 
 
-def columns(parts: Sequence[Tensor]) -> Tensor | None:
+def contiguous_columns(parts: Sequence[Tensor]) -> Tensor | None:
     """Return the contiguous tensor whose columns some tensors are, without copying.
 
     Args:
@@ -265,7 +265,7 @@ def undisturbed(x: Tensor) -> bool:
     )
 
 
-def serves(x: Tensor, *weights: Tensor) -> bool:
+def suits_onednn(x: Tensor, *weights: Tensor) -> bool:
     """Return whether oneDNN can multiply a tensor by some weights as one product, and is faster than torch.
 
     Args:
@@ -298,13 +298,13 @@ def _torchs_inner(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _onednns_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not serves(x, weight):
+    if not suits_onednn(x, weight):
         return _torchs_linear(x, weight, bias)
     return as_no_view(onednn_linear(x, weight, bias))
 
 
 def _onednns_inner(rows: Tensor, weight: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or not serves(rows, weight):
+    if torch.is_grad_enabled() or not suits_onednn(rows, weight):
         return _torchs_inner(rows, weight)
     return onednn_linear(rows, weight.t(), None)
 
@@ -351,7 +351,7 @@ class SharedInputLinears(nn.Module):
             and all(isinstance(linear, Linear) and linear.bias is None and not _watched(linear) for linear in linears)
             and sum(linear.weight.numel() for linear in linears) <= _MOST
             and undisturbed(x)
-            and serves(x, *(linear.weight for linear in linears))
+            and suits_onednn(x, *(linear.weight for linear in linears))
         )
 
 

@@ -191,7 +191,7 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2 ** (-4 * k / power) for k in range(1, 2 * (heads - power), 2)]
 
 
-def added(spec: Transformer) -> Learned | Sinusoidal | None:
+def added_positions(spec: Transformer) -> Learned | Sinusoidal | None:
     """Return the position table that a model adds to its embeddings, or None."""
     if spec.positions == "learned":
         return Learned(spec.seq, spec.hidden)

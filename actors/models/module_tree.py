@@ -27,14 +27,14 @@ def modules_named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, 
         in several places is returned once, if any of its names matches.
     """
     head = ".".join(pattern.split(".")[: name.count(".") + 1])
-    if not matches(name, head):
+    if not matches_pattern(name, head):
         return []  # nor does what is in it
     every = layer.named_modules(prefix=name, remove_duplicate=False)
-    matching = {id(module) for path, module in every if matches(path, pattern)}
+    matching = {id(module) for path, module in every if matches_pattern(path, pattern)}
     return [(inner, module) for inner, module in layer.named_modules() if id(module) in matching] if matching else []
 
 
-def matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a logical name matches a pattern, part by part."""
     parts = name.split("."), pattern.split(".")
     return len(parts[0]) == len(parts[1]) and all(map(fnmatchcase, *parts))

@@ -112,7 +112,7 @@ def strategy_of(name: str) -> Strategy | None:
     return _STRATEGIES.get(name)
 
 
-def text_of(name: str, given: str, made: str) -> str:
+def kind_text(name: str, given: str, made: str) -> str:
     """Return the text of a kind, the shortest there is.
 
     Args:

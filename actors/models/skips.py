@@ -132,6 +132,6 @@ class Skipped:
         return value
 
 
-def layers_of(ends: Ends) -> tuple[int, ...]:
+def crossing_layers(ends: Ends) -> tuple[int, ...]:
     """Return the layers whose outputs cross, in the order in which their tensors stand in one tuple."""
     return tuple(chain.from_iterable(layers for _, layers in ends))

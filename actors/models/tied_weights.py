@@ -80,7 +80,7 @@ def ties_of(model: Model, homes: Mapping[int, int]) -> tuple[list[Tie], dict[str
     return ties, same
 
 
-def share(model: Model, modules: dict[int, nn.Module], same: dict[str, str]) -> None:
+def tie_parameters(model: Model, modules: dict[int, nn.Module], same: dict[str, str]) -> None:
     """Make tied parameters on this rank one object.
 
     Args:

@@ -28,7 +28,7 @@ def tile_of(name: str) -> Pieces | None:
     return None if found is None else Pieces.at(int(found[1]), int(found[2]))
 
 
-def patterns_of(model: GPT | Llama | Layers, tile: int | Mapping[str, int]) -> Mapping[str, int]:
+def tile_patterns(model: GPT | Llama | Layers, tile: int | Mapping[str, int]) -> Mapping[str, int]:
     """Return into how many tiles linear layers are cut, by shell pattern of their logical names.
 
     Args:

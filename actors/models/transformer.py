@@ -22,7 +22,7 @@ from raypar.actors.layers.attention_scratch import ScratchAllocator
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
-from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added, between
+from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
 from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.deferred_init import on_meta, unfilled
@@ -43,7 +43,7 @@ class Embedding(nn.Module, Incremental):
         self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
         padding = spec.pad_id if isinstance(spec, Llama) else None
         self.tokens = nn.Embedding(spec.vocab, spec.hidden, padding)
-        self.positions = added(spec)
+        self.positions = added_positions(spec)
         scaled = isinstance(spec, Llama) and spec.scaled_embedding
         self._scaled = scaled or isinstance(self.positions, Sinusoidal)
         self.drop = nn.Dropout(spec.dropout)

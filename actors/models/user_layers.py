@@ -169,12 +169,12 @@ class LayersModel(Model):
         return loss.reshape(())
 
     def metrics(self, output: Values, target: Values) -> Values:
-        """Call the user's metrics; see ``Model.metrics``. Raises what ``measured`` raises."""
-        found = [measured(name, one, output, target, self.count) for name, one in self._spec.metrics.items()]
+        """Call the user's metrics; see ``Model.metrics``. Raises what ``user_metric`` raises."""
+        found = [user_metric(name, one, output, target, self.count) for name, one in self._spec.metrics.items()]
         return (torch.stack(found),) if found else ()
 
 
-def measured(
+def user_metric(
     name: str, metric: Callable[[Any, Any], Any], output: Values, target: Values, count: Callable[[Values], int]
 ) -> Tensor:
     """Compute a metric of the user's for a microbatch.

@@ -13,7 +13,7 @@ from torch import nn
 
 from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import TensorPlan
-from raypar.actors.models.module_tree import matches, modules_named, names_near
+from raypar.actors.models.module_tree import matches_pattern, modules_named, names_near
 from raypar.actors.models.placed_step import FEATURES
 from raypar.actors.models.plan_kinds import KINDS, PlanKind, kind_of
 from raypar.schedules.nearest_name import nearest
@@ -111,7 +111,7 @@ def _name_faults(plan: Mapping[str, str], known: Mapping[str, str], whole: nn.Mo
     every = whole.named_modules(prefix="layers", remove_duplicate=False)
     shared = [(path, first[module]) for path, module in every if module in first and path != first[module]]
     for path, name in shared:
-        named = any(kind == known[name] and matches(path, pattern) for pattern, kind in plan.items())
+        named = any(kind == known[name] and matches_pattern(path, pattern) for pattern, kind in plan.items())
         if path.split(".")[1] != name.split(".")[1] and not named:
             yield f"model.plan: {name} is {known[name]!r}, and it is {path}, too: name it there as well"
 

@@ -44,7 +44,7 @@ def is_matrix(spec: Muon, name: str, dims: int) -> bool:
     return dims == 2 and not is_named(name, spec.adamw)
 
 
-def patterns_of(spec: AnyOptimizer) -> Iterator[tuple[str, str]]:
+def optimizer_patterns(spec: AnyOptimizer) -> Iterator[tuple[str, str]]:
     """Yield every pattern of names in an optimizer's settings: (field, pattern)."""
     yield from (("no_decay", pattern) for pattern in spec.no_decay)
     yield from (("rates", pattern) for pattern in spec.rates)

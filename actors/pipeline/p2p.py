@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.actors.tensors import Order, Values, empty_in, order_of
+from raypar.actors.tensors import Order, Values, empty_in, memory_order
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 
 _MOST_TENSORS = 15  # for each boundary: a message's tag has one base-16 digit for the header (0) and the tensors
@@ -208,7 +208,7 @@ class Courier:
             pairs = zip(known, values, strict=True)
             if all(spec.shape == value.shape and spec.dtype == value.dtype for spec, value in pairs):
                 return
-        specs = tuple(Spec(tuple(value.shape), value.dtype, order_of(value)) for value in values)
+        specs = tuple(Spec(tuple(value.shape), value.dtype, memory_order(value)) for value in values)
         if known is not None:
             raise _other_shapes(crossing, specs, known)
         self._learn(crossing, specs)

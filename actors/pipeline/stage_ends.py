@@ -8,7 +8,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from raypar.actors.autograd.backward import GraphEnd
-from raypar.actors.models.skips import Ends, StageSkips, layers_of
+from raypar.actors.models.skips import Ends, StageSkips, crossing_layers
 from raypar.actors.tensors import Values
 
 
@@ -23,8 +23,8 @@ class StageEnds:
 
     def __init__(self, skips: StageSkips, *, takes_data: bool, first_learning: int = 0) -> None:
         self._skips, self._takes_data, self._first_learning = skips, takes_data, first_learning
-        self.pairs, self.kept = skips.pairs, layers_of(skips.given)
-        self._taken = layers_of(skips.taken)
+        self.pairs, self.kept = skips.pairs, crossing_layers(skips.given)
+        self._taken = crossing_layers(skips.taken)
         self._shares: tuple[int, ...] = ()  # how many gradients a backward makes for the stage before and for each skip
 
     def inputs(self, values: Values) -> tuple[Values, dict[int, Tensor]]:

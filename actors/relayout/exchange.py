@@ -13,7 +13,9 @@ from raypar.actors.tensors import nbytes
 CHUNK = 8 << 20  # bytes of a message, unless one element has more
 
 
-def exchange(group: Group, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> None:
+def exchange_tensors(
+    group: Group, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+) -> None:
     """Send tensors to other members of a group, and receive theirs. All members call it.
 
     In round r a member sends to the r-th one after it and receives from the r-th one before it, so that nobody waits in

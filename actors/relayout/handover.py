@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
-from raypar.actors.relayout.exchange import exchange
+from raypar.actors.relayout.exchange import exchange_tensors
 from raypar.actors.relayout.moves import Box, Boxes, HeldTensors, Kind, TensorMove
 from raypar.actors.sharding import Shape, Shard, Sharding
 
@@ -152,7 +152,7 @@ class Handover:
             else:
                 next(self._views(move)).copy_(self._cut(move))
         if group is not None:
-            exchange(group, sends, receives)
+            exchange_tensors(group, sends, receives)
         for move in moves:
             if move.destination == rank:
                 first, *others = self._views(move)

@@ -131,7 +131,7 @@ def moves_between(
     return moves
 
 
-def sent_bytes(moves: Sequence[TensorMove], sizes: Mapping[str, int]) -> int:
+def bytes_between(moves: Sequence[TensorMove], sizes: Mapping[str, int]) -> int:
     """Return the bytes that go from one actor to another, given the bytes of an element of each tensor."""
     return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
 

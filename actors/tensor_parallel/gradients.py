@@ -43,7 +43,7 @@ class ShardedGradients:
     ) -> None:
         self._apart, self._device = apart, device
         self._shards, self._group, self._partial, self._watched = shards, group, partial, watched
-        self._counted = {name for name in shards if first_of(partial.get(name, ()))}
+        self._counted = {name for name in shards if is_first_holder(partial.get(name, ()))}
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum partial gradients over their groups, with one all_reduce per group.
@@ -137,7 +137,7 @@ def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group
         )
 
 
-def first_of(groups: Groups) -> bool:
+def is_first_holder(groups: Groups) -> bool:
     """Return whether this member is the first of those that hold the same part, the members of these groups."""
     return all(group.rank == 0 for group in groups)
 

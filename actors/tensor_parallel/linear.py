@@ -179,10 +179,10 @@ class ColumnParallelFan(SharedInputLinears, Postponable, SelectiveRecompute):
         if later is not None and (any(map(_is_shared, linears)) or not later.wants(x, *linears)):
             later = None
         pairs = [own_outputs(linear) for linear in linears]
-        return columns(x, pairs, self.group, self.dim, again=self.recomputes, later=later)
+        return column_parallel(x, pairs, self.group, self.dim, again=self.recomputes, later=later)
 
 
-def columns(
+def column_parallel(
     x: Tensor,
     layers: Sequence[Pair],
     group: Group,
@@ -217,7 +217,7 @@ def _is_shared(linear: nn.Linear) -> bool:
 
 
 class _Columns(torch.autograd.Function):
-    """The layers of ``columns``. ``seen`` are their weights, followed by as many biases; or the anchor of ``later``."""
+    """The layers of ``column_parallel``. ``seen``: their weights, then as many biases; or the anchor of ``later``."""
 
     @staticmethod
     def forward(

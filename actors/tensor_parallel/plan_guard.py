@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from raypar.actors.autograd.torch_private import base_of, notes_of
+from raypar.actors.autograd.torch_private import notes_of, viewed_tensor
 
 _KEY = "raypar.divided"
 
@@ -30,7 +30,7 @@ def mark(tensor: Tensor, *, divided: bool, anew: bool = True) -> Tensor:
     """
     for one in (
         tensor,
-        base_of(tensor),
+        viewed_tensor(tensor),
     ):  # an in-place op on a view goes on in the graph of its base
         if one is not None and one.grad_fn is not None:
             notes = notes_of(one.grad_fn)

@@ -45,8 +45,8 @@ from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order, Scores
 from raypar.actors.worker.keep.relayout_transfer import passed_on
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper, keep_after, kept
-from raypar.actors.worker.members import Member, claim, member_of, there, worker_in
+from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper, keep_after, keeper_of
+from raypar.actors.worker.members import Member, count_fault, member_of, there, worker_in
 from raypar.actors.worker.printed_lines import PrintedLines
 from raypar.actors.worker.refusals import Refusals
 from raypar.schedules.action import Action
@@ -88,7 +88,11 @@ class RayparActor:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(claim, plan.job))
+        ledger, place, faults = (
+            Ledger(),
+            place_of(plan.device),
+            FaultInjector(plan.faults, partial(count_fault, plan.job)),
+        )
         place.enter()
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
@@ -248,11 +252,11 @@ class RayparActor:
 
     def snapshot_addresses(self) -> list[Address]:
         """Return where other processes find this actor's snapshots, and those of others that it keeps."""
-        return kept(self._keeper).addresses()
+        return keeper_of(self._keeper).addresses()
 
     def hold_snapshots(self, addresses: Sequence[Address]) -> None:
         """Keep the snapshots of the other actors of this node, which are at these addresses."""
-        kept(self._keeper).hold(addresses)
+        keeper_of(self._keeper).hold(addresses)
 
     def snapshot_steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot. It may be called during a step."""
@@ -262,32 +266,32 @@ class RayparActor:
         """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
         member = there(self._member)
         with member.probe.idle():
-            kept(self._keeper).begin(step, member.state)
+            keeper_of(self._keeper).begin(step, member.state)
 
     def drop_old_snapshots(self) -> None:
         """Let go of the snapshots of actors that were replaced, and of those that came from other nodes."""
-        kept(self._keeper).drop_old()
+        keeper_of(self._keeper).drop_old()
 
     def expect_copies(self, expected: Mapping[str, SnapshotOwner], files: int) -> tuple[str, int, list[Address]]:
         """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
-        return kept(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
+        return keeper_of(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
 
     def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
         """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
-        kept(self._keeper).begin_copies(to, step, addresses, patience)
+        keeper_of(self._keeper).begin_copies(to, step, addresses, patience)
 
     def send_snapshots(self, step: int, to: Sequence[tuple[SnapshotOwner, Recipient]]) -> None:
         """Send snapshots of a step to other nodes, which go back to them; see ``SnapshotKeeper.send``."""
         with nullcontext() if self._member is None else self._member.probe.idle():
-            kept(self._keeper).send(step, to)
+            keeper_of(self._keeper).send(step, to)
 
     def write_snapshots(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
         """Write snapshots of a step as shards of a checkpoint, also during a step; see ``SnapshotKeeper.write``."""
-        return kept(self._keeper).write(step, shares, Path(folder))
+        return keeper_of(self._keeper).write(step, shares, Path(folder))
 
     def snapshot_contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
         """Return which parts of which tensors snapshots of a step have that are here."""
-        return kept(self._keeper).contents(step, shares)
+        return keeper_of(self._keeper).contents(step, shares)
 
     def needed_shares(self, index: ShareIndex) -> list[SnapshotOwner]:
         """Return the shares of a state that have parts of what this actor holds."""
@@ -297,7 +301,7 @@ class RayparActor:
         """Load the snapshots of a step, once those of other nodes are ``sent``; see ``SnapshotKeeper.restore``."""
         member = there(self._member)
         with member.probe.idle():
-            kept(self._keeper).restore(step, shares, arrived, member.state)
+            keeper_of(self._keeper).restore(step, shares, arrived, member.state)
         self._handover = None
 
     # --- another layout ---

@@ -29,9 +29,9 @@ def member_of(plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice
     return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
 
 
-def claim(job: str, fault: InjectedFault) -> bool:
+def count_fault(job: str, fault: InjectedFault) -> bool:
     """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
-    return ray_groups.claim(f"{job}/{fault}", fault.times)
+    return ray_groups.count_occurrence(f"{job}/{fault}", fault.times)
 
 
 def worker_in(member: Member | None) -> Worker:

@@ -26,7 +26,7 @@ from raypar.actors.relayout.handover import WantedTensor, boxes_of_parts, wanted
 from raypar.actors.relayout.moves import Boxes
 from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
-from raypar.actors.tensor_parallel.gradients import first_of
+from raypar.actors.tensor_parallel.gradients import is_first_holder
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.seat import RankContext
 
@@ -354,7 +354,9 @@ class WorkerState:
             return self._seat.leads and (bool(tensor.dim()) or tile.own == (0,))
         if weight in self._owners.experts and self._seat.world.mesh.folds_experts:
             return True
-        return self._seat.leads if self._shard(weight, tensor) is None else first_of(self._partial.get(weight, ()))
+        return (
+            self._seat.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
+        )
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():

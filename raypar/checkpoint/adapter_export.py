@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.files import told, whole_folder, write_whole
+from raypar.actors.files import checkpoint_errors, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import adapters_converted, converted
 from raypar.actors.hugging_face.folder import ADAPTER, ADAPTER_CONFIG, BASE
 from raypar.actors.specs.lora import LORA, is_adapter
@@ -78,6 +78,6 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
     """Write a folder that appears when it is complete. Raises CheckpointError, and leaves nothing behind."""
-    with told(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
+    with checkpoint_errors(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
         for name, content in files.items():
             write_whole(aside / name, [memoryview(content)])

@@ -13,7 +13,7 @@ from typing import Any
 from raypar.actors.errors import CheckpointError, first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.base import base_of
+from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
@@ -224,7 +224,9 @@ class Saver:
             if faults:
                 raise CheckpointError(faults)
             shards = [outcome for outcome in outcomes if outcome is not None]
-            manifest = manifest_of(save.step, self._run.seed, plain_of(self._run), shards, base_of(self._run))
+            manifest = manifest_of(
+                save.step, self._run.seed, plain_of(self._run), shards, base_weights_fingerprint(self._run)
+            )
             self.newest = save.commit(manifest, keep_last)
             return self.newest
 

@@ -11,7 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import VerifiedCheckpoint
 
 
-def base_of(run: Run) -> str:
+def base_weights_fingerprint(run: Run) -> str:
     """Return the fingerprint of the weights that a run's adapters are added to; "" if it has none, or they are gone."""
     if not isinstance(run.model, Transformer) or run.model.lora is None or run.model.hf is None:
         return ""
@@ -33,6 +33,6 @@ def base_faults(run: Run, found: VerifiedCheckpoint) -> Iterator[str]:
     wanted = found.manifest.base
     if not wanted or not isinstance(run.model, Transformer) or run.model.hf is None:
         return
-    if (there := base_of(run)) and there != wanted:
+    if (there := base_weights_fingerprint(run)) and there != wanted:
         told = f"model.hf {run.model.hf!r} has other weights than those that the adapters were trained on"
         yield f"{told}: give the folder of that model, or a copy of it"

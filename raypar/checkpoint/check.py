@@ -10,16 +10,16 @@ from pathlib import Path
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, read_header
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import plain_size, read_plain, sha256_of, told
+from raypar.actors.files import checkpoint_errors, plain_size, read_plain, sha256_of
 from raypar.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 from raypar.paths import step_of
-from raypar.schedules.schedule import first_of
+from raypar.schedules.schedule import first_faults
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a shard, by key
 
 
-def verify(path: Path) -> list[str]:
+def checkpoint_faults(path: Path) -> list[str]:
     """Read every byte of a checkpoint and return its faults.
 
     Args:
@@ -39,7 +39,7 @@ def verified(path: Path) -> Manifest:
     """Read every byte of a checkpoint and return its manifest. Raises CheckpointError with the faults if it has any."""
     manifest, faults = look(path)
     if manifest is not None:
-        faults += first_of(file_faults(path, manifest, digests=True))
+        faults += first_faults(file_faults(path, manifest, digests=True))
     if manifest is None or faults:
         raise CheckpointError(faults)
     return manifest
@@ -57,7 +57,7 @@ def look(path: Path) -> tuple[Manifest | None, list[str]]:
     try:
         if path.is_symlink() or not path.is_dir():
             return None, [f"{str(path)!r} is no folder"]
-        with told(f"{MANIFEST} can't be read"):
+        with checkpoint_errors(f"{MANIFEST} can't be read"):
             raw = read_plain(path / MANIFEST, MAX_BYTES)
     except CheckpointError as error:
         return None, error.faults
@@ -77,12 +77,12 @@ def file_faults(path: Path, manifest: Manifest, *, digests: bool) -> Iterator[st
     """
     listed = {file.name for file in manifest.files}
     try:
-        with told(f"{str(path)!r} can't be listed"):
+        with checkpoint_errors(f"{str(path)!r} can't be listed"):
             there = set(os.listdir(path)) - {MANIFEST}  # noqa: PTH208  (names, not paths)
     except CheckpointError as error:
         yield from error.faults
         return
-    yield from (f"{brief(name)} is in the folder, but not in the manifest" for name in sorted(there - listed))
+    yield from (f"{short_repr(name)} is in the folder, but not in the manifest" for name in sorted(there - listed))
     expected = _expected(manifest.tensors)
     for file in manifest.files:
         if file.name not in there:  # this also covers names that lead out of the folder
@@ -102,7 +102,7 @@ def _expected(tensors: dict[str, Logical]) -> dict[str, Expected]:
 
 def _shard_faults(path: Path, file: ShardFile, expected: Expected, digests: bool) -> Iterator[str]:
     try:
-        with told(f"{file.name!r} can't be read"):
+        with checkpoint_errors(f"{file.name!r} can't be read"):
             if (size := plain_size(path / file.name)) != file.size:
                 yield f"{file.name!r} has {size} bytes, not {file.size}"
                 return
@@ -116,11 +116,11 @@ def _shard_faults(path: Path, file: ShardFile, expected: Expected, digests: bool
     for key in sorted(header.keys() | expected.keys()):
         there, wanted = header.get(key), expected.get(key)
         if there is None:
-            yield f"{file.name!r} has no tensor {brief(key)}"
+            yield f"{file.name!r} has no tensor {short_repr(key)}"
         elif wanted is None:
-            yield f"{file.name!r} has a tensor {brief(key)}, but the manifest takes it for no slice"
+            yield f"{file.name!r} has a tensor {short_repr(key)}, but the manifest takes it for no slice"
         elif there != wanted:
-            yield f"{brief(key)} of {file.name!r} is {_words(*there)}, but {_words(*wanted)} in the manifest"
+            yield f"{short_repr(key)} of {file.name!r} is {_words(*there)}, but {_words(*wanted)} in the manifest"
 
 
 def _words(dtype: str, shape: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told
+from raypar.actors.files import checkpoint_errors
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
 from raypar.paths import checkpoints, checkpoints_in, step_of
@@ -99,5 +99,5 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
 
     Raises CheckpointError if the folder can't be read.
     """
-    with told(f"{str(folder)!r} can't be read"):
+    with checkpoint_errors(f"{str(folder)!r} can't be read"):
         return checkpoints(folder)

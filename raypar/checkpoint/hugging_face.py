@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, told, whole_folder, write_whole
+from raypar.actors.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.models.skeleton import Skeleton
@@ -134,7 +134,7 @@ def export(
         config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
     else:
         config = config_of(model, kind, _begun(model), _NAMES[chosen])
-    with told(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
+    with checkpoint_errors(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
         tensors = _merged(run, model, found, kind) if model and model.lora else _tensors(found.manifest.tensors, kind)
         if isinstance(model, GPT) and config["n_positions"] > model.seq:
             tensors = _with_later_positions(tensors, model, config["n_positions"])

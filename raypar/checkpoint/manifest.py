@@ -18,8 +18,8 @@ from pydantic_core import from_json
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
-from raypar.config.fields import brief
-from raypar.schedules.schedule import first_of
+from raypar.config.fields import short_repr
+from raypar.schedules.schedule import first_faults
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20  # each slice takes about 120 bytes
@@ -61,19 +61,20 @@ class Manifest:
         names = Counter(file.name for file in self.files)
         for name in names:
             if not is_plain(name) or name == MANIFEST:
-                yield f"{brief(name)} is no name for a shard: it might lead out of the folder"
+                yield f"{short_repr(name)} is no name for a shard: it might lead out of the folder"
             if names[name] > 1:
-                yield f"the file {brief(name)} is listed {names[name]} times"
+                yield f"the file {short_repr(name)} is listed {names[name]} times"
         takers: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for name, logical in self.tensors.items():
-            yield from (f"tensor {brief(name)}: {fault}" for fault in logical.faults())
+            yield from (f"tensor {short_repr(name)}: {fault}" for fault in logical.faults())
             for stored in logical.slices:
                 takers[stored.file, stored.key].append(name)
         for (file, key), owners in takers.items():
             if file not in names:
-                yield f"tensor {brief(owners[0])}: its file {brief(file)} is not in the list of files"
+                yield f"tensor {short_repr(owners[0])}: its file {short_repr(file)} is not in the list of files"
             if len(owners) > 1:
-                yield f"{brief(key)} of {brief(file)} is taken for {len(owners)} slices, of {brief(owners[0])} first"
+                many = f"{len(owners)} slices, of {short_repr(owners[0])} first"
+                yield f"{short_repr(key)} of {short_repr(file)} is taken for {many}"
 
 
 def manifest_of(
@@ -140,15 +141,16 @@ def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
     if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
         return None, [f"{MANIFEST} is not that of a raypar checkpoint"]
     if plain.get("version") != _VERSION:
-        return None, [f"{MANIFEST} has version {brief(plain.get('version'))}, this raypar reads {_VERSION}"]
+        return None, [f"{MANIFEST} has version {short_repr(plain.get('version'))}, this raypar reads {_VERSION}"]
     try:
         manifest = _reader().validate_json(raw, strict=True)
     except ValidationError as error:
-        return None, first_of(
-            f"{MANIFEST}: {brief('.'.join(map(str, one['loc'])))[1:-1]} is {brief(one['input'])}: {one['msg']}"
+        return None, first_faults(
+            f"{MANIFEST}: {short_repr('.'.join(map(str, one['loc'])))[1:-1]} "
+            f"is {short_repr(one['input'])}: {one['msg']}"
             for one in error.errors(include_url=False, include_context=False)
         )
-    faults = first_of(manifest.faults())
+    faults = first_faults(manifest.faults())
     try:
         if encode(manifest) != raw:
             faults.insert(0, f"{MANIFEST} was changed: its text does not match its sha256")

@@ -15,11 +15,11 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.check import verified, verify
+from raypar.checkpoint.check import checkpoint_faults, verified
 from raypar.checkpoint.find import VerifiedCheckpoint, instead_of, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
-from raypar.config.fields import FieldFault, brief, field_faults
+from raypar.config.fields import FieldFault, field_faults, short_repr
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
@@ -186,7 +186,9 @@ def changed_faults(run: Run, found: VerifiedCheckpoint) -> list[str]:
 def _compared(run: Run, found: VerifiedCheckpoint) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Return which fields must not differ from the checkpoint's, and all that do: their names and both values."""
     was, now = flat(found.manifest.run), flat(plain_of(run))
-    changed = [(name, brief(now[name]), brief(was[name])) for name in now if name in was and was[name] != now[name]]
+    changed = [
+        (name, short_repr(now[name]), short_repr(was[name])) for name in now if name in was and was[name] != now[name]
+    ]
     mine = "model.fn" in now and "model.fn" in was  # the user's own Layers, of which only the weights can be compared
     faults = [
         f"{name} is {new}, but {old} in the checkpoint: give the same"
@@ -239,7 +241,7 @@ def demand_latest(run: Run, step: int) -> None:
     if folder is None or not folder.exists():
         return
     try:
-        later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
+        later = next((path for other, path in listed(folder) if other > step and not checkpoint_faults(path)), None)
     except CheckpointError as error:
         raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
     if later is not None:
@@ -281,13 +283,13 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
         yield f"{SCALER!r} has the shape {list(stored[SCALER].shape)}, and should have {[NUMBERS]}"
     for name in sorted(wanted.keys() | there.keys()):
         if name not in there or name not in wanted:
-            yield f"weight {brief(name)} is {'not in it' if name in wanted else 'in it, but not in the model'}"
+            yield f"weight {short_repr(name)} is {'not in it' if name in wanted else 'in it, but not in the model'}"
         elif there[name] != wanted[name]:
             (one, here), (other, was) = wanted[name], there[name]
-            yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
+            yield f"weight {short_repr(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
     shapes = {buffer_name(0, name): shape for name, shape in skeleton.buffers.items()}
     moved = {buffer_name(0, name): shape for name, shape in skeleton.fixed.items()}  # frozen parameters may be there
-    yield from (f"{brief(name)} is not in it" for name in shapes if name not in beside)
+    yield from (f"{short_repr(name)} is not in it" for name in shapes if name not in beside)
     for name, logical in beside.items():
         head, _, rest = name.partition(".")
         weight, _, kept = rest.rpartition(".")
@@ -299,4 +301,4 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
             fits = known and logical.shape == (() if kept == "step" else wanted[weight][1])
             fits = fits and (kept == AVERAGE or all(logical_name(weight, other) in beside for other in keys))
         if not fits:
-            yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"
+            yield f"{short_repr(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"

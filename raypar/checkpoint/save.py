@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import exchange, sync_folder, told, write_whole
+from raypar.actors.files import checkpoint_errors, swap_paths, sync_folder, write_whole
 from raypar.checkpoint.check import file_faults
 from raypar.checkpoint.manifest import MANIFEST, Manifest, decode, encode
-from raypar.paths import aside_of, checkpoints, is_aside, name_of
+from raypar.paths import aside_of, checkpoints, is_aside, step_folder_name
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Save:
     def __init__(self, folder: Path, step: int) -> None:
         self.step = step
         self._folder = folder
-        self._final = folder / name_of(step)
+        self._final = folder / step_folder_name(step)
         self.path = folder / aside_of(step)
-        with told(f"no checkpoint can be written to {str(folder)!r}"):
+        with checkpoint_errors(f"no checkpoint can be written to {str(folder)!r}"):
             if not folder.is_dir():
                 folder.mkdir(parents=True)
                 sync_folder(folder.parent)
@@ -75,11 +75,11 @@ class Save:
             text = encode(manifest)
             if faults := [*decode(text)[1], *file_faults(self.path, manifest, digests=False)]:
                 raise CheckpointError(faults)
-            with told(f"{str(self._final)!r} can't be written"):
+            with checkpoint_errors(f"{str(self._final)!r} can't be written"):
                 write_whole(self.path / MANIFEST, [memoryview(text)])
                 sync_folder(self.path)
                 if self._final.is_dir() and not self._final.is_symlink():
-                    exchange(self.path, self._final)
+                    swap_paths(self.path, self._final)
                 else:
                     self.path.rename(self._final)
                 sync_folder(self._folder)

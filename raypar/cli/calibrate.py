@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.cli.words.arguments import parsed
+from raypar.cli.words.arguments import parse_command
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, place_faults, write_calibration
@@ -47,7 +47,7 @@ class CalibrateArgs:
             yield f"--seconds is {self.seconds:g}: give 10 to {_MOST:g}"
 
 
-def run(words: Sequence[str], say: Callable[[str], object]) -> str:
+def run_calibrate(words: Sequence[str], say: Callable[[str], object]) -> str:
     """Run ``raypar calibrate``.
 
     Args:
@@ -62,7 +62,7 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> str:
         JobError: An actor failed.
     """
     what = "Measure products, attention, memory, groups and short runs on this machine, or the cluster at RAY_ADDRESS."
-    args = parsed(CalibrateArgs(), words, "calibrate", what)
+    args = parse_command(CalibrateArgs(), words, "calibrate", what)
     path = default_path() if args.out is None else args.out
     if path is None:
         raise ConfigError(["RAYPAR_CALIBRATION is empty, so that nothing is used: give --out FILE"])
@@ -73,10 +73,10 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> str:
 
     found = calibrate(args.seconds, say)
     write_calibration(found, path)
-    return f"{told(found)}\nwritten to {path}"
+    return f"{calibration_lines(found)}\nwritten to {path}"
 
 
-def told(found: Calibration) -> str:
+def calibration_lines(found: Calibration) -> str:
     """Return the main figures of a calibration in lines."""
     fastest = max(2 * one.rows * one.inner * one.columns / one.forward for one in found.products)
     lines = [

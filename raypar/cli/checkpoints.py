@@ -1,4 +1,4 @@
-"""The commands for checkpoints on disk: ``raypar ckpt ls``, ``verify`` and ``export``."""
+"""The commands for checkpoints on disk: ``raypar ckpt ls``, ``run_ckpt_verify`` and ``run_export``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tyro
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
-from raypar.checkpoint.check import verify as faults_of
+from raypar.checkpoint.check import checkpoint_faults as faults_of
 from raypar.cli.train.resuming import checkpoint_at
-from raypar.cli.words.arguments import parsed
+from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
-from raypar.paths import checkpoints_in, holds_run, home_of, step_of
+from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
 from raypar.planner.resource_needs import finer_size
 from raypar.reporting.run_folder.read import salvage
 
@@ -84,7 +84,7 @@ class CheckpointOutcome(NamedTuple):
     sound: bool
 
 
-def run(words: Sequence[str]) -> CheckpointOutcome:
+def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
     """Run ``raypar ckpt``.
 
     Args:
@@ -97,10 +97,10 @@ def run(words: Sequence[str]) -> CheckpointOutcome:
         return CheckpointOutcome(_USAGE, sound=True)
     if words[:1] == ["export"]:
         try:
-            return export(parsed(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
+            return run_export(parse_command(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
         except CheckpointError as error:
             raise ConfigError(error.faults) from error
-    commands = {"ls": (ls, _LS, "FOLDER"), "verify": (verify, _VERIFY, "PATH")}
+    commands = {"ls": (run_ls, _LS, "FOLDER"), "verify": (run_ckpt_verify, _VERIFY, "PATH")}
     if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError(
@@ -109,7 +109,7 @@ def run(words: Sequence[str]) -> CheckpointOutcome:
     (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
     blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
     try:
-        args = parsed(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
+        args = parse_command(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
         if others := find.instead_of(args.path):
             raise ConfigError([others])
         return command(args.path)
@@ -117,7 +117,7 @@ def run(words: Sequence[str]) -> CheckpointOutcome:
         raise ConfigError(error.faults) from error
 
 
-def ls(folder: Path) -> CheckpointOutcome:
+def run_ls(folder: Path) -> CheckpointOutcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     if not listed and not holds_run(folder):
@@ -130,7 +130,7 @@ def ls(folder: Path) -> CheckpointOutcome:
     return CheckpointOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
 
 
-def verify(path: Path) -> CheckpointOutcome:
+def run_ckpt_verify(path: Path) -> CheckpointOutcome:
     """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]
@@ -142,7 +142,7 @@ def verify(path: Path) -> CheckpointOutcome:
     return CheckpointOutcome("\n".join(_told(verdicts)), not any(verdicts.values()))
 
 
-def export(args: ExportArgs) -> CheckpointOutcome:
+def run_export(args: ExportArgs) -> CheckpointOutcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
     from raypar.checkpoint.adapter_export import export_adapter
     from raypar.checkpoint.hugging_face import export as write
@@ -160,7 +160,7 @@ def export(args: ExportArgs) -> CheckpointOutcome:
 
 def _last_loss(found: find.VerifiedCheckpoint) -> float | None:
     """Return the loss of the last step before a checkpoint; None if its run folder does not tell."""
-    home = home_of(found.path)
+    home = run_folder_of(found.path)
     metrics = [] if home is None else salvage(home)[0].metrics
     losses = [line["loss"] for line in metrics if line.get("loss") is not None and line["step"] < found.manifest.step]
     return losses[-1] if losses else None

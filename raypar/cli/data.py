@@ -16,7 +16,7 @@ import tyro
 from raypar.actors.data.example_batches import IGNORED, Mixture, Row, example_faults, open_sequences
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Learned
-from raypar.cli.words.arguments import parsed
+from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
 from raypar.config.toml import read_table, recorded_run
@@ -80,7 +80,7 @@ def show(words: Sequence[str], terminal: bool) -> str:
     if words[:1] != ["show"]:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError([f"{given}: {_USAGE}"])
-    spec, args = _spec(parsed(ShowArgs(), words[1:], "data show", _WHAT))
+    spec, args = _spec(parse_command(ShowArgs(), words[1:], "data show", _WHAT))
     if faults := example_faults(spec, args.seq, sys.maxsize):
         raise ConfigError([f"data.{fault}".replace("--data.template", "--template") for fault in faults])
     warn_of_examples(spec, args.seq)

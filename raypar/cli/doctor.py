@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypar.cli.words.arguments import parsed
+from raypar.cli.words.arguments import parse_command
 from raypar.doctor.examination import examined
 from raypar.doctor.finding import as_dicts, is_sound
 
@@ -27,7 +27,7 @@ class DoctorArgs:
         return ()
 
 
-def run(words: Sequence[str], say: Callable[[str], object]) -> bool:
+def run_doctor(words: Sequence[str], say: Callable[[str], object]) -> bool:
     """Run ``raypar doctor``.
 
     Args:
@@ -41,7 +41,7 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> bool:
         ConfigError: The words have mistakes.
     """
     what = "Examine this machine and the cluster at RAY_ADDRESS, and say what is wrong, with advice."
-    args = parsed(DoctorArgs(), words, "doctor", what)
+    args = parse_command(DoctorArgs(), words, "doctor", what)
     found = []
     for finding in examined(sweeps=args.sweep, times=args.times):
         found.append(finding)

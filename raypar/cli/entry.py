@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def main() -> int:
+def guarded_main() -> int:
     """Run the command line of this process. Ctrl-C ends it without a traceback while the commands are still imported.
 
     Returns:

@@ -138,7 +138,7 @@ def _doctor(words: list[str]) -> int:
 
     try:
         with _messages(), _terminable():
-            return OK if doctor.run(words, _say) else DIFFERENT
+            return OK if doctor.run_doctor(words, _say) else DIFFERENT
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)
 
@@ -149,7 +149,7 @@ def _calibrate(words: list[str]) -> int:
 
     try:
         with _messages(logging.WARNING), _terminable():
-            return _say(calibrate.run(words, _say))
+            return _say(calibrate.run_calibrate(words, _say))
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)
     except JobError as error:
@@ -167,10 +167,10 @@ def _on_disk(command: str, words: list[str]) -> int:
             with _messages():
                 return _say(data.show(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
         if command != "ckpt":
-            written = run_folder.run(command, words, _say)
+            written = run_folder.run_report_or_trace(command, words, _say)
             said = _say(written.text)
             return _fail(_mistakes(written.lost), MISTAKE) if written.lost else said
-        outcome = checkpoints.run(words)
+        outcome = checkpoints.run_ckpt(words)
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)
     _say(outcome.text)
@@ -188,13 +188,13 @@ def _with_actors(command: str, words: list[str]) -> int:
 
     try:
         if command == "verify":
-            verdict = short_runs.verify(words)
+            verdict = short_runs.run_verify(words)
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
         if command == "plan":
-            from raypar.cli.plan.planning import plan
+            from raypar.cli.plan.planning import run_plan
 
-            return _say(plan(words))
+            return _say(run_plan(words))
         if command == "step":
             short_runs.step(words)
             return OK

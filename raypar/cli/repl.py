@@ -65,7 +65,9 @@ def tab_completion(namespace: Namespace) -> None:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
         shell.set_hook(
-            "complete_command", lambda _, event: matches(namespace, event.line) or [], re_key=f".*{_CALL.pattern}"
+            "complete_command",
+            lambda _, event: call_completions(namespace, event.line) or [],
+            re_key=f".*{_CALL.pattern}",
         )
         return
     with suppress(ImportError):  # a Python without readline
@@ -77,7 +79,7 @@ def tab_completion(namespace: Namespace) -> None:
         readline.parse_and_bind("tab: complete")
 
 
-def matches(namespace: Namespace, line: str) -> list[str] | None:
+def call_completions(namespace: Namespace, line: str) -> list[str] | None:
     """Return the completions for the quoted argument of a call of a stepper's or job's method.
 
     Args:
@@ -120,7 +122,7 @@ def _completer(
     """Return a completer for readline, which asks for the first, second, ... completion until it gets None."""
 
     def complete(word: str, number: int) -> str | None:
-        inside = matches(namespace, line())
+        inside = call_completions(namespace, line())
         if inside is None:
             return names_of(word, number)
         return inside[number] if number < len(inside) else None

@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.cli.words.arguments import parsed
-from raypar.cli.words.output_files import file_faults
+from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
 from raypar.reporting.device_peaks import DeviceName, peak_of
@@ -111,7 +111,7 @@ class _Page(NamedTuple):
     told: Sequence[str] = ()
 
 
-def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
+def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
     """Run ``raypar report`` or ``raypar trace``.
 
     Args:
@@ -128,9 +128,9 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Run
     if command == "trace":
         what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
         missing = "a run folder is missing: raypar trace RUN"
-        return RunFolderOutcome(trace(parsed(TraceArgs(Path()), words, command, what, missing)))
+        return RunFolderOutcome(run_trace(parse_command(TraceArgs(Path()), words, command, what, missing)))
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
-    done = report(parsed(ReportArgs(()), words, command, _REPORT, missing))
+    done = report(parse_command(ReportArgs(()), words, command, _REPORT, missing))
     if isinstance(done, RunFolderOutcome):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
@@ -150,7 +150,7 @@ def report(args: ReportArgs) -> RunFolderOutcome | Live:
     return RunFolderOutcome("\n".join(lines), made.lost)
 
 
-def trace(args: TraceArgs) -> str:
+def run_trace(args: TraceArgs) -> str:
     """Run ``raypar trace``, and return a line that says which file was written."""
     past = read(args.folder)
     if past.step is None or not past.timelines:
@@ -200,7 +200,7 @@ def _predicted(past: Past) -> list[str]:
 
 def _written(target: Path, out: Path | None, text: str) -> str:
     """Write a file and return a line that says so. ``out`` is the path that a flag gave, if one did."""
-    if faults := list(file_faults("--out", target)) if out else []:
+    if faults := list(output_file_faults("--out", target)) if out else []:
         raise ConfigError(faults)
     try:
         write_text(target, text)

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.cluster.placement import Node
-from raypar.cluster.probes import reason_of
+from raypar.cluster.probes import ray_error_reason
 from raypar.cluster.ray_private import draining_nodes, free_resources
 from raypar.errors import ConfigError
 
@@ -106,7 +106,7 @@ def _answer(call: Any) -> dict[str, Any] | str:
     try:
         return dict(ray.get(call))
     except RayError as error:
-        return reason_of(error)
+        return ray_error_reason(error)
 
 
 def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
@@ -124,7 +124,7 @@ def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
         return
     own = versions_teller()()
     answers = asked(others, versions_teller())
-    faults = [fault for node in others for fault in version_faults(node, own, answers[node.id])]
+    faults = [fault for node in others for fault in package_version_faults(node, own, answers[node.id])]
     if folder is not None and not faults:
         faults = [
             f"node {node} does not see the folder {str(folder)!r}: give one that all nodes share, such as one on NFS"
@@ -186,7 +186,7 @@ def versions_teller() -> Callable[[], dict[str, Any]]:
     return tell
 
 
-def version_faults(node: Node, own: Mapping[str, str], its: Mapping[str, str] | str) -> list[str]:
+def package_version_faults(node: Node, own: Mapping[str, str], its: Mapping[str, str] | str) -> list[str]:
     """Return what is wrong with the versions of a node.
 
     Args:

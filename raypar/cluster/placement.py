@@ -283,7 +283,7 @@ def blocks_of(world: World, split: Collection[tuple[int, ...]] = ()) -> list[tup
     return blocks + [(rank,) for rank in range(mesh.size, world.size)]
 
 
-def told(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
+def placement_lines(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each node that has actors: its name and theirs."""
     ranks_on = dict[str, list[int]]()
     for rank, its in enumerate(placement.nodes):

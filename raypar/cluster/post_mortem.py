@@ -7,7 +7,7 @@ import re
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-from raypar.cluster.probes import reason_of
+from raypar.cluster.probes import ray_error_reason
 from raypar.cluster.processes import Exit
 from raypar.cluster.ray_private import dead_servers
 from raypar.cluster.witnesses import ProcessMonitors
@@ -83,7 +83,7 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
     if "error raised in its creation task" in told:
         return f"ended by an exception when it was made: {told.strip().splitlines()[-1]}", False
     if not isinstance(error, RayActorError):
-        return f"lost ({reason_of(error)})", False
+        return f"lost ({ray_error_reason(error)})", False
     if "raylet" in dead_servers():
         return "lost with this node, whose Ray has lost its server, the raylet", False
     if exit_ is None:

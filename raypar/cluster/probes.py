@@ -38,7 +38,7 @@ def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any
             ray.kill(handle)
 
 
-def reason_of(error: RayError) -> str:
+def ray_error_reason(error: RayError) -> str:
     """Return in one line why a call failed: what was raised on the node, without Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     if isinstance(cause, RuntimeEnvSetupError):  # its first line is always the same
@@ -62,5 +62,5 @@ def answers(calls: Sequence[Any], seconds: float) -> list[Any]:
     except GetTimeoutError:
         raise JobError(f"there was no answer within {seconds:g} s") from None
     except RayError as error:
-        raise JobError(reason_of(error)) from error
+        raise JobError(ray_error_reason(error)) from error
     return found

@@ -31,13 +31,13 @@ from raypar.cluster.devices import ActorResources, demand_build, share_of
 from raypar.cluster.given_group import bundles_of_group, captured, chosen_bundles, free_bundles, too_small
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.nodes import demand_alike, living_nodes
-from raypar.cluster.placement import Node, blocks_of, place, split_told, told
+from raypar.cluster.placement import Node, blocks_of, place, placement_lines, split_told
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.room import TOO_SMALL, no_room
 from raypar.cluster.together import together
 from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import ConfigError, JobError, RoomError
-from raypar.planner.hardware.this_machine import num_slots, room_faults, starts_own_ray
+from raypar.planner.hardware.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.schedules.float_sum import float_sum
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def start_actors(
     """
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
     demand_build(device, built=built)
-    if not ray.is_initialized() and (faults := list(room_faults(count, resources.cpus))):
+    if not ray.is_initialized() and (faults := list(actor_count_faults(count, resources.cpus))):
         raise ConfigError(faults)
     with ExitStack() as undo:
         with _own_sigterm():
@@ -199,7 +199,7 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resource
         return [no_room(world, nodes, TOO_SMALL, share)]
     now = place(world, nodes, share, resources.placement_strategy)
     waits = now.is_worse_than(found)
-    lines = list(told(world, found if waits else now, nodes))
+    lines = list(placement_lines(world, found if waits else now, nodes))
     if waits:
         lines.append(no_room(world, nodes, "it would wait until all are free, and Ray would choose", share))
     if found.split:
@@ -297,7 +297,7 @@ def _claim(
     pins = [node.id for block in blocks if (node := found.nodes[block[0]]) is not None]
     used = [node for node in nodes if node.id in {*pins}]
     if len(used) > 1:
-        log.info("actors on %d nodes: %s", len(used), "; ".join(told(world, found, used)))
+        log.info("actors on %d nodes: %s", len(used), "; ".join(placement_lines(world, found, used)))
     return Claim(world, blocks, pins, spares, share, job), used
 
 
@@ -383,7 +383,7 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def shipped(parts: T) -> T:
+def pickled_copies(parts: T) -> T:
     """Return copies of objects as an actor gets them, with all that their functions close over.
 
     Args:

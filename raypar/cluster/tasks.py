@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raypar.cluster.probes import reason_of
+from raypar.cluster.probes import ray_error_reason
 from raypar.errors import JobError
 
 _GROUP = 8 << 20  # bytes of a task, which takes longer than it takes to send it
@@ -81,6 +81,6 @@ def _answer(task: Any) -> list[bytes]:
             cause = error.cause if isinstance(error, RayTaskError) else None
             if isinstance(cause, ValueError):
                 raise cause from error
-            raise JobError(f"a task failed on the cluster: {reason_of(error)}") from error
+            raise JobError(f"a task failed on the cluster: {ray_error_reason(error)}") from error
         return answer
     raise JobError(f"no task has ended on the cluster for {_SECONDS:.0f} s: are CPUs free (ray status)?")

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from raypar.actors.not_yet import reason_of
+from raypar.actors.not_yet import not_yet_hint
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _has_keys(kind: type, name: str, value: Any) -> bool:
     return isinstance(value, Mapping) and takes(get_type_hints(kind)[name])
 
 
-def brief(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value, shortened to 80 characters."""
     try:
         text = repr(value)
@@ -211,10 +211,10 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
         group = list(same)
         words = [_word_of(error) for error in group]
         of_type = any(error["type"] not in _RANGES for error in group)
-        text = f"{path}{inner} is {brief(group[0]['input'])}: it must be {' or '.join(words)}"
+        text = f"{path}{inner} is {short_repr(group[0]['input'])}: it must be {' or '.join(words)}"
         asks_for = {error["type"] for error in group}
         text += next((f", such as {shown}" for kind, shown in _shown(path) if kind in asks_for), "")
-        text += reason_of(group[0]["input"])
+        text += not_yet_hint(group[0]["input"])
         yield FieldFault(path if mapping else f"{path}{inner}", text, of_type)
 
 

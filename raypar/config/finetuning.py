@@ -86,7 +86,7 @@ def lasting(run: Run, steps: int | None) -> Run:
     )
 
 
-def shortened(run: Run) -> str | None:
+def shortened_positions(run: Run) -> str | None:
     """Say that a model with a table of positions has more of them than a run trains; None if it has not."""
     if not isinstance(run.model, GPT) or run.model.hf is None:
         return None

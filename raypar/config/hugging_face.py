@@ -50,7 +50,7 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
     try:
         config = read_config(path)
         kind = config.get("model_type")
-        read = model_of if kind in TABLES or not isinstance(kind, str) else their_model
+        read = model_of_config if kind in TABLES or not isinstance(kind, str) else their_model
         model, faults = read(config, changes)
         if model is not None:
             kept = tensors_in(path, config["model_type"])
@@ -78,7 +78,7 @@ def _with_own_head(model: GPT | Llama | Layers, folder: Path, kept: Mapping[str,
     return replace(model, tied=False)
 
 
-def model_of(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT | Llama | None, list[str]]:
+def model_of_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[GPT | Llama | None, list[str]]:
     """Return the model that a config.json describes.
 
     Args:

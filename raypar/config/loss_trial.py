@@ -20,7 +20,7 @@ from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skips import Skipped
-from raypar.actors.models.user_layers import measured
+from raypar.actors.models.user_layers import user_metric
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
@@ -125,7 +125,7 @@ def metric_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return []
         for name, metric in run.model.metrics.items():
             try:
-                measured(name, metric, output, batch.target, model.count)
+                user_metric(name, metric, output, batch.target, model.count)
             except Exception as error:  # the user's function may raise anything
                 faults.append(
                     f"model.metrics: {name!r} fails with outputs and targets like those of the first batch: "

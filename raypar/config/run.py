@@ -31,16 +31,16 @@ from raypar.config.schedule import (
 )
 from raypar.config.skips import skips_of
 from raypar.config.validate.adapter_folder import adapter_folder_faults
-from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
+from raypar.config.validate.asynchronous import asynchronous_faults, unversioned_weight_faults
 from raypar.config.validate.data import data_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.host_memory import host_faults
-from raypar.config.validate.hugging_face import folder_faults as weight_faults
+from raypar.config.validate.hugging_face import weight_folder_faults as weight_faults
 from raypar.config.validate.lora import lora_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import average_faults, group_faults
 from raypar.config.validate.order import order_faults, order_on
-from raypar.config.validate.outputs import folder_faults, track_faults
+from raypar.config.validate.outputs import run_folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
@@ -325,7 +325,7 @@ def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: C
         from raypar.actors.worker.build.weight_owners import homes_of
 
         homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
-        yield from version_faults(skeleton, schedule, homes)
+        yield from unversioned_weight_faults(skeleton, schedule, homes)
         for layer, owner, name in borrowed(skeleton.model.skeleton):
             if homes[layer] != homes[owner]:
                 where = f"they are on different actors, pp={homes[layer]} and pp={homes[owner]}"
@@ -365,7 +365,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.distributed_trial import shared_norm_faults
-        from raypar.config.validate.batches import failure, loss_faults
+        from raypar.config.validate.batches import loss_faults, user_function_failure
         from raypar.config.validate.their_modules import their_plan_faults
 
         faults += loss_faults(run.model)
@@ -377,7 +377,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         except UnfitLayersError as error:
             return [*faults, *str(error).splitlines()]
         except Exception as error:
-            return [*faults, failure("model.fn", error)]
+            return [*faults, user_function_failure("model.fn", error)]
         copied = right("mesh") and max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         if copied and run.mesh.ways("dp") > 1:
@@ -409,7 +409,7 @@ def _module_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> 
 def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *, overwrite: bool) -> Iterator[str]:
     """Yield the faults of what the run writes: its folder, checkpoints and trackers."""
     if right("folder") and run.folder is not None:
-        yield from folder_faults(run.folder, resumed, overwrite=overwrite)
+        yield from run_folder_faults(run.folder, resumed, overwrite=overwrite)
     if right("folder", "track"):
         yield from track_faults(run.track, run.folder)
     if right("folder", "save_every") and run.save_every and run.folder is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
-from raypar.actors.not_yet import reason_of
+from raypar.actors.not_yet import not_yet_hint
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.errors import ConfigError
 from raypar.schedules.action import Op
@@ -338,7 +338,7 @@ def schedule_entry(word: str) -> Entry:
     try:
         return entry_of(word)
     except ScheduleError as error:
-        raise ScheduleError(str(error) + reason_of(word)) from error
+        raise ScheduleError(str(error) + not_yet_hint(word)) from error
 
 
 def _with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:

@@ -33,7 +33,7 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
-from raypar.config.fields import FieldFault, brief, field_faults
+from raypar.config.fields import FieldFault, field_faults, short_repr
 from raypar.config.hugging_face import HF
 from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
@@ -159,14 +159,14 @@ def toml_of(plain: Mapping[str, Any]) -> str:
 def read_table(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises ConfigError if it can't be read or is not TOML; the text then names the line."""
     try:
-        return parsed(read_named(path, _MOST_BYTES))
+        return parse_toml(read_named(path, _MOST_BYTES))
     except OSError as error:
         raise ConfigError([f"{str(path)!r} can't be read ({error.strerror}): correct the path"]) from error
     except ValueError as error:
         raise ConfigError([f"{str(path)!r} is not TOML ({error}): correct that place"]) from error
 
 
-def parsed(raw: bytes) -> dict[str, Any]:
+def parse_toml(raw: bytes) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
@@ -206,7 +206,7 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
     own = {part: rest[part]["fn"] for part in ("model", "data") if "fn" in _part(rest, part)}
     if own:
         how = "a run with your own functions starts from Python, launch(run, resume=...)"
-        raise ConfigError([f"{part}.fn is {brief(name)}: {how}" for part, name in own.items()])
+        raise ConfigError([f"{part}.fn is {short_repr(name)}: {how}" for part, name in own.items()])
     start = base or Run()
     if "recipe" in rest:
         try:
@@ -260,7 +260,7 @@ def of_kind(name: str, kind: object, like: T) -> T:
     """
     kinds = _KINDS[name]
     if not isinstance(kind, str) or kind not in kinds:
-        raise ConfigError([f"{name}.kind is {brief(kind)}: use {' or '.join(map(repr, kinds))}"])
+        raise ConfigError([f"{name}.kind is {short_repr(kind)}: use {' or '.join(map(repr, kinds))}"])
     if isinstance(like, kinds[kind]):
         return like
     common = {field: getattr(like, field, None) for field in _COMMON[name]}
@@ -285,7 +285,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[FieldFa
         elif path == "precision" and isinstance(value, str):
             changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
         elif not isinstance(value, dict):
-            text = f"{path} is {brief(value)}: write its fields in a table [{path}]"
+            text = f"{path} is {short_repr(value)}: write its fields in a table [{path}]"
             faults.append(FieldFault(path, text, of_type=True))
         else:
             inner = dict(value)

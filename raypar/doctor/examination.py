@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from raypar.cluster.nodes import asked, head_address, lost_nodes, version_faults, versions_teller
+from raypar.cluster.nodes import asked, head_address, lost_nodes, package_version_faults, versions_teller
 from raypar.cluster.placement import Node
 from raypar.cluster.ray_cluster import connected
 from raypar.cluster.ray_private import dashboard_address
 from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
-from raypar.doctor.group_times import SIZES, measured
+from raypar.doctor.group_times import SIZES, group_time_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
 from raypar.doctor.machines import machine_findings, token_findings
 from raypar.doctor.node_facts import facts_teller
@@ -41,7 +41,7 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
             its = node_findings(nodes)  # the token file of this machine is told above; if there was none, Ray made one
             yield from its if address else (one for one in its if one.subject != "token")
             if times:
-                yield from measured(nodes, sizes)
+                yield from group_time_findings(nodes, sizes)
     except (ConfigError, JobError) as error:
         yield Finding("wrong", "ray", str(error))
     finally:
@@ -89,7 +89,7 @@ def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:
     own = versions_teller()()
     versions, facts = asked(nodes, versions_teller()), asked(nodes, facts_teller())
     for node in nodes:
-        if faults := version_faults(node, own, versions[node.id]):
+        if faults := package_version_faults(node, own, versions[node.id]):
             yield from (Finding("wrong", "versions", *_halves(fault)) for fault in faults)
         else:
             yield Finding("ok", "versions", f"{node}: {', '.join(f'{name} {its}' for name, its in own.items())}")

@@ -51,7 +51,7 @@ class Timer:
         return found
 
 
-def measured(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
+def group_time_findings(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
     """Measure on every node between two actors, then between the first node and each of the others; yield findings.
 
     Args:
@@ -61,14 +61,14 @@ def measured(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> Iterator[Fi
     within, between = {}, {}
     for node in nodes:
         try:
-            within[f"in {node}"] = timed([node, node], sizes)
+            within[f"in {node}"] = all_reduce_seconds([node, node], sizes)
         except JobError as error:
             yield Finding(
                 "wrong", "times", f"two actors on {node} can't exchange a tensor ({error})", "see its Ray's log"
             )
     for node in nodes[1:]:
         try:
-            between[f"between {nodes[0]} and {node}"] = timed([nodes[0], node], sizes)
+            between[f"between {nodes[0]} and {node}"] = all_reduce_seconds([nodes[0], node], sizes)
         except JobError as error:
             advice = "let all ports pass between the nodes, and see that each one's address in Ray is its own"
             yield Finding("wrong", "times", f"{nodes[0]} and {node} can't exchange a tensor ({error})", advice)
@@ -76,7 +76,7 @@ def measured(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> Iterator[Fi
     yield from times_findings(between, inside=False)
 
 
-def timed(nodes: Sequence[Node], sizes: Sequence[int]) -> dict[int, float]:
+def all_reduce_seconds(nodes: Sequence[Node], sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of an all_reduce between actors on the nodes, by the bytes of the tensor.
 
     Raises:

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from uuid import uuid4
 
-from raypar.actors.files import told
+from raypar.actors.files import checkpoint_errors
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.check import verified
 from raypar.checkpoint.find import VerifiedCheckpoint
@@ -30,7 +30,7 @@ def export_hf(loop: TrainingLoop, folder: str | PathLike[str], dtype: Format | N
     demand_exportable(plain_of(loop.loaded.run), path)
     parts = path.with_name(f".{path.name}.{uuid4().hex}.parts")
     try:
-        with told(f"{str(path)!r} can't be written"):
+        with checkpoint_errors(f"{str(path)!r} can't be written"):
             parts.mkdir()
         saved = loop.copy_weights(parts, ema=ema)
         loss = None if loop.last is None else loop.last.loss

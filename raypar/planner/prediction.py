@@ -114,7 +114,7 @@ def before_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedu
     except ConfigError as error:
         log.warning("predicted without a calibration: %s", "; ".join(error.faults))
         calibration = None
-    if calibration is None or misfits(run, calibration):
+    if calibration is None or calibration_misfits(run, calibration):
         return from_flops(run, world, counts, schedule)
     return from_calibration(run, world, counts, schedule, calibration)
 
@@ -132,7 +132,7 @@ def why_uncalibrated(run: Run) -> str:
         if where is None:
             return f"{VARIABLE} is empty, so that no calibration is used: unset it, or name a file of raypar calibrate"
         return f"there is no calibration in {where}: raypar calibrate measures this machine or cluster in a minute"
-    return "; ".join(misfits(run, calibration))
+    return "; ".join(calibration_misfits(run, calibration))
 
 
 def better_calibration(run: Run, prediction: Prediction) -> str:
@@ -152,7 +152,7 @@ def cautions(calibration: Calibration) -> str:
     return f"{', and '.join(found)}: raypar calibrate measures anew" if found else ""
 
 
-def misfits(run: Run, calibration: Calibration) -> list[str]:
+def calibration_misfits(run: Run, calibration: Calibration) -> list[str]:
     """Return why a calibration says nothing of a run: it must be of its kind of device, in fp32, with its threads."""
     found, again = [*_not_measured(run)], "raypar calibrate measures anew"
     if calibration.device != (kind := device_kind(run.device)):

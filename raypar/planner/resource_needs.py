@@ -9,7 +9,7 @@ from functools import partial
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.tile_names import patterns_of
+from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import Muon
@@ -175,7 +175,7 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Paramete
         return _adapter_counts(run, run.model, schedule, skeleton)
     if not isinstance(run.model, Layers):
         held = held_parameters(run.model, run.split, schedule, run.mesh)
-        patterns = patterns_of(run.model, run.tile)
+        patterns = tile_patterns(run.model, run.tile)
         units = unit_parameters(
             run.model,
             run.split,
@@ -224,7 +224,7 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
 
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
-    patterns = patterns_of(run.model, run.tile)
+    patterns = tile_patterns(run.model, run.tile)
     found = []
     for layers in model.stages(run.split, num_stages):
         groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]

@@ -18,7 +18,7 @@ from raypar.schedules.simulation.memory import traffic
 Sent = Counter[tuple[str, str]]
 
 
-def sent_bytes(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> dict[tuple[str, str], int]:
+def step_traffic(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> dict[tuple[str, str], int]:
     """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
 
     An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what

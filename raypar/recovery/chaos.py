@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import read_named, told
+from raypar.actors.files import checkpoint_errors, read_named
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
@@ -89,7 +89,7 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
         ConfigError: The file can't be read, or a field is wrong; lists all that is wrong.
     """
     try:
-        with told(f"chaos: {str(file)!r} can't be read"):
+        with checkpoint_errors(f"chaos: {str(file)!r} can't be read"):
             raw = read_named(Path(file), _MOST)
         plain = tomllib.loads(raw.decode())
     except CheckpointError as error:

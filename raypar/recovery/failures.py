@@ -55,7 +55,7 @@ class Failure:
     @classmethod
     def ending(cls, step: int, error: JobError, lost: float) -> Failure:
         """Return the failure that has ended a run in a step, counted from 1, and cost so many seconds until then."""
-        return cls(step, reason_of(error), (), step - 1, "", 0.0, lost, death_in(error), is_end=True)
+        return cls(step, failure_reason(error), (), step - 1, "", 0.0, lost, death_in(error), is_end=True)
 
 
 class Failures:
@@ -90,7 +90,7 @@ class Failures:
         if self._most and (is_foreseen or (death is not None and death.is_preempted)):
             return
         self._count += 1
-        what = reason_of(error)
+        what = failure_reason(error)
         self._same[step, what] += 1
         if self._count > self._most:
             if self._most:
@@ -106,14 +106,14 @@ def death_in(error: JobError) -> Death | None:
     return error.death if isinstance(error, ActorDiedError) else None
 
 
-def told(error: JobError) -> str:
+def failure_line(error: JobError) -> str:
     """Return in one line what failed and, of a process that died, why."""
     if (death := death_in(error)) is None:
-        return reason_of(error)
+        return failure_reason(error)
     why = str(death).partition(" Its log, ")[0].removesuffix(".")
-    return f"{reason_of(error)}: {why[0].lower()}{why[1:]}"
+    return f"{failure_reason(error)}: {why[0].lower()}{why[1:]}"
 
 
-def reason_of(error: JobError) -> str:
+def failure_reason(error: JobError) -> str:
     """Return what failed in one line, without what others saw of it, which differs from time to time."""
     return str(error).partition("\n")[0].partition("; seen from")[0]

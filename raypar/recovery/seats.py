@@ -23,7 +23,7 @@ class _Role(NamedTuple):
     inner: int
 
 
-def seats_of(before: World, after: World, present: Collection[int], others: Iterable[int]) -> list[int]:
+def rank_assignment(before: World, after: World, present: Collection[int], others: Iterable[int]) -> list[int]:
     """Choose who takes each rank of a layout. Whoever can stay where he is does, and so tensor groups stay together.
 
     Of fewer replicas, those stay of which most actors are there; their gaps are filled with actors of the others.

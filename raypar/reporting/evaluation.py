@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.reporting.loss_text import loss_text, metric_rows
-from raypar.reporting.notebook import box, table
+from raypar.reporting.notebook import box, notebook_table
 
 
 @dataclass(frozen=True)
@@ -88,4 +88,4 @@ class Evaluation:
             ("tokens", f"{self.tokens:,}"),
             ("time", f"{self.seconds:.1f} s"),
         ]
-        return box(table(rows))
+        return box(notebook_table(rows))

@@ -60,7 +60,7 @@ def forecast_of(
     return Forecast(step, found.source, found.step if is_known else None, peaks, better, drawn)
 
 
-def compared(forecast: Forecast, steps_ms: Sequence[float], peaks: Sequence[int]) -> list[Comparison]:
+def forecast_and_measured(forecast: Forecast, steps_ms: Sequence[float], peaks: Sequence[int]) -> list[Comparison]:
     """Hold a forecast against what steps have taken.
 
     Args:

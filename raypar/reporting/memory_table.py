@@ -14,7 +14,7 @@ from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of, size
-from raypar.reporting.notebook import box, table, unknown_actor
+from raypar.reporting.notebook import box, notebook_table, unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.schedule import Schedule
 
@@ -57,7 +57,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
 
     def _repr_html_(self) -> str:
         rows = [(actor, *(figures.get(kind, "") for kind in self._head)) for actor, figures in self.items()]
-        return box(table(rows, ("formula / measured", *self._heads)))
+        return box(notebook_table(rows, ("formula / measured", *self._heads)))
 
     @property
     def _head(self) -> list[str]:

@@ -23,7 +23,7 @@ def text_block(text: str) -> str:
     return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
 
 
-def table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
+def notebook_table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
     """Return a table as HTML; every cell is escaped.
 
     Args:
@@ -63,7 +63,7 @@ class Totals(dict[str, dict[tuple[str, str], LedgerEntry]]):
         return text_table([_COUNTED, *self._rows])
 
     def _repr_html_(self) -> str:
-        return box(table(self._rows, _COUNTED))
+        return box(notebook_table(self._rows, _COUNTED))
 
     def __missing__(self, actor: str) -> dict[tuple[str, str], LedgerEntry]:
         raise unknown_actor(actor, self)

@@ -116,7 +116,7 @@ class OverflowWarnings:
                 )
 
 
-def overflow_of(results: Sequence[StepResult], world: World, format: Format) -> Overflow | None:
+def joined_overflow(results: Sequence[StepResult], world: World, format: Format) -> Overflow | None:
     """Join the counts of the actors. What several actors hold alike counts once.
 
     Args:

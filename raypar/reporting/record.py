@@ -23,7 +23,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Moved, Report, ledger_of, timelines_of
-from raypar.reporting.run_folder.write import Folder, kept
+from raypar.reporting.run_folder.write import Folder, metrics_until
 from raypar.reporting.scale_warnings import ScaleWarnings
 from raypar.reporting.trackers.registry import sink_of
 from raypar.reporting.trackers.tracker import Sink
@@ -80,7 +80,7 @@ class Record:
         """Return the losses of the evaluations of the run's first steps that its folder has, by steps taken."""
         if run.folder is None:
             return {}
-        lines = map(json.loads, kept(absolute(run.folder) / METRICS, step).splitlines())
+        lines = map(json.loads, metrics_until(absolute(run.folder) / METRICS, step).splitlines())
         found = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
         return {step: float(loss) for step, loss in found.items()}  # "NaN" is a word there
 

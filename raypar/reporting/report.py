@@ -16,8 +16,8 @@ from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
 from raypar.planner.resource_needs import size
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
-from raypar.reporting.notebook import Totals, box, table
-from raypar.reporting.overflow import Overflow, overflow_of
+from raypar.reporting.notebook import Totals, box, notebook_table
+from raypar.reporting.overflow import Overflow, joined_overflow
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.passes.first_steps import first_steps
@@ -191,7 +191,7 @@ class Report:
             ("peak memory", _sizes(self.peak_memory)),
             *((f"of which {kind}", _sizes(sizes)) for kind, sizes in self.memory.items()),
         ]
-        return box(table(rows))
+        return box(notebook_table(rows))
 
     def _times(self) -> list[tuple[str, str]]:
         return [
@@ -260,7 +260,7 @@ def report_of(
         loss_scale=next((result.scale for result in results if result.scale is not None), None),
         skipped=any(result.is_skipped for result in results),
         unreached=tuple(dict.fromkeys(name for result in results for name in result.unreached)),
-        overflow=overflow_of(results, world, watched),
+        overflow=joined_overflow(results, world, watched),
         aux_by_layer=losses_of_layers(results, world),
         loads=loads_of(results),
         shadows=shadows_of(results),

@@ -25,12 +25,12 @@ from raypar.actors.specs.worlds import world_of
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
-from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, cautions, misfits
+from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
 from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
-from raypar.reporting.forecasting import compared, forecast_of
+from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -114,7 +114,7 @@ def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
         return
     if calibration is not None:
         is_used = prediction.source == FROM_CALIBRATION
-        if why := cautions(calibration) if is_used else "; ".join(misfits(run, calibration)):
+        if why := cautions(calibration) if is_used else "; ".join(calibration_misfits(run, calibration)):
             yield why
 
 
@@ -279,7 +279,7 @@ def closing_rows(
     measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
     skipped = sum(report.skipped for report in reports)
     since = f" in this session, after step {reports[0].step:,}" if reports[0].step else ""
-    step_time, *peaks = compared(forecast, [report.step_ms for report in steady], memory)
+    step_time, *peaks = forecast_and_measured(forecast, [report.step_ms for report in steady], memory)
     return [
         ("steps", f"{len(reports):,}{since}" + (f", of which {skipped:,} skipped" if skipped else "")),
         ("train loss", loss_text(last.loss)),
@@ -330,14 +330,14 @@ def _expert_rows(reports: Sequence[Report]) -> Rows:
     return rows
 
 
-def brief(spec: Any) -> str:
+def model_in_brief(spec: Any) -> str:
     """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
     told = []
     for each in fields(spec):
         value = getattr(spec, each.name)
         usual = each.default if each.default_factory is MISSING else each.default_factory()
         if is_dataclass(value):
-            told.append(f"{each.name}={brief(value)}")
+            told.append(f"{each.name}={model_in_brief(value)}")
         elif callable(value):
             told.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
         elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
@@ -357,7 +357,7 @@ def job_told(run: Run, device: str, taken: int, last: Report | None, failure: st
     """
     over = f", over: {failure}" if failure is not None else ""
     loss = f", loss {loss_text(last.loss)} in step {last.step + 1}" if last is not None else ""
-    head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{brief(run.model)}"
+    head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{model_in_brief(run.model)}"
     return f"{head}\n{steps_told(taken, run.steps)}{loss}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypar.actors.specs.results import Located, Progress, Span
-from raypar.reporting.notebook import box, table
+from raypar.reporting.notebook import box, notebook_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.float_sum import float_sum
@@ -48,7 +48,7 @@ class Whereabouts(list[Actor]):
         return "\n".join(lines(["actor", *(one.actor for one in self)], padded))
 
     def _repr_html_(self) -> str:
-        return box(table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))
+        return box(notebook_table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))
 
 
 def actor_of(label: str, at: Located | None, progress: Progress | None, events: Sequence[Span]) -> Actor:
@@ -81,7 +81,7 @@ def without_rank(at: Located | None) -> Actor:
     )
 
 
-def missing(*, has_room: bool) -> Actor:
+def lost_actor_row(*, has_room: bool) -> Actor:
     """Describe an actor that is lost, and for which another one starts if a node has room."""
     return Actor("missing", "", 0, 0, "starts" if has_room else "no room", 0, {})
 

@@ -20,7 +20,7 @@ from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.manifest import Step
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 from raypar.config.toml import plain_of
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -119,7 +119,7 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
         raise ConfigError(
             [
                 f"{str(path)!r} is no recording of this raypar's: "
-                f"{'.'.join(map(str, one['loc']))} is {brief(one['input'])}: {one['msg']}"
+                f"{'.'.join(map(str, one['loc']))} is {short_repr(one['input'])}: {one['msg']}"
                 for one in error.errors(include_url=False)
             ]
         ) from error
@@ -131,14 +131,14 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
 def _odd(about: Recorded, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the reasons why no stage can have made such a recording."""
     if about.format != _FORMAT:
-        yield f"it is {brief(about.format)}"
+        yield f"it is {short_repr(about.format)}"
     if list(about.layers) != sorted(set(about.layers)):
-        yield f"its layers are {brief(list(about.layers))}"
+        yield f"its layers are {short_repr(list(about.layers))}"
     done = set[str]()
     for action in about.actions:
         known = _ACTION.fullmatch(action) and action not in done
         if not known or (action[0] == "B" and f"F{action[1:]}" not in done):
-            yield f"its actions are {brief(list(about.actions))}"
+            yield f"its actions are {short_repr(list(about.actions))}"
             return
         if action[0] == "F" and f"{action}/inputs/0" not in tensors:
             yield f"it has no inputs of {action}"

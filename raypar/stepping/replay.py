@@ -19,10 +19,10 @@ from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.tensors import Values
 from raypar.config.arguments import checked_arguments
-from raypar.config.fields import brief, field_faults
+from raypar.config.fields import field_faults, short_repr
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
-from raypar.schedules.schedule import first_of
+from raypar.schedules.schedule import first_faults
 from raypar.stepping.recording import Recorded, read_recording
 
 Tensors = Mapping[str, Tensor]
@@ -111,7 +111,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
         return spec
     if model is None:
         raise ConfigError(
-            [f"the recording is of your own modules, {brief(recorded.model['fn'])}: give model=Layers(...)"]
+            [f"the recording is of your own modules, {short_repr(recorded.model['fn'])}: give model=Layers(...)"]
         )
     return model
 
@@ -120,15 +120,15 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
     """Build the stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
     model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
-        layers = brief(list(recorded.layers))
+        layers = short_repr(list(recorded.layers))
         raise ConfigError([f"the recording is of the layers {layers}: the model has {len(model.names)}"])
     shapes = {
         f"state/{model.names[layer]}.{inner}": tensor
         for layer in recorded.layers
         for inner, tensor in model.skeleton[layer].state_dict().items()
     }
-    faults = first_of(
-        f"{brief(name.removeprefix('state/'))} is {_spelled(tensors.get(name))} in the recording, "
+    faults = first_faults(
+        f"{short_repr(name.removeprefix('state/'))} is {_spelled(tensors.get(name))} in the recording, "
         f"{_spelled(tensor)} in the model"
         for name, tensor in shapes.items()
         if _spelled(tensors.get(name)) != _spelled(tensor)

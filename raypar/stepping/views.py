@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
-from raypar.reporting.notebook import box, table
+from raypar.reporting.notebook import box, notebook_table
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
@@ -74,7 +74,7 @@ class State(tuple["ActorContents", ...]):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
-        return box(table([(held.actor, *_cells(held)) for held in self], ("MiB", *_HEAD)))
+        return box(notebook_table([(held.actor, *_cells(held)) for held in self], ("MiB", *_HEAD)))
 
 
 def _cells(held: ActorContents) -> tuple[str, ...]:

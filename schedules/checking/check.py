@@ -10,7 +10,7 @@ from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.checking.replica_rules import replica_faults
 from raypar.schedules.checking.rows import RowCheck
 from raypar.schedules.checking.validation_rules import validation_faults
-from raypar.schedules.checking.version_rules import version_faults
+from raypar.schedules.checking.version_rules import version_rule_faults
 from raypar.schedules.known_rules import KnownEdges
 from raypar.schedules.rules import gathers, partner
 from raypar.schedules.schedule import Schedule
@@ -72,7 +72,7 @@ def check(
         row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
         reduced.append(row.reduced)
-        faults += version_faults(schedule, rank, max_versions)
+        faults += version_rule_faults(schedule, rank, max_versions)
     faults += [*validation_faults(schedule), *_unreduced(schedule, reduced)]
     if faults:
         raise CheckError.of(schedule, faults)

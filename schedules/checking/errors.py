@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raypar.schedules.drawing.cells import excerpt
-from raypar.schedules.schedule import MOST_SHOWN, Schedule, ScheduleError, first_of
+from raypar.schedules.schedule import MOST_SHOWN, Schedule, ScheduleError, first_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CheckError(ScheduleError):
         among = {rank for rank, _ in circle} if len(faults) == 1 else None
         count = "a rule" if len(faults) == 1 else f"{len(faults)} rules"
         text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells, among)]
-        text += first_of(fault.told(schedule.label(fault.rank)) for fault in faults)
+        text += first_faults(fault.told(schedule.label(fault.rank)) for fault in faults)
         return cls("\n".join(text), faults)
 
     @property

@@ -14,7 +14,7 @@ from raypar.schedules.versions import Versions
 _RULE = "versions"
 
 
-def version_faults(schedule: Schedule, rank: int, most: int | None = None) -> Iterator[Fault]:
+def version_rule_faults(schedule: Schedule, rank: int, most: int | None = None) -> Iterator[Fault]:
     """Yield where a row of an asynchronous schedule breaks the rules of updates and versions.
 
     Args:

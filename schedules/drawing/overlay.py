@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import save
-from raypar.schedules.drawing.svg import picture
+from raypar.schedules.drawing.svg import timelines_svg
 from raypar.schedules.drawing.text import WIDTH, grid, milliseconds, summary
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
 from raypar.schedules.timeline import Timeline
@@ -49,7 +49,7 @@ class Overlay:
 
     def svg(self) -> str:
         """Draw the overlay as standalone SVG."""
-        return picture(self._named, self.titles, milliseconds)
+        return timelines_svg(self._named, self.titles, milliseconds)
 
     def text(self, width: int | None = WIDTH) -> str:
         """Draw the overlay as text.

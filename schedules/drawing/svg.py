@@ -83,11 +83,11 @@ def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, c
     """
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
-        return picture({"": timeline}, [summary(timeline, in_slots=True)], None, done=done, cursor=cursor)
-    return picture({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
+        return timelines_svg({"": timeline}, [summary(timeline, in_slots=True)], None, done=done, cursor=cursor)
+    return timelines_svg({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
 
 
-def picture(
+def timelines_svg(
     timelines: Mapping[str, Timeline],
     headings: Sequence[str],
     spelled: Callable[[float], str] | None = None,

@@ -8,7 +8,7 @@ from math import isfinite
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.float_sum import float_sum
-from raypar.schedules.generators.critical_path import Timed, shortened, timed
+from raypar.schedules.generators.critical_path import Timed, action_ends, postpone_weight_gradients
 from raypar.schedules.generators.dual_pipe import dualpipe_v
 from raypar.schedules.generators.entry import Sizes
 from raypar.schedules.generators.interleaved import interleaved, zb_interleaved
@@ -141,14 +141,14 @@ def automatic(
     best: Timed | None = None
     left = _BUDGET
     for rows in _candidates(ranks, num_microbatches, cost, costs.link, memory):
-        found = timed(rows, ranks, cost, costs.link)
+        found = action_ends(rows, ranks, cost, costs.link)
         if best is None or found.length(flush=flush) < best.length(flush=flush) * (1 - _ROUNDING):
             best = found
         left -= 2 * sum(map(len, rows))
         if left < 0 or best.length(flush=flush) <= least * (1 + _ROUNDING):
             break
     assert best is not None
-    found = shortened(best, cost, costs.link, memory, flush=flush, budget=_BUDGET)
+    found = postpone_weight_gradients(best, cost, costs.link, memory, flush=flush, budget=_BUDGET)
     return Schedule.of(name, found.rows)
 
 

@@ -39,7 +39,7 @@ class Timed:
         return self.makespan if flush else max(self.spans)
 
 
-def timed(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -> Timed:
+def action_ends(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -> Timed:
     """Compute when each action of rows ends, every one as early as it can.
 
     Args:
@@ -91,7 +91,9 @@ def _need(action: Action, last: int, ends: dict[Action, float]) -> Action | None
     return whole if whole in ends else Action(stage + 1, Op.I, microbatch)
 
 
-def shortened(found: Timed, cost: Cost, link: float, memory: RankMemory, *, flush: bool, budget: int) -> Timed:
+def postpone_weight_gradients(
+    found: Timed, cost: Cost, link: float, memory: RankMemory, *, flush: bool, budget: int
+) -> Timed:
     """Move W off the critical path, one after the other, as long as that makes the step no longer.
 
     Where several paths are equally long, a move alone makes nothing shorter. A W only moves towards the end of its row,
@@ -119,7 +121,7 @@ def shortened(found: Timed, cost: Cost, link: float, memory: RankMemory, *, flus
             if (number, tuple(row)) in refused or not memory.allows(row):
                 continue
             left -= sum(map(len, found.rows))
-            other = timed([*found.rows[:number], row, *found.rows[number + 1 :]], found.placement, cost, link)
+            other = action_ends([*found.rows[:number], row, *found.rows[number + 1 :]], found.placement, cost, link)
             if other.length(flush=flush) <= found.length(flush=flush) * (1 + _ROUNDING):
                 found, moved = other, True
                 break

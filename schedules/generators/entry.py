@@ -124,7 +124,7 @@ class Entry:
         if default_chunks is None:
             default_chunks = third.default if third is not None and isinstance(third.default, int) else 1
         if sizes is None:
-            hint = f"leave chunks out, or give {name_of(generate)} a third parameter num_chunks"
+            hint = f"leave chunks out, or give {qualified_name(generate)} a third parameter num_chunks"
             sizes = Sizes(max_chunks=None) if third is not None else Sizes(default_chunks, default_chunks, hint=hint)
         return cls(generate, summary, sizes, default_chunks, forward_only, is_stream)
 
@@ -175,7 +175,7 @@ class Entry:
             fix = "an asynchronous schedule has at least one step, set steps to 1 or more"
             raise ScheduleError(f"schedule {name!r} cannot be made: steps={further}: {fix}")
         told = (ranks, microbatches) if third is None else (ranks, microbatches, further)
-        call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
+        call = f"{qualified_name(self.generate)}({', '.join(map(str, told))})"
         try:
             asked: dict[str, Any] = {"costs": costs} if self.takes_costs else {}
             asked |= {"replicas": replicas} if replicas and self.takes_replicas else {}
@@ -186,7 +186,7 @@ class Entry:
                 made = f"schedule {name!r} cannot be made: "
                 raise ScheduleError(made + str(error).removeprefix(made)) from None
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
-            raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
+            raise ScheduleError(f"schedule {name!r}: {call} {exception_phrase(error, file)}") from error
         wrong = _wrong_sizes(schedule, ranks, microbatches, stages_a_rank, further if self.is_stream else None)
         if wrong:
             fix = self._right_rows(stages_a_rank, further)
@@ -244,16 +244,16 @@ def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:
         fix = (
             "write it as a function of (num_ranks, num_microbatches), and num_chunks if it takes several stages a rank"
         )
-        raise ScheduleError(f"{name_of(generate)} can't generate schedules ({error}): {fix}") from error
+        raise ScheduleError(f"{qualified_name(generate)} can't generate schedules ({error}): {fix}") from error
     return placed[2] if len(placed) > 2 else None
 
 
-def name_of(function: object) -> str:
+def qualified_name(function: object) -> str:
     """Return a function's qualified name, or its repr if it has none."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def failure(error: BaseException, file: str | None) -> str:
+def exception_phrase(error: BaseException, file: str | None) -> str:
     """Describe an exception in one phrase, for an error message.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raypar.actors.errors import trace
+from raypar.actors.errors import user_traceback
 
 
 class Broken(nn.Module):
@@ -17,7 +17,7 @@ def traced(call, *args):
     try:
         call(*args)
     except Exception:
-        return trace()
+        return user_traceback()
     raise AssertionError("nothing was raised")
 
 

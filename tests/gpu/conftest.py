@@ -14,7 +14,7 @@ from raypar.actors.collective.gpu import ring
 from tests.gpu.ops import together
 
 HERE = Path(__file__).parent
-CLASSES = {"nccl": (nccl.NcclGroup, nccl.is_available), "cupy": (cupy_nccl.CupyGroup, cupy_nccl.is_available)}
+CLASSES = {"nccl": (nccl.NcclGroup, nccl.has_torch_nccl), "cupy": (cupy_nccl.CupyGroup, cupy_nccl.has_cupy_nccl)}
 
 
 def pytest_collection_modifyitems(items):

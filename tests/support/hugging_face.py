@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raypar.checkpoint import Save, manifest_of, verified
-from raypar.checkpoint.base import base_of
+from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.config.toml import plain_of
 from tests.support.threads import in_threads
@@ -104,7 +104,9 @@ def checkpoint_of(team, folder, step=1):
         written = team.each(lambda actor: actor.write(str(save.path)))
         assert not [one for one in written if isinstance(one, Exception)]
         shards = [one for one in written if one is not None]
-        path = save.commit(manifest_of(step, team.run.seed, plain_of(team.run), shards, base_of(team.run)))
+        path = save.commit(
+            manifest_of(step, team.run.seed, plain_of(team.run), shards, base_weights_fingerprint(team.run))
+        )
     return VerifiedCheckpoint(path, verified(path))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.relayout.handover import Handover
-from raypar.actors.relayout.moves import moves_between, sent_bytes
+from raypar.actors.relayout.moves import bytes_between, moves_between
 from tests.support.team import Team
 from tests.support.threads import in_threads
 
@@ -37,5 +37,5 @@ def relaid(team, run, seats=None):
     in_threads(range(count), passed)
     after.each(lambda actor: actor.member.state.adopt(given[seats[after.all.index(actor)]].read) or True)
     sent = sum(entry.bytes for group in groups for (_, op), entry in group.ledger.entries().items() if op == "send")
-    assert sent == sent_bytes(moves, sizes), "what the ledger counts is what was planned"
+    assert sent == bytes_between(moves, sizes), "what the ledger counts is what was planned"
     return after, moves, sizes

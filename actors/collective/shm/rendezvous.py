@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from raypar.actors.collective.exchange import exchange, left, ranks
+from raypar.actors.collective.exchange import gather_objects, left, ranks
 from raypar.actors.collective.shm.links import PeerConnection
 from raypar.actors.process_identity import own_identity
 
@@ -132,7 +132,7 @@ def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "
             listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listener.bind(f"\0{own.name}")
             listener.listen(size + _WAITING)
-        members = exchange(store, rank, size, json.dumps(own).encode(), seconds)
+        members = gather_objects(store, rank, size, json.dumps(own).encode(), seconds)
         made.pop_all()
     return Introduction(rank, [Registration(*json.loads(member)) for member in members], listener)
 

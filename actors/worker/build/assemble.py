@@ -17,14 +17,14 @@ from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
-from raypar.actors.home import home_of
+from raypar.actors.home import storage_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.frozen import first_learning
 from raypar.actors.models.skips import stage_skips
 from raypar.actors.models.tied_weights import ties_of
-from raypar.actors.models.tile_names import patterns_of
+from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
@@ -63,7 +63,7 @@ def build_part(
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
     run, world = plan.run, plan.world
-    model = model_of(run)
+    model = unweighted_model(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
@@ -73,10 +73,10 @@ def build_part(
     if is_expert := world.is_expert(plan.rank):
         same = {}  # it has nothing of the layers that share weights
     owners = owners_of(plan, model, groups, server)
-    home = home_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
+    home = storage_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
     layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
-    overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
+    overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
     shared = _shared(modules.values())
     first, borders = _borders(run, model, parts, is_expert=is_expert)
     stages = {
@@ -125,13 +125,13 @@ def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
     return frozenset(parameter for parameter, count in places.items() if count > 1)
 
 
-def model_of(run: Run) -> Model:
+def unweighted_model(run: Run) -> Model:
     """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
-    model, patterns = build_model(run.model, run.seed), patterns_of(run.model, run.tile)
+    model, patterns = build_model(run.model, run.seed), tile_patterns(run.model, run.tile)
     return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
 
 
-def overflow_of(plan: ActorPlan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
+def overflow_watch(plan: ActorPlan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
     """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
     if not plan.run.overflow_every:
         return None

@@ -15,7 +15,7 @@ from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
 from raypar.actors.home import DeviceHome, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
-from raypar.actors.models.tied_weights import share
+from raypar.actors.models.tied_weights import tie_parameters
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
@@ -78,7 +78,7 @@ class LayerMaker:
             weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:
             self._some([index for part in parts.values() for index in part])
-        share(self._model, self._modules, same)
+        tie_parameters(self._model, self._modules, same)
         return self._modules, weights
 
     def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:

@@ -12,7 +12,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
 from raypar.actors.device import ComputeDevice
-from raypar.actors.errors import ActionError, StaleError, described, trace
+from raypar.actors.errors import ActionError, StaleError, described, user_traceback
 from raypar.actors.mesh.memberships import Membership, memberships
 from raypar.actors.mesh.world import World
 from raypar.actors.models.tied_weights import Ends
@@ -186,7 +186,7 @@ class RankContext:
             group.abort()
         if not isinstance(error, GroupError):
             follows = isinstance(error, OtherInputsError)
-            return ActionError(self.label, action, peer, described(error), follows, "" if follows else trace())
+            return ActionError(self.label, action, peer, described(error), follows, "" if follows else user_traceback())
         groups = memberships(self.world, self.plan.rank)
         joined = next((one for one in groups if self._is_of(one, error)), None)
         if joined is None or peer is not None:

@@ -225,7 +225,7 @@ class SnapshotKeeper:
         return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})
 
 
-def kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
+def keeper_of(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
     """Return the keeper of an actor. Raises RuntimeError if it has none."""
     if keeper is None:
         raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")

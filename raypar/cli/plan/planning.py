@@ -17,12 +17,12 @@ from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.cli.plan.zero_levels import compared, placed
-from raypar.cli.words.output_files import file_faults, whole_file
+from raypar.cli.plan.zero_levels import placed, zero_levels_table
+from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import RACK, Node, place, told
+from raypar.cluster.placement import RACK, Node, place, placement_lines
 from raypar.config.fields import FieldFault
 from raypar.config.run import check_run, unrecorded
 from raypar.config.toml import changed_of, toml_of
@@ -31,10 +31,19 @@ from raypar.planner.calibrated.calibration_file import calibration_faults, calib
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import ReadCluster, cluster_from, cluster_of
 from raypar.planner.hardware.this_machine import num_slots, starts_own_ray
-from raypar.planner.prediction import from_calibration, misfits, why_uncalibrated
+from raypar.planner.prediction import calibration_misfits, from_calibration, why_uncalibrated
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.search.advice import advice
-from raypar.planner.search.explained import SHOWN, duration, lost, memory_told, missing, picture, reasons, table
+from raypar.planner.search.explained import (
+    SHOWN,
+    lost,
+    memory_told,
+    mesh_table,
+    reasons,
+    step_bars,
+    three_digit_seconds,
+    what_is_missing,
+)
 from raypar.planner.search.given_axes import axis_faults
 from raypar.planner.search.ranking import ALIKE, Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space
@@ -74,7 +83,7 @@ class PlanArgs(RunArgs):
     """file for the best layout, which raypar train takes; overwritten if it exists"""
 
 
-def plan(words: Sequence[str]) -> str:
+def run_plan(words: Sequence[str]) -> str:
     """Run ``raypar plan``. Raises ConfigError if there are faults."""
     what = "Say what a run takes at each level of ZeRO, or with --gpus rank the layouts of its model on a cluster."
     parsed = parse(PlanArgs, words, "plan", what, "gpt-small")
@@ -91,7 +100,7 @@ def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[FieldFault]) -> str:
     named = [FieldFault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
     check_run(run, wrong=[*wrong, *named])
     takes = "" if run.resources == Resources() else f"each actor takes {run.resources}\n\n"
-    found = f"{takes}{compared(run)}"
+    found = f"{takes}{zero_levels_table(run)}"
     return found if starts_own_ray() else f"{found}\n\n{placed(run)}"
 
 
@@ -130,7 +139,7 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
 
     def price(run: Run) -> float | None:
         """Return the seconds of a step; None if the calibration is not of such runs."""
-        if misfits(run, calibration):
+        if calibration_misfits(run, calibration):
             return None
         schedule = check_run(run)["train"]
         return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration).step
@@ -168,7 +177,7 @@ def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[
     if args.gpus is not None and args.cluster is not None:
         yield "--gpus and --cluster both say how many devices there are: leave one out"
     yield from calibration_faults(args.calibration)
-    yield from file_faults("--out", args.out)
+    yield from output_file_faults("--out", args.out)
 
 
 def _cluster(args: PlanArgs) -> ReadCluster:
@@ -203,7 +212,7 @@ def _planned(
     ranking = ranked(run, model, cluster, space, price=price)
     tokens = space.batch * model.seq
     if not ranking.best:
-        without, faults = ranking, [*missing(ranking, cluster.size)]
+        without, faults = ranking, [*what_is_missing(ranking, cluster.size)]
         if offloads:
             ranking = ranked(replace(run, offload=_OFFLOAD), model, cluster, space, price=price)
             faults = [f"{fault}; nor does one with --offload {_OFFLOAD}" for fault in faults]
@@ -215,14 +224,18 @@ def _planned(
     many = short_count(num_parameters(model))
     yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
     yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_told(ranking)}:"
-    yield from ("", *table(ranking), "")
+    yield from ("", *mesh_table(ranking), "")
     how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"
-    yield f"the best step takes {duration(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s"
+    yield f"the best step takes {three_digit_seconds(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s"
     if not best.calibrated:
         yield _basis(cluster)
     closed = best.step.seconds
-    yield "of an actor" + f", in closed form {duration(closed)}" * (abs(closed / best.seconds - 1) > ALIKE) + ":"
-    yield from picture(best)
+    yield (
+        "of an actor"
+        + f", in closed form {three_digit_seconds(closed)}" * (abs(closed / best.seconds - 1) > ALIKE)
+        + ":"
+    )
+    yield from step_bars(best)
     if price is not None and not best.calibrated:
         yield f"not from the calibration: {why_uncalibrated(best.run)}"
     yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
@@ -279,7 +292,7 @@ def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
         Node(str(index), f"node {index}", f"node {index}", has, has, {RACK: _rack(index, cluster)})
         for index in range(cluster.nodes)
     ]
-    lines = [*told(world, place(world, nodes, ActorResources("cuda", 1.0)), nodes)]
+    lines = [*placement_lines(world, place(world, nodes, ActorResources("cuda", 1.0)), nodes)]
     yield from lines[:_NODES_TOLD]
     if len(lines) > _NODES_TOLD:
         yield f"... and {len(lines) - _NODES_TOLD} more nodes in the same way"

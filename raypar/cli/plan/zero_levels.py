@@ -13,7 +13,7 @@ from raypar.errors import ConfigError
 from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_told, counts_of, kinds_of, size
-from raypar.planner.traffic import sent_bytes
+from raypar.planner.traffic import step_traffic
 from raypar.reporting.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
@@ -22,7 +22,7 @@ from raypar.schedules.drawing.text import milliseconds
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
-def compared(run: Run) -> str:
+def zero_levels_table(run: Run) -> str:
     """Compare a run with the same run at the other levels of ZeRO.
 
     Args:
@@ -92,6 +92,6 @@ def _column(run: Run) -> Rows:
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
-    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+    for (axis, op), sent in step_traffic(run, world, counts, schedule).items():
         rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

@@ -12,14 +12,14 @@ from typing import Annotated
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.schedules.gallery import MOST_ACTIONS, picture
-from raypar.cli.words.arguments import parsed
-from raypar.cli.words.output_files import file_faults, whole_file
+from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_picture
+from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import Loaded, schedule_entry, takes_costs
 from raypar.errors import ConfigError
 from raypar.paths import holds_run
-from raypar.reporting.html.markup import NUMBER, document, element, joined, note, section, table
+from raypar.reporting.html.markup import NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.action import SENDS
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.text import plain
@@ -72,7 +72,7 @@ class CompareArgs(SizeArgs):
         wrong = [
             *(few if len(self.schedules) < 2 else []),
             *cost_faults({name: getattr(self, name) for name in ("f", "b", "i", "w", "link")}),
-            *file_faults("--out", self.out),
+            *output_file_faults("--out", self.out),
         ]
         return wrong and [*wrong, *_unloaded(self)]
 
@@ -131,7 +131,7 @@ def compare(words: Sequence[str]) -> str:
         ConfigError: A flag or a schedule is wrong, or the file can't be written.
     """
     what = "Compare schedules: how long they take, what they hold, keep and send, and where their rows differ."
-    args = parsed(CompareArgs(), words, "compare", what)
+    args = parse_command(CompareArgs(), words, "compare", what)
     sides, faults = list[Side](), list[str]()
     for word in args.schedules:
         try:
@@ -249,7 +249,7 @@ def _page(args: CompareArgs, sides: Sequence[Side]) -> str:
     costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g} for all layers of a rank, link {args.link:g}"
     unlike = [note(f"{text[0].upper()}{text[1:]}.") for text in _unlike(sides)]
     heads, kinds = ("", *(side.word for side in sides)), ("", *(NUMBER for _ in sides))
-    head = section("Side by side", *unlike, table(heads, _rows(sides), kinds), note(f"{costs}."))
+    head = section("Side by side", *unlike, html_table(heads, _rows(sides), kinds), note(f"{costs}."))
     told = [section(name, element("ul", *(element("li", line) for line in body))) for name, body in _told(sides)]
-    drawn = [section(side.word, picture(side.timeline)) for side in sides]
-    return document(title, joined(element("h1", title), head, *told, *drawn))
+    drawn = [section(side.word, timeline_picture(side.timeline)) for side in sides]
+    return document(title, concatenated(element("h1", title), head, *told, *drawn))

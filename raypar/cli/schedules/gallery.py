@@ -9,10 +9,20 @@ from typing import Annotated
 
 import tyro
 
-from raypar.cli.words.arguments import parsed
-from raypar.cli.words.output_files import file_faults, whole_file
+from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import cost_faults
-from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
+from raypar.reporting.html.markup import (
+    NUMBER,
+    VALUE,
+    Markup,
+    concatenated,
+    document,
+    element,
+    html_table,
+    note,
+    section,
+)
 from raypar.schedules.catalog import CATALOG, build
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.svg import svg
@@ -60,7 +70,7 @@ class GalleryArgs:
             fixes = [f"{number} {name} at most" for name, number in most.items() if number] or ["fewer of both"]
             told = f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw"
             wrong.append(f"{told}: use {' or '.join(fixes)}")
-        return [*wrong, *file_faults("--out", self.out)]
+        return [*wrong, *output_file_faults("--out", self.out)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def gallery(words: Sequence[str]) -> str:
     Raises:
         ConfigError: A flag is wrong, or the file can't be written.
     """
-    args = parsed(
+    args = parse_command(
         GalleryArgs(), words, "gallery", "Show all schedules side by side: how long they take, what they hold."
     )
     found = [one for name in CATALOG if not CATALOG[name].forward_only for one in _shown(name, args)]
@@ -145,11 +155,15 @@ def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
         "microbatches whose activations a rank holds."
     )
     rows = [(one.name, *one.cells) for one in found]
-    head = section("Side by side", table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(told))
-    drawn = [section(one.name, note(one.what), picture(one.timeline)) for one in found if one.timeline is not None]
-    return document(title, joined(element("h1", title), head, *drawn))
+    head = section(
+        "Side by side", html_table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(told)
+    )
+    drawn = [
+        section(one.name, note(one.what), timeline_picture(one.timeline)) for one in found if one.timeline is not None
+    ]
+    return document(title, concatenated(element("h1", title), head, *drawn))
 
 
-def picture(timeline: Timeline) -> Markup:
+def timeline_picture(timeline: Timeline) -> Markup:
     """Draw a timeline for a page; a wide one scrolls."""
     return element("div", Markup(svg(timeline)), class_="wide")

@@ -64,7 +64,7 @@ def placements(
     return [_measured(flags, place(schedule), costs, *sizes) for flags, place in _every(schedule)]
 
 
-def table(found: Sequence[GatherPlacement]) -> str:
+def placement_table(found: Sequence[GatherPlacement]) -> str:
     """Format placements as a table: a line for each."""
     rows = [_HEAD, *map(_cells, found)]
     shown = len(_HEAD) if any(one.peak for one in found) else len(_HEAD) - 1

@@ -15,8 +15,8 @@ import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.schedules.fleet_table import fleet_figures, fleet_told
-from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placements, table
-from raypar.cli.words.arguments import parsed
+from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placement_table, placements
+from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
@@ -227,7 +227,7 @@ def measure(words: Sequence[str]) -> str:
         told += f", UNSHARD {args.unshard:g}" if args.gather else ""
         told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
         text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
-        text = f"{text}\n\n{table(compared)}" if compared else text
+        text = f"{text}\n\n{placement_table(compared)}" if compared else text
         return text if fleet is None else f"{text}\n\n{fleet_told(fleet)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
@@ -265,7 +265,7 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
     known = "\n".join(f"  {name:<14} {entry.summary}" for name, entry in CATALOG.items())
     missing = f"a schedule is missing: give raypar {command} a name, such as 1f1b, or FILE.csv or FILE.py:FUNCTION"
     try:
-        return parsed(kind(""), words, command, f"{what}\n\nSchedules:\n{known}", missing)
+        return parse_command(kind(""), words, command, f"{what}\n\nSchedules:\n{known}", missing)
     except ConfigError as error:
         raise ScheduleError("\n".join(error.faults)) from error
 

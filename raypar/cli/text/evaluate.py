@@ -16,7 +16,7 @@ from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.train.resuming import checkpoint_or_folder, its_run
-from raypar.cli.words.arguments import given, parsed
+from raypar.cli.words.arguments import given, parse_command
 from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -67,7 +67,7 @@ def evaluate(words: Sequence[str]) -> Rows:
         ConfigError: There are mistakes. No actor was started.
         JobError: An actor failed.
     """
-    args = parsed(EvalArgs(), words, "eval", _WHAT)
+    args = parse_command(EvalArgs(), words, "eval", _WHAT)
     run, found = evaluated(args)
     from raypar.job.launch import launch  # imports torch and Ray
 

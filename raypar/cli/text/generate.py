@@ -22,7 +22,7 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.text.conversation import Conversation
 from raypar.cli.train.resuming import checkpoint_or_folder, its_run
-from raypar.cli.words.arguments import given, parsed
+from raypar.cli.words.arguments import given, parse_command
 from raypar.config.hugging_face import HF
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
@@ -126,7 +126,7 @@ def generate(words: Sequence[str], say: Say) -> None:
         ConfigError: There are mistakes. No actor was started, or nothing was generated.
         JobError: An actor failed.
     """
-    args = parsed(GenerateArgs(), words, "generate", _GENERATE)
+    args = parse_command(GenerateArgs(), words, "generate", _GENERATE)
     source, *prompts = args.words
     with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
         run, found, tokenizer = run_on(source, args, Path(folder))
@@ -156,7 +156,7 @@ def chat(words: Sequence[str], say: Say, read: Callable[[], str]) -> None:
         ConfigError: There are mistakes. No actor was started.
         JobError: An actor failed.
     """
-    args = parsed(ChatArgs(), words, "chat", _CHAT)
+    args = parse_command(ChatArgs(), words, "chat", _CHAT)
     with tempfile.TemporaryDirectory(prefix="raypar-") as folder:
         run, found, tokenizer = run_on(args.words[0], args, Path(folder))
         seq = _seq(run)

@@ -17,7 +17,7 @@ from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
 from raypar.cli.words.parsing import parse, values_of
-from raypar.config.finetuning import finetuning, lasting, settings_of, shortened
+from raypar.config.finetuning import finetuning, lasting, settings_of, shortened_positions
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
         return train(left, terminal, start)  # which raises them, with all else that is wrong
     steps = flags.args.steps if [*values_of("--steps", left)] else None
     convert_data(flags.args.run())
-    if (notice := shortened(flags.args.run())) is not None:
+    if (notice := shortened_positions(flags.args.run())) is not None:
         log.warning("%s", notice)
     long = lasting(flags.args.run(), steps)
     start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))

@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.words.parsing import values_of
 from raypar.config.toml import recorded_run
 from raypar.errors import ConfigError
-from raypar.paths import CHECKPOINTS, absolute, holds_run, home_of
+from raypar.paths import CHECKPOINTS, absolute, holds_run, run_folder_of
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def checkpoint_or_folder(source: str, *, ema: bool) -> VerifiedCheckpoint | None
 
 def its_run(found: VerifiedCheckpoint) -> Run:
     """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
-    run, home = recorded_run(found.manifest.run), home_of(found.path)
+    run, home = recorded_run(found.manifest.run), run_folder_of(found.path)
     return run if home is None else replace(run, folder=str(home))
 
 
-def misfits(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_sound: bool) -> list[str]:
+def resume_faults(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_sound: bool) -> list[str]:
     """Return why a run cannot go on from a checkpoint or from what is in its folder; log what it changes.
 
     Args:
@@ -109,7 +109,7 @@ def misfits(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_s
 def _holds_another(run: Run, begun: VerifiedCheckpoint | None) -> bool:
     """Return whether the folder of a run holds another one already, which is a fault of the run itself."""
     folder = None if run.folder is None else absolute(run.folder)
-    return folder is not None and holds_run(folder) and (begun is None or home_of(begun.path) != folder)
+    return folder is not None and holds_run(folder) and (begun is None or run_folder_of(begun.path) != folder)
 
 
 def finished(begun: VerifiedCheckpoint, steps: int, words: Sequence[str]) -> str:

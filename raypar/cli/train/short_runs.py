@@ -14,7 +14,7 @@ from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import check_run, unrecorded
 from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import ConfigError
-from raypar.planner.hardware.this_machine import room_faults
+from raypar.planner.hardware.this_machine import actor_count_faults
 
 if TYPE_CHECKING:
     from raypar.parity.verify import Verdict
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _VERIFIED_STEPS = 5
 
 
-def verify(words: Sequence[str]) -> Verdict:
+def run_verify(words: Sequence[str]) -> Verdict:
     """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
 
     The run may be that of a run folder, which is only read. Raises what ``train`` raises.
@@ -61,6 +61,6 @@ def _check(run: Run, wrong: Sequence[FieldFault]) -> None:
     right = right_fields([*wrong, *field_faults(run)])
     faults += recovery_faults(run.max_failures) if right("max_failures") else ()
     if right("mesh", "data_parallel", "servers", "zero"):
-        faults += room_faults(world_of(run).size, run.resources.cpus)
+        faults += actor_count_faults(world_of(run).size, run.resources.cpus)
     if faults:
         raise ConfigError(faults)

@@ -21,22 +21,22 @@ from raypar.actors.specs.worlds import world_of
 from raypar.cli.train.auto_microbatch import chosen
 from raypar.cli.train.data_conversion import convert_data
 from raypar.cli.train.dry_run import sparing_cache
-from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, misfits
+from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, resume_faults
 from raypar.cli.train.samples import sample_faults, sampling
-from raypar.cli.words.output_files import file_faults, growing_file, whole_file
+from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run
 from raypar.config.validate.device import device_faults
-from raypar.config.validate.outputs import folder_faults
+from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named
-from raypar.planner.hardware.this_machine import room_faults
+from raypar.planner.hardware.this_machine import actor_count_faults
 from raypar.planner.resource_needs import TOO_MUCH, Rows, memory_faults
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
@@ -213,7 +213,7 @@ def _checked(
     except ConfigError as error:
         faults = error.faults
     right = right_fields([*wrong, *field_faults(run)])
-    faults += [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
+    faults += [*output_file_faults("--log", args.log), *output_file_faults("--trace", args.trace)]
     faults += calibration_faults(args.calibration)
     if right("model", "data", "mesh"):
         faults += sample_faults(run, args.sample_every)
@@ -237,11 +237,11 @@ def _checked(
     elif args.room and not args.auto_microbatch:
         faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if not on_paper and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
-        faults += room_faults(world_of(run).size + run.spares, run.resources.cpus)
+        faults += actor_count_faults(world_of(run).size + run.spares, run.resources.cpus)
     if schedule is not None:
         faults += memory_faults(run, schedule)
     if (faults or args.dry_run) and right("folder"):  # otherwise the launch looks for them
-        faults += misfits(run, begun, args.overwrite, is_sound=schedule is not None)
+        faults += resume_faults(run, begun, args.overwrite, is_sound=schedule is not None)
     if faults or schedule is None:
         raise ConfigError(faults)
     return schedule
@@ -249,7 +249,7 @@ def _checked(
 
 def _default_folder() -> str:
     """Return the folder of a run whose words and file name none: a new one below runs/, or none if that can't be."""
-    return "none" if [*folder_faults(AUTO, None)] else AUTO
+    return "none" if [*run_folder_faults(AUTO, None)] else AUTO
 
 
 def _trained(
@@ -273,7 +273,7 @@ def _trained(
     """
     from raypar.cluster.ray_cluster import Waits  # imports torch and Ray
     from raypar.job.launch import launch_in
-    from raypar.reporting.run_folder.metrics_line import written
+    from raypar.reporting.run_folder.metrics_line import metrics_line
 
     began = time.perf_counter()
     with (
@@ -291,7 +291,7 @@ def _trained(
         sample = sampling(job, args.sample_every)
 
         def write(outcome: Report | Evaluation) -> None:
-            log(written(outcome.to_dict()))
+            log(metrics_line(outcome.to_dict()))
             sample(outcome)
 
         launches.append(launched := time.perf_counter() - began)

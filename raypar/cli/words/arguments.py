@@ -24,7 +24,7 @@ class Arguments(Protocol):
 A = TypeVar("A", bound=Arguments)
 
 
-def parsed(blank: A, words: Sequence[str], command: str, what: str, missing: str = "") -> A:
+def parse_command(blank: A, words: Sequence[str], command: str, what: str, missing: str = "") -> A:
     """Parse the words of a command. For help, tyro ends the process.
 
     Args:

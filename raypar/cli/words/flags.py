@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
-from raypar.actors.not_yet import reason_of
+from raypar.actors.not_yet import not_yet_hint
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.cli.words.examples import pattern_of
@@ -234,7 +234,7 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
                 yield f"{flag.typed} has no value: give {choices}"
         elif not any(_fits(flag.values, one) for one in kinds):
             asked = " ".join(flag.values)
-            yield f"{flag.typed} is {asked!r}: it must be {choices}{reason_of(asked)}"
+            yield f"{flag.typed} is {asked!r}: it must be {choices}{not_yet_hint(asked)}"
 
 
 def _word(kind: Any) -> str:

@@ -13,7 +13,7 @@ from raypar.schedules.drawing.files import is_stream
 Write = Callable[[str], object]
 
 
-def file_faults(flag: str, path: Path | None) -> Iterator[str]:
+def output_file_faults(flag: str, path: Path | None) -> Iterator[str]:
     """Yield the reasons why a file cannot be written, as far as they are known before writing.
 
     Args:

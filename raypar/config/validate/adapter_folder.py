@@ -13,7 +13,7 @@ from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, FileTensor, 
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Transformer
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 # Settings of PEFT, and the values with which its adapters are raypar's.
@@ -96,7 +96,7 @@ def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
             yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
     for name, value in config.items():
         if name not in _SAME and name not in _FREE and value not in (None, False, "", {}, []):
-            what = f"{name} is {brief(value)}"
+            what = f"{name} is {short_repr(value)}"
             yield f"{what}, and raypar's adapters have nothing like it: merge it into its model with peft"
     rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
     if rank is None or alpha is None:

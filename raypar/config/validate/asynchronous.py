@@ -59,7 +59,7 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         )
 
 
-def version_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
+def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
     """Yield the weights of own layers of which an asynchronous schedule can't keep versions.
 
     Args:

@@ -33,7 +33,7 @@ def batches_faults(data: Batches) -> Iterator[str]:
         try:
             batch = None if fn is None else fn(0, 0, 0)
         except fatal as error:
-            yield failure(name, error)
+            yield user_function_failure(name, error)
             continue
         except Exception:
             continue
@@ -58,10 +58,10 @@ def _length_faults(data: Batches, name: str, inputs: Values, targets: Values) ->
     except LengthError as error:
         yield f"{name}: {error}"
     except Exception as error:
-        yield failure("data.lengths", error)
+        yield user_function_failure("data.lengths", error)
 
 
-def failure(name: str, error: Exception) -> str:
+def user_function_failure(name: str, error: Exception) -> str:
     """Say that a user's function fails, and at which line of the user's.
 
     Args:

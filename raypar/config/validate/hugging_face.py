@@ -14,7 +14,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 
 
-def folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
+def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
     """Yield what is wrong in the folder that a model's weights come from: its files, or tensors of other models.
 
     Args:

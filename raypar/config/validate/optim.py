@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
+from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patterns, rule_of
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AnyOptimizer, Muon
 from raypar.actors.specs.run import Run
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Ske
         model: The model.
         skeleton: Its skeleton, whose building must not fail.
     """
-    if not isinstance(optim, Muon) and not any(patterns_of(optim)):
+    if not isinstance(optim, Muon) and not any(optimizer_patterns(optim)):
         return
     weights = skeleton.weights
     homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
@@ -53,12 +53,12 @@ def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Ske
         layers = skeleton.model.names
         fix = f"give optim.adamw ('{layers[0]}.*', '{layers[-1]}.*'), say, or () if Muon is to update all matrices"
         yield f"optim.adamw: your own Layers don't say which weights are the embedding and the head: {fix}"
-    for field, pattern in patterns_of(optim):
+    for field, pattern in optimizer_patterns(optim):
         if pattern in usual and field == "adamw":
             continue  # adapters leave the embedding and the head frozen; of own layers they are asked for above
         if not any(is_named(name, [pattern]) for name in named):
             fix = f"leave it out, or use {_near(pattern, named)}"
-            yield f"optim.{field}: {brief(pattern)} names no weight that is trained: {fix}"
+            yield f"optim.{field}: {short_repr(pattern)} names no weight that is trained: {fix}"
     rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
     for copy, home in homes.items():
         other = rule_of(optim, copy, weights[home].dim())

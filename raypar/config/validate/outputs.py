@@ -11,7 +11,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 from raypar.config.validate.replacing import is_under_way, replacing_faults
 from raypar.paths import (
     AUTO,
@@ -23,7 +23,7 @@ from raypar.paths import (
     TRAINING_FILES,
     absolute,
     holds_run,
-    home_of,
+    run_folder_of,
 )
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -53,7 +53,7 @@ def _installed(package: str) -> bool:
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
-def folder_faults(folder: str, resumed: Path | None, *, overwrite: bool = False) -> Iterator[str]:
+def run_folder_faults(folder: str, resumed: Path | None, *, overwrite: bool = False) -> Iterator[str]:
     """Yield the reasons why a run cannot use a folder.
 
     Args:
@@ -79,7 +79,7 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     new = list(dropwhile(os.path.lexists, line))
     for name in dict.fromkeys([*(step.name for step in new), path.name]):
         if not _NAME.fullmatch(name):
-            yield f"has {brief(name)} in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"
+            yield f"has {short_repr(name)} in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"
     other = next((above.parent for above in line if above.name == CHECKPOINTS and holds_run(above.parent)), None)
     if other is not None:
         yield f"is in the folder of the checkpoints of another run, {str(other)!r}: give a folder outside it"
@@ -120,5 +120,5 @@ def _file_faults(path: Path) -> Iterator[str]:
 
 def _is_home(path: Path, resumed: Path | None) -> bool:
     """Return whether the checkpoint to continue from is in this run folder."""
-    home = None if resumed is None else home_of(resumed)
+    home = None if resumed is None else run_folder_of(resumed)
     return home is not None and home.resolve() == path.resolve()

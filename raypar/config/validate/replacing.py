@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 from raypar.paths import CHECKPOINTS, COMPARISON, LOG, REPORT, RUN, RUN_FILES, TENSORBOARD, TRACE, is_aside, step_of
 
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves behind if its process is killed
@@ -45,7 +45,7 @@ def replacing_faults(path: Path) -> Iterator[str]:
         return
     strangers = [name for name in there if not _is_ours(path / name)]
     if strangers:
-        yield f"has {brief(strangers[0])} in it, which no run has written: move it away, or give another folder"
+        yield f"has {short_repr(strangers[0])} in it, which no run has written: move it away, or give another folder"
 
 
 def is_under_way(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.tile_names import patterns_of, tile_count
+from raypar.actors.models.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
@@ -20,7 +20,7 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
         skeleton: The skeleton of its model.
         right: Called with paths of the run's fields, returns whether these have valid values by themselves.
     """
-    patterns = patterns_of(run.model, run.tile)
+    patterns = tile_patterns(run.model, run.tile)
     if all(count == 1 for count in patterns.values()):
         return
     if right("mesh") and run.mesh.ways("tp") > 1:

@@ -69,13 +69,13 @@ def other_layout(
     if programs is not None and not faults:
         faults += memory_faults(run, programs["train"], skeleton, replaces=True)
         if not faults:
-            faults += room_faults(present, Layout(run, programs), skeleton)
+            faults += state_copy_faults(present, Layout(run, programs), skeleton)
     if faults or programs is None:
         raise ConfigError([f"relayout: {fault}" for fault in faults])
     return Layout(run, programs)
 
 
-def room_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Iterator[str]:
+def state_copy_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Iterator[str]:
     """Yield a fault if this machine has no memory for what is there twice while the state moves: weights and the state
     of the optimizer, as they were and as they will be, and the weights into which these are loaded."""
     has = total_memory() if computes_here(there.run.device) else None

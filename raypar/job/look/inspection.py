@@ -20,9 +20,9 @@ from raypar.planner.prediction import from_steps
 from raypar.planner.resource_needs import size
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.memory_table import MemoryTable, memory_table
-from raypar.reporting.notebook import table
+from raypar.reporting.notebook import notebook_table
 from raypar.reporting.report import Report, ledger_of, timelines_of
-from raypar.reporting.whereabouts import Whereabouts, actor_of, missing, without_rank
+from raypar.reporting.whereabouts import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
@@ -234,7 +234,7 @@ class Inspection:
             works = rank in self._world.trainers
             peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
             rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
-        return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
+        return notebook_table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
 
     def who(self) -> Whereabouts:
         """Say where every actor is and what it does now; see ``Job.who``."""
@@ -254,7 +254,7 @@ class Inspection:
                     for rank in everyone
                 ),
                 *(without_rank(found.get(number)) for number in range(len(spare.handles))),
-                *(missing(has_room=vacancy.has_room) for vacancy in actors.vacancies),
+                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.vacancies),
             ]
         )
 

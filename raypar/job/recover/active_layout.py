@@ -20,7 +20,7 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Guard, Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.seats import seats_of
+from raypar.recovery.seats import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is
@@ -86,7 +86,7 @@ class ActiveLayout:
         """
         actors, world = self._lifetime.actors, self.loaded.world
         others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
-        actors.seat(seats_of(world, layout.world, present, others))
+        actors.seat(rank_assignment(world, layout.world, present, others))
         if layout is self.layout:
             for rank in range(world.size):
                 self.loaded.calls.replace(rank, actors.handles[rank])

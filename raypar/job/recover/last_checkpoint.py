@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.base import base_of
+from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
@@ -53,4 +53,6 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
         refs = [writing[rank].remote(step, shares, str(save.path)) for rank, shares in writes.items()]
         written = calls.gather(refs, "saving snapshots", [*writes])
         shards = [shard for of_one in written for shard in of_one]
-        return save.commit(manifest_of(step, run.seed, plain_of(run), shards, base_of(run)), run.keep_last)
+        return save.commit(
+            manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run)), run.keep_last
+        )

@@ -23,7 +23,7 @@ from raypar.job.recover.active_layout import ActiveLayout, unguarded
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
 from raypar.planner.resource_needs import size
-from raypar.recovery.failures import reason_of
+from raypar.recovery.failures import failure_reason
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _moved(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) ->
             numbers = {id(handle): number for number, handle in enumerate(actors.handles)}
             standing.change(old, [numbers[id(handle)] for handle in handles[: old.world.size]])
             raise
-        log.warning("%s", reason_of(error))  # all have what they need, and snapshots of it: the next step recovers
+        log.warning("%s", failure_reason(error))  # all have what they need, and snapshots of it: the next step recovers
     return holds, sent, state
 
 

@@ -17,16 +17,16 @@ from raypar.cluster.vacancies import nodes_of
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.layout.elastic import Layout, Layouts
-from raypar.job.layout.other_layout import room_faults
+from raypar.job.layout.other_layout import state_copy_faults
 from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.last_checkpoint import last_checkpoint
 from raypar.job.recover.relayout import rebuilt
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.recover.stops import Stops
-from raypar.job.recover.waiting_for_nodes import no_room, room_awaited, why_no_room
+from raypar.job.recover.waiting_for_nodes import no_room_error, room_awaited, why_no_room
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
-from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
+from raypar.recovery.failures import Failure, Failures, death_in, failure_line, failure_reason
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
@@ -98,14 +98,14 @@ class Restarts:
             JobError: It is one failure too many, or there are too few actors.
         """
         start, gone = time.monotonic(), list[str]()
-        reason, death, before = reason_of(error), death_in(error), self.standing.layout
+        reason, death, before = failure_reason(error), death_in(error), self.standing.layout
         while True:
             if not isinstance(error, RayLostError) and not self._lifetime.server.answers():
                 why = self.why_lost() or "Ray's control server does not answer"
                 raise RayLostError(f"{reason}; {why}") from error
             self._heed_notices()
             self.failures.count(step, error, is_foreseen=getattr(error, "rank", None) in self._left)
-            log.warning("%s", told(error))
+            log.warning("%s", failure_line(error))
             ranks = self._clear(_JOINING if gone else _FREE)
             gone += [self.standing.loaded.world.label(rank) for rank in ranks]
             try:
@@ -138,7 +138,7 @@ class Restarts:
         calls, everyone = standing.loaded.calls, range(standing.layout.world.size)
         if type(error) is not JobError or standing.loaded.schedule.stream:
             raise error
-        if any(room_faults(standing.layout, standing.layout, standing.loaded.skeleton)):
+        if any(state_copy_faults(standing.layout, standing.layout, standing.loaded.skeleton)):
             raise error
         calls.abort()
         if len(calls.answers(everyone, "progress", seconds=_FREE)) < len(everyone):
@@ -146,9 +146,9 @@ class Restarts:
         try:
             rebuilt(standing, actors, step)
         except JobError as next_error:
-            log.warning("%s", reason_of(next_error))
+            log.warning("%s", failure_reason(next_error))
             raise error from None
-        log.warning("%s; no weight was changed, and the job goes on after step %d", reason_of(error), step)
+        log.warning("%s; no weight was changed, and the job goes on after step %d", failure_reason(error), step)
 
     def _size_told(self, lost: Sequence[str]) -> str:
         """Say how many replicas the run goes on with, without which actors."""
@@ -340,5 +340,5 @@ class Restarts:
         layout = self.standing.layouts.largest(actors.present) or room_awaited(actors, self.standing.layouts, who)
         self.awaits_room = False
         if layout is None:
-            raise no_room(actors, self.standing.layouts, who)
+            raise no_room_error(actors, self.standing.layouts, who)
         self.standing.seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])

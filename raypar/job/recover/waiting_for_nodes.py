@@ -44,7 +44,7 @@ def why_no_room(actors: Actors) -> str:
     return f"no node has room for another actor ({free})" if free else "no node is left for another actor"
 
 
-def no_room(actors: Actors, layouts: Layouts, who: str) -> NoRoomError:
+def no_room_error(actors: Actors, layouts: Layouts, who: str) -> NoRoomError:
     """Return the error of a run for which no other actors come, with what would have helped.
 
     Args:

@@ -39,7 +39,7 @@ def plans_of(
         The plans by rank.
     """
     world = world_of(run)
-    told = shipped(run)
+    told = run_for_actors(run)
     alone = replace(told, zero=0)  # an expert actor shares its weights with nobody
     own = [
         {key: only_row(schedule, row) for key, schedule in programs.items()}
@@ -72,7 +72,7 @@ def begun(run: Run) -> Run:
     return replace(run, model=replace(run.model, hf=None))
 
 
-def shipped(run: Run) -> Run:
+def run_for_actors(run: Run) -> Run:
     """Return the run that the actors get.
 
     Paths are absolute. A Schedule is replaced by its name, because actors get their own rows separately.

@@ -12,7 +12,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import Prepared, prepared
-from raypar.cluster.ray_cluster import shipped
+from raypar.cluster.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run, reset_faults
@@ -51,7 +51,7 @@ def demand_fitting(run: Run, skeleton: Skeleton, num_stages: int) -> None:
     Raises:
         ConfigError: They can't, or do not.
     """
-    model, data = shipped((run.model, run.data))
+    model, data = pickled_copies((run.model, run.data))
     if isinstance(model, Layers) and skeleton.model.is_deferred:
         from raypar.config.layer_trial import layer_faults
 
@@ -76,7 +76,7 @@ def _warn_of_first_batches(run: Run) -> None:
         from raypar.config.attribute_trial import warn_of_attributes
         from raypar.config.loss_trial import warn_of_loss
 
-        model, data = shipped((run.model, run.data))
+        model, data = pickled_copies((run.model, run.data))
         trial, skeleton = replace(run, model=model, data=data), Skeleton(model, run.seed)
         warn_of_attributes(trial, skeleton)  # before another call of the layers, which may change some for good
         warn_of_loss(trial, skeleton)

@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import told
+from raypar.actors.files import checkpoint_errors
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, RUNS, absolute, checkpoints_in, holds_run
@@ -36,7 +36,7 @@ def settled(run: Run) -> Run:
         return run
     name = time.strftime("%Y-%m-%d-%H%M%S")
     try:
-        with told(f"a folder below {RUNS!r} can't be made"):
+        with checkpoint_errors(f"a folder below {RUNS!r} can't be made"):
             Path(RUNS).mkdir(exist_ok=True)
             for number in count(1):
                 folder = Path(RUNS) / (name if number == 1 else f"{name}-{number}")

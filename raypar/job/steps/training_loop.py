@@ -28,7 +28,7 @@ from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
-from raypar.paths import absolute, checkpoints_in, name_of
+from raypar.paths import absolute, checkpoints_in, step_folder_name
 from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
@@ -169,7 +169,7 @@ class TrainingLoop:
         if run.folder is None or not step or self._lifetime.failure is not None:
             return
         folder = checkpoints_in(absolute(run.folder))
-        if self.saved != folder / name_of(step):
+        if self.saved != folder / step_folder_name(step):
             try:
                 saved = self.save(folder, run.keep_last)
             except (CheckpointError, JobError) as fault:

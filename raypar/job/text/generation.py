@@ -233,7 +233,7 @@ class TextGeneration:
         """Have the actors read the prompts, and what these have got already."""
         self._handed.clear()
         schedule = forwards_of(loaded, _num_groups(loaded, len(self._texts)))
-        self._seats = seats_of(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
+        self._seats = prompt_groups(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
         whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
         orders = []
         for rank in range(loaded.run.mesh.size):
@@ -277,7 +277,7 @@ class TextGeneration:
         if isinstance(loaded.run.model, Layers):  # they keep nothing
             return [0] * loaded.run.mesh.pp
         count, lengths = _num_groups(loaded, len(self._texts)), [len(prompt) for prompt in self._request.prompts]
-        seats = seats_of(len(lengths), loaded.run.mesh.dp, count)[0]
+        seats = prompt_groups(len(lengths), loaded.run.mesh.dp, count)[0]
         rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]
         return cache_bytes(loaded.run, loaded.run.model, loaded.schedule, rows)
 
@@ -293,7 +293,7 @@ def forwards_of(loaded: LoadedRun, groups: int) -> Schedule:
     return with_zero({"evaluate": lowered}, zero_actions_of(loaded.run))["evaluate"]
 
 
-def seats_of(prompts: int, replicas: int, groups: int) -> dict[int, list[list[int]]]:
+def prompt_groups(prompts: int, replicas: int, groups: int) -> dict[int, list[list[int]]]:
     """Divide prompts over replicas, and those of each into groups; returns their numbers by replica and group."""
     return {
         dp: [list(range(prompts))[dp::replicas][group::groups] for group in range(groups)] for dp in range(replicas)

@@ -13,7 +13,7 @@ from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError, JobError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.job.text.generation import Read, forwards_of, request_of, seats_of
+from raypar.job.text.generation import Read, forwards_of, prompt_groups, request_of
 from raypar.schedules.float_sum import float_sum
 
 _FILLER = Prompt(-1, (0, 0))  # for groups without texts, as all replicas take part in every step
@@ -122,7 +122,7 @@ def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
     """Have the actors score some texts, at once."""
     run, ranks = loaded.run, range(loaded.run.mesh.size)
     schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
-    seats = seats_of(len(texts), run.mesh.dp, schedule.num_microbatches)
+    seats = prompt_groups(len(texts), run.mesh.dp, schedule.num_microbatches)
     orders = []
     for rank in ranks:
         mine = seats[loaded.world.at(rank)["dp"]]

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES, MEASURE, Device, device_faults
+from raypar.planner.hardware.devices import DEVICES, MEASURE, Device, data_sheet_faults
 from raypar.planner.hardware.links import LINKS, Link, link_faults
 from raypar.schedules.nearest_name import nearest
 
@@ -41,7 +41,7 @@ def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> ReadCl
         nodes: Number of nodes; 0: as many as devices of this kind usually fill.
         between: Name of the link between nodes; "" for the usual one.
     """
-    faults = [*device_faults(gpu), *(link_faults(between) if between else ())]
+    faults = [*data_sheet_faults(gpu), *(link_faults(between) if between else ())]
     if gpus < 1:
         faults.append(f"gpus is {gpus}: give 1 or more")
     if nodes < 0:
@@ -129,7 +129,7 @@ def _device(given: object, faults: list[str]) -> Device | None:
     if given is None:
         return None
     if isinstance(given, str):
-        faults += device_faults(given)
+        faults += data_sheet_faults(given)
         return DEVICES.get(given.lower())
     if not isinstance(given, Mapping):
         faults.append(f"device is {given!r}: give a name or a table")

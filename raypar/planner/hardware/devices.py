@@ -121,7 +121,7 @@ MEASURE = (
 )
 
 
-def device_faults(name: str) -> Iterator[str]:
+def data_sheet_faults(name: str) -> Iterator[str]:
     """Yield a fault if there is no data sheet of a device, in any case, with what to measure instead."""
     if name.lower() not in DEVICES:
         yield from sheet_faults("device", name, DEVICES, MEASURE)

@@ -31,7 +31,7 @@ def starts_own_ray() -> bool:
     return not os.environ.get("RAY_ADDRESS")
 
 
-def room_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
+def actor_count_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
     """Yield a fault if a launch would start a Ray of our own that has no room for so many actors.
 
     Args:

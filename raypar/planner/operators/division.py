@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from raypar.planner.operators.chain_search import Way, cheapest
 from raypar.planner.operators.chains import SearchableChain
-from raypar.planner.operators.misfits import split_faults, way_fault
+from raypar.planner.operators.misfits import annotation_faults, way_fault
 from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import OperatorStrategy
@@ -82,7 +82,7 @@ def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list
     """
     plan, modules, faults = dict(found.kept), list[tuple[Operator, OperatorStrategy]](), list[str]()
     for chain in found.chains:
-        if misfits := [*split_faults(chain, prices.ranks)]:
+        if misfits := [*annotation_faults(chain, prices.ranks)]:
             faults += misfits
             continue
         way = cheapest(chain, prices, aim)

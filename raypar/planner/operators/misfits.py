@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from raypar.planner.operators.operator import Chain, Operator
 
 
-def split_faults(chain: Chain, ranks: int) -> Iterator[str]:
+def annotation_faults(chain: Chain, ranks: int) -> Iterator[str]:
     """Yield the modules of a chain that are annotated to be split along what they lack, or what has no equal parts.
 
     Args:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from raypar.actors.collective.routes import Placement
 from raypar.actors.models.placed_step import FEATURES
-from raypar.actors.models.plan_kinds import PASSING, Strategy, strategy_of, text_of
+from raypar.actors.models.plan_kinds import PASSING, Strategy, kind_text, strategy_of
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 
@@ -138,7 +138,7 @@ def _priced(
         sent = sent.plus(prices.moved(one.taken, *ends, learns=one.learns, ids=ids))
     if made != strategy.gives:
         sent = sent.plus(prices.moved(one.made, strategy.gives, made, made, learns=True))
-    text = text_of(name, given, made)
+    text = kind_text(name, given, made)
     words = (given != strategy.needs) + (made != strategy.usual)
     named = bool(one.strategy) or name != "replicated" or words or (one.weights and one.kind != "whole")
     cost, held = _whole(prices.compute(one, name) + sent.seconds), ceil(prices.held(one, name))

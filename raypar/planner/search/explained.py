@@ -15,12 +15,12 @@ _AXES = ("dp", "tp", "pp", "cp", "ep")
 _HEAD = ("", *_AXES, "schedule", MICRO_BATCH, "zero", "recompute", "step", "memory")
 
 
-def duration(seconds: float) -> str:
+def three_digit_seconds(seconds: float) -> str:
     """Format seconds with three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def table(ranking: Ranking) -> list[str]:
+def mesh_table(ranking: Ranking) -> list[str]:
     """Return a line for each of the best meshes, under a line of heads.
 
     A step in closed form among simulated or measured ones is told as about so long.
@@ -37,18 +37,18 @@ def _cells(place: int, one: Candidate, about: str) -> tuple[str, ...]:
     return (
         str(place),
         *map(str, one.choices.values()),
-        about + duration(one.seconds),
+        about + three_digit_seconds(one.seconds),
         f"{one.need.bytes / _GB:.1f} GB",
     )
 
 
-def picture(one: Candidate) -> list[str]:
+def step_bars(one: Candidate) -> list[str]:
     """Return a bar for each part of a step in closed form, which together are as long as that."""
     whole, lines = one.step.seconds, list[str]()
     for name, seconds in one.step.shares.items():
         if seconds:
             bar = "#" * max(1, round(_BAR * seconds / whole))
-            lines.append(f"{name:>22}  {duration(seconds):>8}  {seconds / whole:6.1%}  {bar}")
+            lines.append(f"{name:>22}  {three_digit_seconds(seconds):>8}  {seconds / whole:6.1%}  {bar}")
     return lines
 
 
@@ -119,11 +119,11 @@ def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> st
     if abs(whole) < ALIKE:
         return f"takes as long, within {ALIKE:.1%}"
     how = f"takes {whole:.1%} longer" if whole > 0 else f"takes {-whole:.1%} less" + " in closed form" * (not simulated)
-    grown = f": {worst} +{duration(more[worst])}" if 0.5 * apart < more[worst] < 2 * apart else ""
+    grown = f": {worst} +{three_digit_seconds(more[worst])}" if 0.5 * apart < more[worst] < 2 * apart else ""
     return how + grown
 
 
-def missing(ranking: Ranking, size: int) -> Sequence[str]:
+def what_is_missing(ranking: Ranking, size: int) -> Sequence[str]:
     """Say what is missing where nothing fits: the layout that needs least memory, and how much it needs."""
     if ranking.least is None:
         return [f"no layout of {size:,} devices divides the model and the batch"]

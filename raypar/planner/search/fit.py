@@ -9,7 +9,7 @@ from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory.activations import stage_activations
 from raypar.planner.memory.worker import WORKING_OF, element_bytes, process_bytes
 from raypar.planner.timing.replicas import num_states
-from raypar.planner.timing.stages import layers_of
+from raypar.planner.timing.stages import stage_layers
 from raypar.planner.timing.step import V_SHAPED, StepModel
 from raypar.schedules.float_sum import float_sum
 
@@ -88,7 +88,7 @@ def _in_buckets(paper: StepModel, rank: int) -> float:
 def _activations(paper: StepModel, rank: int) -> float:
     """Return the bytes that a pipeline rank keeps for its backwards at the most."""
     run, model = paper.run, paper.model
-    stages = layers_of(model, run.split, len(paper.held))
+    stages = stage_layers(model, run.split, len(paper.held))
     on = paper.stages_on(rank)
     each = [stage_activations(run, model, stages[stage], model.layers) for stage in on]
     plain, most = median_low(one.kept for one in each), max(one.kept for one in each)

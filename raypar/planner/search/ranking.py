@@ -13,7 +13,7 @@ from raypar.planner.search.fit import Need, need_of
 from raypar.planner.search.space import Space, context_ranks, meshes, runs_on, sparing
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
 from raypar.planner.timing.simulated import most_simulated, simulated
-from raypar.planner.timing.stages import layers_of
+from raypar.planner.timing.stages import stage_layers
 from raypar.planner.timing.step import PredictedStep, StepModel, predicted
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
@@ -262,7 +262,7 @@ def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software
     """
     if one.run.recompute != ("full",) * model.layers:
         return one
-    stages = layers_of(model, one.run.split, one.run.mesh.pp * (one.run.chunks or 1))
+    stages = stage_layers(model, one.run.split, one.run.mesh.pp * (one.run.chunks or 1))
     few, many = 0, max(map(len, stages))  # all of ``many`` fit
     best = one
     while few < many:

@@ -15,7 +15,7 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import ElementBytes, element_bytes
 from raypar.planner.sizes.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
 from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of
-from raypar.planner.timing.stages import layers_of
+from raypar.planner.timing.stages import stage_layers
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[StagePa
     apart = {
         kind: own_expert_parameters(model, block, mesh) if mesh.divides_experts else 0 for kind, block in kinds.items()
     }
-    for stage, layers in enumerate(layers_of(model, run.split, num_stages)):
+    for stage, layers in enumerate(stage_layers(model, run.split, num_stages)):
         counts = Counter(map(model.num_experts, layers)) if model.moe else {0: len(layers)}
         experts = sum(apart[count] * times for count, times in counts.items())
         dense = sum(whole[count] * times for count, times in counts.items()) - experts

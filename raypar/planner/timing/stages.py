@@ -54,7 +54,7 @@ class StageSeconds(NamedTuple):
         return self.f + self.b
 
 
-def added(each: Iterable[tuple[StageSeconds, int]]) -> StageSeconds:
+def summed_times(each: Iterable[tuple[StageSeconds, int]]) -> StageSeconds:
     """Return the sum of some, each so many times."""
     pairs = [*each]
     return StageSeconds(
@@ -63,7 +63,7 @@ def added(each: Iterable[tuple[StageSeconds, int]]) -> StageSeconds:
 
 
 @lru_cache(maxsize=512)
-def layers_of(model: GPT | Llama, split: Split, num_stages: int) -> tuple[range, ...]:
+def stage_layers(model: GPT | Llama, split: Split, num_stages: int) -> tuple[range, ...]:
     """Return the layers of each stage; a search asks for the same ones thousands of times.
 
     Args:
@@ -91,11 +91,11 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
     each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
     ends = _ends(run, model, roofline, messages)
     stages = []
-    for stage, layers in enumerate(layers_of(model, run.split, num_stages)):
+    for stage, layers in enumerate(stage_layers(model, run.split, num_stages)):
         counted = [(each[kind], times) for kind, times in Counter(kinds[layers.start : layers.stop]).items()]
         counted += [(ends[0], 1)] if stage == 0 else []
         counted += [(ends[1], 1)] if stage == num_stages - 1 else []
-        stages.append(added(counted))
+        stages.append(summed_times(counted))
     return stages
 
 

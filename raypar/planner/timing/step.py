@@ -14,7 +14,7 @@ from raypar.planner.memory.worker import element_bytes
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
 from raypar.planner.timing.replicas import ReplicaMessages, StageParameters, held_by_stage, num_states, update_bytes
 from raypar.planner.timing.roofline import Roofline
-from raypar.planner.timing.stages import StageSeconds, added, stages_of
+from raypar.planner.timing.stages import StageSeconds, stages_of, summed_times
 from raypar.schedules.float_sum import float_sum
 
 
@@ -151,7 +151,7 @@ def predicted(paper: StepModel) -> PredictedStep:
     """
     run = paper.run
     ranks, m, v = run.mesh.pp, run.microbatches, paper.chunks
-    on = [added((paper.stages[stage], 1) for stage in paper.stages_on(rank)) for rank in range(ranks)]
+    on = [summed_times((paper.stages[stage], 1) for stage in paper.stages_on(rank)) for rank in range(ranks)]
     most = max(range(ranks), key=lambda rank: on[rank].both)
     busy = on[most]
     others = [one for rank, one in enumerate(on) if rank != most]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from raypar.reporting.html.markup import Markup, element, joined
+from raypar.reporting.html.markup import Markup, concatenated, element
 from raypar.schedules.drawing.svg import ticks
 
 Point = tuple[float, float]
@@ -114,7 +114,7 @@ def line_chart(
         element("div", *_steps(frame), class_="steps"),
         class_="chart",
     )
-    return joined(chart, _legend(lines if named or len(lines) > 1 else []))
+    return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))
 
 
 def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
@@ -128,7 +128,7 @@ def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> 
         The bars.
     """
     longest = max((value for _, value in rows), default=0.0) or 1.0
-    return joined(
+    return concatenated(
         *(
             element(
                 "div",

@@ -8,9 +8,19 @@ from dataclasses import dataclass
 from raypar.config.toml import flat
 from raypar.reporting.html.charts import ChartLine, line_chart
 from raypar.reporting.html.experts import aux_total
-from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
+from raypar.reporting.html.figures import History, Points, amount, exp, headline, percentage, significant, smoothed
 from raypar.reporting.html.loss_scale import SCALE, scale_powers
-from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
+from raypar.reporting.html.markup import (
+    COLORS,
+    VALUE,
+    Markup,
+    concatenated,
+    document,
+    element,
+    html_table,
+    note,
+    section,
+)
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
 
@@ -55,7 +65,7 @@ def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int 
         for place, (name, past) in enumerate(zip(names, pasts, strict=True))
     ]
     title = f"{len(runs)} raypar runs"
-    body = joined(
+    body = concatenated(
         element("header", element("h1", title), element("p", ", ".join(one.name for one in runs))),
         unread(faults),
         _which(runs, every),
@@ -73,7 +83,7 @@ def _which(runs: Sequence[_One], every: int | None) -> Markup:
     data = {str(sorted(flat(one.past.config.get("data", {})).items())) for one in runs}
     differ = [name for name, found in (("models", models), ("data", data)) if len(found) > 1]
     told = f"They have different {' and '.join(differ)}: a lower loss need not be a better run." if differ else ""
-    shown = table(["run", "what", "folder", "state"], rows, ["", "", VALUE, ""])
+    shown = html_table(["run", "what", "folder", "state"], rows, ["", "", VALUE, ""])
     return section("Runs", shown, *([note(told)] if told else []))
 
 
@@ -91,7 +101,7 @@ def _settings(runs: Sequence[_One]) -> Markup:
     if not rows:
         return section("Settings that differ", note("None: all settings are the same."))
     heads = ["setting", *(one.tag() for one in runs)]
-    return section("Settings that differ", table(heads, rows, ["", *[VALUE] * len(runs)]))
+    return section("Settings that differ", html_table(heads, rows, ["", *[VALUE] * len(runs)]))
 
 
 def _figures(runs: Sequence[_One]) -> Markup:
@@ -99,7 +109,7 @@ def _figures(runs: Sequence[_One]) -> Markup:
     found = [dict(headline(one.past, one.history, skips=skips)) for one in runs]
     names = {name: None for figures in found for name in figures}
     rows = [[name, *(figures.get(name, _MISSING) for figures in found)] for name in names]
-    return section("Figures", table(["", *(one.tag() for one in runs)], rows, ["", *[VALUE] * len(runs)]))
+    return section("Figures", html_table(["", *(one.tag() for one in runs)], rows, ["", *[VALUE] * len(runs)]))
 
 
 def _charts(runs: Sequence[_One]) -> list[Markup]:
@@ -127,12 +137,12 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart("Train perplexity, smoothed", _perplexity, significant, perplexed, zero=False)
     chart("Auxiliary losses, smoothed", lambda one: smoothed(aux_total(one)), significant, runs, zero=True)
     chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
-    chart("Choices dropped", _dropped, share, runs, zero=True)
+    chart("Choices dropped", _dropped, percentage, runs, zero=True)
     chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
     chart(SCALE, scale_powers, significant, runs, zero=False)
     chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
-    chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)
+    chart("Bubble", lambda one: one.points("bubble"), percentage, runs, zero=True)
     chart(f"{unit.capitalize()} seen", lambda one: one.seen(), significant, runs, zero=True)
     chart("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, runs, zero=True)
     sections = [section(title, markup) for title, markup in drawn]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
-from raypar.reporting.html.figures import History, Points, share, significant, smoothed
+from raypar.reporting.html.figures import History, Points, percentage, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
 from raypar.reporting.html.markup import COLORS, Markup, element, note, section
 from raypar.schedules.float_sum import float_sum
@@ -43,7 +43,7 @@ def experts(history: History, marks: Sequence[Mark]) -> list[Markup]:
         )
     dropped = history.points("dropped")
     if any(value for _, value in dropped):
-        drawn = line_chart([ChartLine("dropped", dropped)], share, zero=True, marks=marks)
+        drawn = line_chart([ChartLine("dropped", dropped)], percentage, zero=True, marks=marks)
         parts.append(section("Choices dropped", drawn))
     pairs = [element("div", *parts[at : at + 2], class_="pair") for at in range(0, len(parts), 2)]
     return [*pairs, *_maps(history)]

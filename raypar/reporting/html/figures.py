@@ -173,15 +173,15 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         speed = (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}")
         rows += [
             (f"{history.unit} seen{_since(history)}", f"{history.seen()[-1][1]:,.0f}"),
-            *([speed, ("bubble, median", share(history.median("bubble")))] if times else []),
-            ("peak memory of a rank", size(max(history.peaks(), default=0))),
+            *([speed, ("bubble, median", percentage(history.median("bubble")))] if times else []),
+            ("peak memory of a rank", html_size(max(history.peaks(), default=0))),
             *([("time in steps", duration(float_sum(times) / 1e3))] if times else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
     if past.failures:
         rows.append(("failures", f"{len(past.failures):,}"))
     if (effective := history.effective(past.failures)) is not None:
-        rows.append(("effective time", share(effective)))
+        rows.append(("effective time", percentage(effective)))
     return rows
 
 
@@ -217,7 +217,7 @@ def middle(points: Points) -> float:
     return float(statistics.median(value for _, value in points[1:] or points)) if points else 0.0
 
 
-def size(count: float) -> str:
+def html_size(count: float) -> str:
     """Format bytes: 1.5 MiB."""
     if count < 1024:
         return f"{count:.0f} B"
@@ -235,7 +235,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def share(part: float) -> str:
+def percentage(part: float) -> str:
     """Format a fraction of 1 as per cent, without a trailing ".0"."""
     return f"{100 * part:.1f}".removesuffix(".0") + "%"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from raypar.reporting.forecasting import Comparison, compared
+from raypar.reporting.forecasting import Comparison, forecast_and_measured
 from raypar.reporting.html.figures import History
-from raypar.reporting.html.markup import NUMBER, Markup, element, note, section, table
+from raypar.reporting.html.markup import NUMBER, Markup, element, html_table, note, section
 from raypar.reporting.run_folder.forecast import Forecast
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
@@ -20,7 +20,7 @@ def comparisons(forecast: Forecast, history: History) -> list[Comparison]:
     lines = [line for line in history.steps if line["step"] >= forecast.since]
     times = [line["step_ms"] for line in lines if line.get("step_ms") is not None]
     peaks = [max(sizes) for sizes in zip_longest(*(line["peak_memory"] for line in lines), fillvalue=0)]
-    return compared(forecast, times[1:] or times, peaks)
+    return forecast_and_measured(forecast, times[1:] or times, peaks)
 
 
 def forecast(past: Past, history: History) -> Markup:
@@ -28,7 +28,7 @@ def forecast(past: Past, history: History) -> Markup:
     if (found := past.forecast) is None:
         return section(_TITLE, note("The folder has no prediction: its run was written by a raypar that made none."))
     rows = [[one.name, one.measured, one.predicted, one.error] for one in comparisons(found, history)]
-    listed = table(["", "measured", "predicted", "error"], rows, ["", NUMBER, NUMBER, NUMBER])
+    listed = html_table(["", "measured", "predicted", "error"], rows, ["", NUMBER, NUMBER, NUMBER])
     told = [f"Predicted {found.source}{f', of the steps after step {found.since:,}' if found.since else ''}."]
     told += [f"{found.better[0].upper()}{found.better[1:]}."] if found.better else []
     told.append("Measured: the median of the steps, and the most memory of an actor.")

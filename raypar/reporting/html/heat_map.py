@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from raypar.reporting.html.markup import Markup, element, joined
+from raypar.reporting.html.markup import Markup, concatenated, element
 
 COLUMNS = 60  # most columns of a map; more steps are put together
 _SHADES = (0.16, 0.32, 0.52, 0.75, 1.0)  # opacities
@@ -93,7 +93,7 @@ def heat_map(
 
 def shades(color: str, scale: Scale = SHARES) -> Markup:
     """Draw the legend of the shades."""
-    return joined(
+    return concatenated(
         *(
             element("span", element("i", class_=f"shade {color}", style=f"opacity: {shade}"), text)
             for shade, text in zip(_SHADES, scale.texts, strict=True)

@@ -32,10 +32,10 @@ def element(name: str, *inside: str, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{told}>{joined(*inside)}</{name}>")
+    return Markup(f"<{name}{told}>{concatenated(*inside)}</{name}>")
 
 
-def joined(*parts: str) -> Markup:
+def concatenated(*parts: str) -> Markup:
     """Concatenate parts; texts that are not Markup are escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
@@ -50,7 +50,7 @@ def note(text: str) -> Markup:
     return element("p", text, class_="note")
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> Markup:
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> Markup:
     """Make a table; ``kinds`` are the CSS classes of its columns."""
     head = element("tr", *(element("th", name, class_=kind or None) for name, kind in zip(heads, kinds, strict=True)))
     body = [
@@ -78,7 +78,9 @@ def document(title: str, body: Markup, every: int | None = None) -> str:
         element("title", title),
         element("style", STYLE),
     )
-    return joined(Markup("<!DOCTYPE html>\n"), element("html", head, element("body", body), lang="en"), Markup("\n"))
+    return concatenated(
+        Markup("<!DOCTYPE html>\n"), element("html", head, element("body", body), lang="en"), Markup("\n")
+    )
 
 
 STYLE = Markup("""

@@ -19,17 +19,27 @@ from raypar.reporting.html.figures import (
     duration,
     exp,
     headline,
+    html_size,
     middle,
+    percentage,
     rate,
-    share,
     significant,
-    size,
     smoothed,
 )
 from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.happenings import ending, happenings
 from raypar.reporting.html.loss_scale import loss_scale
-from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
+from raypar.reporting.html.markup import (
+    NUMBER,
+    VALUE,
+    Markup,
+    concatenated,
+    document,
+    element,
+    html_table,
+    note,
+    section,
+)
 from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
@@ -83,7 +93,7 @@ def speed(history: History, marks: Sequence[Mark]) -> Markup:
     daily = [note(f"{amount(_DAY * median(value for _, value in points))} {history.unit} a day.")] if points else []
     return _pair(
         section(name.capitalize(), _curve(history, name, points, significant, marks), *daily, *told),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), note(_BUBBLE), *told),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), percentage, marks), note(_BUBBLE), *told),
     )
 
 
@@ -102,7 +112,7 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
         drawn = _curve(history, "FLOP/s", flops, amount, marks)
         return section("Model FLOP/s of an actor", drawn, note(f"{told} {why}"))
     used: Points = [(step, value / peak) for step, value in flops]
-    drawn = _curve(history, "utilisation", used, share, marks)
+    drawn = _curve(history, "utilisation", used, percentage, marks)
     return section("Model FLOPs utilisation", drawn, note(f"{told} The device's peak is {rate(peak)}."))
 
 
@@ -129,7 +139,7 @@ def memory(history: History) -> Markup:
     rows = [
         (f"pp={rank} {kind}".strip(), float(peak)) for kind, peaks in kinds.items() for rank, peak in enumerate(peaks)
     ]
-    return section("Peak memory", bars(rows, size) if rows else note(_NONE))
+    return section("Peak memory", bars(rows, html_size) if rows else note(_NONE))
 
 
 def messages(past: Past, marks: Sequence[Mark]) -> Markup:
@@ -144,7 +154,7 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     timed = any(counts.seconds is not None for counted in past.ledger.values() for counts in counted.values())
     ordered = sorted(sums.items(), key=lambda row: -row[1][2 if timed else 1])
     rows = [
-        [kind, f"{calls:,.0f}", size(moved), duration(seconds) if timed else "not known"]
+        [kind, f"{calls:,.0f}", html_size(moved), duration(seconds) if timed else "not known"]
         for kind, (calls, moved, seconds) in ordered
     ]
     told = (
@@ -155,31 +165,31 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     if resumed := [mark.step for mark in marks if mark.kind == "resume"]:
         told += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
     shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
-    whole = table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
+    whole = html_table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
         [
             actor,
             kind,
             f"{counts.calls:,}",
-            size(counts.bytes),
+            html_size(counts.bytes),
             "" if counts.seconds is None else duration(counts.seconds),
         ]
         for actor, counted in past.ledger.items()
         for kind, counts in counted.items()
     ]
-    by_actor = table(["actor", "axis and op", "calls", "bytes", "seconds"], each, ["", "", NUMBER, NUMBER, NUMBER])
+    by_actor = html_table(["actor", "axis and op", "calls", "bytes", "seconds"], each, ["", "", NUMBER, NUMBER, NUMBER])
     detail = element("details", element("summary", "By actor"), by_actor)
     return section("Messages", shown, whole, note(told), detail)
 
 
-def checkpoints(past: Past) -> Markup:
+def checkpoint_list(past: Past) -> Markup:
     """List the checkpoints of the folder."""
     rows = [
-        [one.path.name, f"{one.step:,}", f"{one.tensors:,}", size(one.size), "; ".join(one.faults) or "sound"]
+        [one.path.name, f"{one.step:,}", f"{one.tensors:,}", html_size(one.size), "; ".join(one.faults) or "sound"]
         for one in past.checkpoints
     ]
     heads = ["checkpoint", "after step", "tensors", "bytes", "manifest"]
-    listed = table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, ""])
+    listed = html_table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, ""])
     return section("Checkpoints", listed if rows else note("None."))
 
 
@@ -187,7 +197,9 @@ def events(marks: Sequence[Mark]) -> Markup:
     """List what the marks stand for; nothing if there are none."""
     rows = [[mark.sign, f"{mark.step:,.0f}", mark.text] for mark in marks]
     return (
-        section("What happened", table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""])) if rows else Markup()
+        section("What happened", html_table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""]))
+        if rows
+        else Markup()
     )
 
 
@@ -209,11 +221,12 @@ def failures(past: Past, history: History) -> Markup:
         for one in past.failures
     ]
     heads = ["in step", "what", "how it died", "the run", "replaced", "lost"]
-    listed = table(heads, rows, [NUMBER, "", "", "", "", NUMBER])
+    listed = html_table(heads, rows, [NUMBER, "", "", "", "", NUMBER])
     if (effective := history.effective(past.failures)) is None:
         return section("Failures", listed)
     told = note(
-        f"Effective training time (ETTR): {share(effective)}, the time of the steps that were kept, over that and what "
+        f"Effective training time (ETTR): {percentage(effective)}, "
+        "the time of the steps that were kept, over that and what "
         "the failures that the run survived have cost: the step under way, the steps taken again, and the recovery."
     )
     return section("Failures", listed, told)
@@ -227,11 +240,13 @@ def _died(death: dict[str, Any] | None) -> str:
     return f"{told}, in {death['last_action']}" if death["last_action"] else told
 
 
-def provenance(past: Past) -> Markup:
+def provenance_list(past: Past) -> Markup:
     """List where the run comes from."""
     rows = list(past.provenance.items())
     shown = (
-        table(["name", "value"], rows, ["", VALUE]) if rows else note("The folder does not say where it comes from.")
+        html_table(["name", "value"], rows, ["", VALUE])
+        if rows
+        else note("The folder does not say where it comes from.")
     )
     return section("Provenance", shown)
 
@@ -243,8 +258,8 @@ def configuration(past: Past) -> Markup:
         [key, element("mark", str(value)) if key not in usual or usual[key] != value else str(value)]
         for key, value in flat(past.config).items()
     ]
-    told = note(joined(element("mark", "marked"), ": not the default."))
-    return section("Configuration", table(["setting", "value"], rows, ["", VALUE]), told)
+    told = note(concatenated(element("mark", "marked"), ": not the default."))
+    return section("Configuration", html_table(["setting", "value"], rows, ["", VALUE]), told)
 
 
 def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, every: int | None = None) -> str:
@@ -265,7 +280,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         element("div", element("b", value), element("span", name), class_="tile")
         for name, value in headline(past, history)
     ]
-    body = joined(
+    body = concatenated(
         element(
             "header",
             element("h1", title),
@@ -284,9 +299,9 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         steps(past),
         memory(history),
         messages(past, marks),
-        checkpoints(past),
+        checkpoint_list(past),
         failures(past, history),
-        provenance(past),
+        provenance_list(past),
         configuration(past),
     )
     return document(f"{past.folder.name}: {title}", body, every if past.under_way else None)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from raypar.config.fields import brief
+from raypar.config.fields import short_repr
 
 T = TypeVar("T")
 MOST_TOLD = 10  # largest number of faults that are reported of one file
@@ -37,7 +37,7 @@ def json_of(raw: bytes, kind: Callable[..., T]) -> T:
     except ValidationError as error:
         told = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:MOST_TOLD]]
         raise DamagedError(
-            *(f"has {at or 'a text'}: {brief(one['input'])}: {one['msg']}" for at, one in told)
+            *(f"has {at or 'a text'}: {short_repr(one['input'])}: {one['msg']}" for at, one in told)
         ) from error
     return found
 

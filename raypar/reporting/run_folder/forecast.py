@@ -45,7 +45,7 @@ class _Written:
     actions: Rows
 
 
-def text_of(forecast: Forecast) -> str:
+def forecast_text(forecast: Forecast) -> str:
     """Return the text of the file of a forecast."""
     actions = [] if forecast.timeline is None else rows_of(forecast.timeline)
     peaks = list(forecast.peaks)

@@ -116,7 +116,7 @@ class EvaluationLine:
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def written(line: Mapping[str, Any]) -> str:
+def metrics_line(line: Mapping[str, Any]) -> str:
     """Return a report or an evaluation, as its ``to_dict`` makes it, as a line of JSON."""
     return json.dumps(_mapped(line, _word), allow_nan=False) + "\n"
 

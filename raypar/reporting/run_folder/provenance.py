@@ -17,7 +17,7 @@ from raypar.actors.files import read_plain
 _MOST = 1 << 20  # bytes
 
 
-def provenance(started: datetime) -> dict[str, Any]:
+def provenance_of_process(started: datetime) -> dict[str, Any]:
     """Return what this process is: versions, host, commit of the working directory, command line, and its start."""
     return {
         "raypar": _version("raypar"),
@@ -40,7 +40,7 @@ def renewed(path: Path, started: datetime, *, resumed: bool, known: bool) -> str
         resumed: Whether the run goes on in its folder: then what was there stays, and this time is added.
         known: Whether the folder was made by this run. Of an older run that has no such file the start is not known.
     """
-    now = provenance(started)
+    now = provenance_of_process(started)
     if not resumed:
         return json.dumps(now, indent=1) + "\n"
     past: dict[str, Any] = now if known else dict.fromkeys(now)

@@ -17,7 +17,7 @@ from raypar.actors.files import read_plain
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
 from raypar.config.schedule import MOST_BYTES
-from raypar.config.toml import parsed
+from raypar.config.toml import parse_toml
 from raypar.errors import ConfigError
 from raypar.paths import (
     CHECKPOINTS,
@@ -268,7 +268,7 @@ def _spelled(value: object) -> str:
 
 def _config(raw: bytes) -> dict[str, Any]:
     try:
-        config = parsed(raw)
+        config = parse_toml(raw)
     except ValueError as error:
         raise DamagedError(f"is not TOML ({error})") from error
     tables = [isinstance(config.get(name), dict) for name in ("model", "mesh", "data", "optim")]

@@ -12,7 +12,7 @@ from typing import Any
 
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import read_plain, sync_folder, told, write_whole
+from raypar.actors.files import checkpoint_errors, read_plain, sync_folder, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
@@ -30,8 +30,8 @@ from raypar.paths import (
     absolute,
 )
 from raypar.reporting.run_folder.append import Lines, LogFile
-from raypar.reporting.run_folder.forecast import Forecast, text_of
-from raypar.reporting.run_folder.metrics_line import written
+from raypar.reporting.run_folder.forecast import Forecast, forecast_text
+from raypar.reporting.run_folder.metrics_line import metrics_line
 from raypar.reporting.run_folder.provenance import renewed
 from raypar.reporting.run_folder.timeline_rows import rows_of
 from raypar.schedules.schedule import Schedule
@@ -62,7 +62,7 @@ class Folder:
         self._metrics: Lines | None = None
         self._texts: dict[str, str] = {}  # of the files that are written once
         try:
-            with told(f"folder {folder!r} can't be written"):
+            with checkpoint_errors(f"folder {folder!r} can't be written"):
                 self._path.mkdir(parents=True, exist_ok=True)
                 self._log = Lines(self._path / LOG)
                 try:
@@ -93,7 +93,7 @@ class Folder:
         def write() -> None:
             """Write the run's files anew."""
             self._plan(schedule, forecast)
-            _write(path / METRICS, kept(path / METRICS, step) if step else "")
+            _write(path / METRICS, metrics_until(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
             if not step:
                 (path / FAILURES).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class Folder:
             (self._path / name).unlink(missing_ok=True)
         self._put(SCHEDULE, to_csv(schedule))
         if forecast is not None:
-            self._put(FORECAST, text_of(forecast))
+            self._put(FORECAST, forecast_text(forecast))
 
     def _put(self, name: str, text: str) -> None:
         """Write a file of the folder, and note what it is in case that it is removed."""
@@ -144,7 +144,7 @@ class Folder:
 
         def add() -> None:
             """Append the line; what was removed comes again."""
-            if not metrics.add(written(line)):
+            if not metrics.add(metrics_line(line)):
                 return
             log.warning("%s was removed, and is made again, without what only it had", self._path)
             for name, text in self._texts.items():
@@ -160,7 +160,7 @@ class Folder:
             """Append the line."""
             lines = Lines(self._path / FAILURES)
             try:
-                lines.add(written({"at": datetime.now().astimezone().isoformat(timespec="seconds"), **failure}))
+                lines.add(metrics_line({"at": datetime.now().astimezone().isoformat(timespec="seconds"), **failure}))
             finally:
                 lines.close()
 
@@ -209,7 +209,7 @@ class Folder:
                 log.warning("%s can't be written (%s), the training goes on", self._path, error.strerror or error)
 
 
-def kept(path: Path, step: int) -> str:
+def metrics_until(path: Path, step: int) -> str:
     """Return the lines of metrics that belong to the first steps of a run.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from raypar.actors.collective import ray_groups, ray_private
-from raypar.actors.collective.exchange import FAN_IN, children, exchange
+from raypar.actors.collective.exchange import FAN_IN, children, gather_objects
 from raypar.actors.collective.exchanged_store import ExchangedStore
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.ray_groups import KVStore
@@ -24,7 +24,7 @@ SOON = 5.0
 def outcome(store, rank, size, seconds=DEADLINE):
     """What a member gets, or its error."""
     try:
-        return exchange(store, rank, size, b"%d" % rank, seconds)
+        return gather_objects(store, rank, size, b"%d" % rank, seconds)
     except (OSError, RuntimeError) as error:
         return error
 
@@ -62,7 +62,10 @@ def test_everybody_gets_what_each_gave(size):
 
 def test_any_bytes_arrive():
     store, given = dist.HashStore(), [b"", bytes(range(256)) * 300]
-    assert together(range(2), lambda rank: exchange(store, rank, 2, given[rank], DEADLINE)) == {0: given, 1: given}
+    assert together(range(2), lambda rank: gather_objects(store, rank, 2, given[rank], DEADLINE)) == {
+        0: given,
+        1: given,
+    }
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def asked(monkeypatch, size):
 
     def member(rank):
         client.begin(rank)
-        return len(exchange(KVStore("run/dp/0", size), rank, size, b"x" * 180, DEADLINE))
+        return len(gather_objects(KVStore("run/dp/0", size), rank, size, b"x" * 180, DEADLINE))
 
     assert set(together(range(size), member).values()) == {size}
     return client.questions, client.most_keys

@@ -95,7 +95,7 @@ class Member:
         from ray.util.collective.types import Backend
 
         rank, size = self.rank, 2
-        joining.register()
+        joining.register_backends()
         col.init_collective_group(size, rank, Backend(backend), name)
         one, other = torch.full((3,), float(rank + 1)), 1 - rank
         out = {}

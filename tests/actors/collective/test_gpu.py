@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raypar.actors.collective import nccl
 from raypar.actors.collective.cupy_nccl import CupyGroup
-from raypar.actors.collective.cupy_nccl import is_available as has_cupy
+from raypar.actors.collective.cupy_nccl import has_cupy_nccl as has_cupy
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gpu import ring
 from raypar.actors.collective.nccl import NcclGroup
@@ -259,7 +259,7 @@ def test_what_is_not_installed_is_not_available(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
     assert not has_cupy()
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
-    assert not nccl.is_available()
+    assert not nccl.has_torch_nccl()
 
 
 def test_what_is_kept_for_an_op_is_let_go_once_it_is_over(make):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raypar.actors.collective import ray_private
-from raypar.actors.collective.exchange import exchange
+from raypar.actors.collective.exchange import gather_objects
 from raypar.actors.collective.ray_groups import KVStore
 
 MODULE = sys.modules[__name__]
@@ -39,7 +39,7 @@ class Crowd:
 
         def member(rank):
             ready.wait()
-            got = exchange(KVStore(name, SIZE), rank, SIZE, b"%d " % rank + b"x" * 180, SECONDS)
+            got = gather_objects(KVStore(name, SIZE), rank, SIZE, b"%d " % rank + b"x" * 180, SECONDS)
             return got == [b"%d " % peer + b"x" * 180 for peer in range(SIZE)]
 
         with ThreadPoolExecutor(len(ranks)) as pool:

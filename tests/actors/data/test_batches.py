@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.data.stretches import Stretches, TokenWindows, drawn_blocks
-from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, data_faults, open_corpus, shuffled
+from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, open_corpus, shuffled, text_faults
 from raypar.actors.specs.data import Text
 
 
@@ -263,11 +263,11 @@ def test_stdlib_batches_are_python(tmp_path):
     assert len(corpus.train) > 9 * len(corpus.val) - 9 > 1_000_000
     sample = TokenBatches(corpus, 256, 8, 1).train_tokens(0, 0)
     assert " " in bytes(sample.flatten().tolist()).decode(errors="replace")
-    assert data_faults(Text(cache=str(tmp_path)), 256, 256) == []
+    assert text_faults(Text(cache=str(tmp_path)), 256, 256) == []
 
 
 def only_fault(text, seq=10, vocab=256):
-    (fault,) = data_faults(text, seq, vocab)
+    (fault,) = text_faults(text, seq, vocab)
     return fault
 
 
@@ -340,7 +340,7 @@ def test_fault_odd_bin(tmp_path):
 
 
 def test_fault_ids_and_vocab(text, tmp_path):
-    assert data_faults(text, 10, ord("j") + 1) == []
+    assert text_faults(text, 10, ord("j") + 1) == []
     fault = only_fault(text, vocab=ord("j"))
     assert "largest token id is 106" in fault and "model.vocab is 106" in fault and "set model.vocab to 256" in fault
     np.arange(1000, dtype="<u2").tofile(tmp_path / "ids.bin")
@@ -348,14 +348,14 @@ def test_fault_ids_and_vocab(text, tmp_path):
 
 
 def test_fault_too_few_tokens(text, tmp_path):
-    assert data_faults(text, 99, 256) == []
+    assert text_faults(text, 99, 256) == []
     few = "tokens for {}, fewer than one window of model.seq + 1 = {}: "
     assert only_fault(text, seq=100) == (
         f"val_fraction: 0.1 leaves 100 of 1000 {few.format('validation', 101)}"
         "set it to 0.11, or give more text, or set model.seq to 99"
     )
-    assert data_faults(replace(text, val_fraction=0.11), 100, 256) == []
-    assert data_faults(text, 99, 256) == []
+    assert text_faults(replace(text, val_fraction=0.11), 100, 256) == []
+    assert text_faults(text, 99, 256) == []
     assert only_fault(text, seq=900) == (
         f"val_fraction: 0.1 leaves 100 of 1000 {few.format('validation', 901)}give more text, or set model.seq to 99"
     )
@@ -384,7 +384,7 @@ def test_all_faults_at_once(text, tmp_path):
     everything = Text(
         path="/no/train", val_path="/no/val/*.txt", tokenizer="/no/tokenizer.json", cache=f"{text.path}/below"
     )
-    starts = [fault.split(":")[0] for fault in data_faults(everything, 10, 256)]
+    starts = [fault.split(":")[0] for fault in text_faults(everything, 10, 256)]
     assert sorted(starts) == ["cache", "path", "tokenizer", "val_path"]
     with pytest.raises(ValueError, match=r"/no/train(.|\n)*/no/val") as error:
         open_corpus(everything, 4)
@@ -392,7 +392,7 @@ def test_all_faults_at_once(text, tmp_path):
 
     (tmp_path / "short").write_text("zz")
     readable = Text(path=text.path, val_path=str(tmp_path / "short"), cache=text.cache)
-    starts = [fault.split(":")[0] for fault in data_faults(readable, 5000, 100)]
+    starts = [fault.split(":")[0] for fault in text_faults(readable, 5000, 100)]
     assert starts == ["path", "val_path", "path", "val_path"]
-    starts = [f.split(":")[0] for f in data_faults(Text(path=text.path, val_fraction=2, cache=text.cache), 10, 100)]
+    starts = [f.split(":")[0] for f in text_faults(Text(path=text.path, val_fraction=2, cache=text.cache), 10, 100)]
     assert starts == ["val_fraction", "path"]

@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_shapes import ExampleError, written
+from raypar.actors.data.example_shapes import ExampleError, example_as_text
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.job.start.batch_checks import warn_of_batches
 from tests.support.examples import made_jsonl, made_tokenizer
@@ -155,7 +155,7 @@ def found(folder, record):
     """Ids, and which are learned; None if it is refused."""
     tokenizer = Tokenizer(str(folder))
     try:
-        one = written(record, tokenizer.template, tokenizer.end, learns_all=False)
+        one = example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)
     except ExampleError:
         return None
     (tokens,) = tokenizer.tokenized([one])
@@ -224,7 +224,9 @@ def test_answers_whose_marks_become_fewer_by_what_follows_are_refused(tmp_path):
     folder = made_tokenizer(tmp_path, template)
     talked = talk("a", "one two three", "b", "four five")
     with pytest.raises(ExampleError, match="whose marks depend on what follows: give all of it as messages"):
-        written({"prompt": talked[:3], "completion": talked[3:]}, Tokenizer(str(folder)).template, "", learns_all=False)
+        example_as_text(
+            {"prompt": talked[:3], "completion": talked[3:]}, Tokenizer(str(folder)).template, "", learns_all=False
+        )
     ids, learned = found(folder, {"messages": talked})
     text = Tokenizer(str(folder)).decoded([one for one, is_so in zip(ids, learned, strict=True) if is_so])
     assert text == "one two threefourfive"
@@ -236,7 +238,7 @@ def test_tools_as_text_are_parsed_and_broken_ones_are_told(tokenizers):
     assert found(folder, record | {"tools": json.dumps(TOOLS)}) == found(folder, record)
     assert found(folder, record | {"tools": [json.dumps(TOOLS[0])]}) == found(folder, record)
     with pytest.raises(ExampleError, match="has tools that are no JSON"):
-        written(record | {"tools": "{"}, Tokenizer(str(folder)).template, "", learns_all=False)
+        example_as_text(record | {"tools": "{"}, Tokenizer(str(folder)).template, "", learns_all=False)
 
 
 def test_the_day_is_todays(tokenizers):

@@ -15,7 +15,7 @@ from raypar.actors.data.example_blocks import blocks_of_examples
 from raypar.actors.data.example_files import open_examples
 from raypar.actors.data.example_shapes import ExampleText
 from raypar.actors.data.mixing import mixed
-from raypar.actors.data.packing import packed
+from raypar.actors.data.packing import pack_best_fit
 from raypar.actors.data.tokenizer import Tokenizer
 from tests.support.examples import CHATML, MARKED, TALK, made_jsonl, made_tokenizer
 
@@ -144,7 +144,7 @@ def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(fo
 
 def test_packing_leaves_little_room_and_every_piece_is_in_one_sequence():
     lengths = np.random.default_rng(0).integers(1, 65, 3000)
-    found = packed(lengths, 64)
+    found = pack_best_fit(lengths, 64)
     assert sorted(found.pieces.tolist()) == list(range(3000))
     sums = [int(lengths[found.of(row)].sum()) for row in range(len(found.ends))]
     assert max(sums) <= 64

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_shapes import ExampleText, written
+from raypar.actors.data.example_shapes import ExampleText, example_as_text
 from raypar.actors.data.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
 from raypar.job.text.generation import request_of
@@ -37,7 +37,7 @@ def folder_of(path, form, **settings):
 
 
 def ids_of(tokenizer, record):
-    (found,) = tokenizer.tokenized([written(record, tokenizer.template, tokenizer.end, learns_all=False)])
+    (found,) = tokenizer.tokenized([example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)])
     return found.ids.tolist(), found.learned.tolist()
 
 
@@ -99,6 +99,6 @@ def test_a_prompt_begins_as_a_text_for_training_does(tmp_path):
 def test_bytes_have_neither():
     tokenizer = Tokenizer(None)
     assert tokenizer.prompted("ab") == (97, 98)
-    (found,) = tokenizer.tokenized([written({"text": "ab"}, None, tokenizer.end, learns_all=False)])
+    (found,) = tokenizer.tokenized([example_as_text({"text": "ab"}, None, tokenizer.end, learns_all=False)])
     assert found.ids.dtype == np.uint32
     assert found.ids.tolist() == [97, 98]

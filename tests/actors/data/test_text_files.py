@@ -14,7 +14,7 @@ import pytest
 
 from raypar.actors.data import text_files, text_sources
 from raypar.actors.data.text_files import TextError, open_tokens
-from raypar.actors.data.token_batches import data_faults
+from raypar.actors.data.token_batches import text_faults
 from raypar.actors.specs.data import Text
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -216,7 +216,7 @@ def test_failed_conversion_leaves_nothing(folder, tmp_path, monkeypatch):
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_sources, "blocks_of", fail)
+        patch.setattr(text_sources, "file_blocks", fail)
         with pytest.raises(TextError, match="disk on fire"):
             tokens_of(folder, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
@@ -323,6 +323,6 @@ def test_cache_folder_follows_the_environment(folder, tmp_path, monkeypatch):
 
 
 def test_a_device_is_no_missing_file():
-    assert [*data_faults(Text("/dev/zero"), 8, 256)] == [
+    assert [*text_faults(Text("/dev/zero"), 8, 256)] == [
         "path: '/dev/zero' cannot be read (it is no plain file): correct the path"
     ]

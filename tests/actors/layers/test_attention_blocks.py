@@ -104,16 +104,16 @@ def test_gradients_of_gradients_are_refused():
 def test_what_blocks_do_not_serve_is_torchs_kernel(inputs, around):
     inputs = [x.detach() for x in inputs()]
     with around():
-        assert not causal.serves(*inputs)
+        assert not causal.suits_blocks(*inputs)
         assert torch.equal(Core("blocks", 0.0, None)(*inputs), Core("fused", 0.0, None)(*inputs))
 
 
 def test_on_processors_of_intel_blocks_are_for_more(monkeypatch):
     few, more = (values(width=width) for width in (63, 64))  # 8 heads of 256 queries
-    assert causal.serves(*few)
+    assert causal.suits_blocks(*few)
     monkeypatch.setattr(causal, "of_intel", lambda: True)
-    assert not causal.serves(*few)
-    assert causal.serves(*more)
+    assert not causal.suits_blocks(*few)
+    assert causal.suits_blocks(*more)
 
 
 def test_with_biases_or_dropout_it_is_torchs_kernel(monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 from raypar.actors.layers import attention_blocks as causal
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import ScratchAllocator
-from raypar.actors.layers.linear import Linear, SharedInputLinears, columns
+from raypar.actors.layers.linear import Linear, SharedInputLinears, contiguous_columns
 from raypar.actors.pipeline.weight_grad import Linears
 from raypar.actors.specs.model import GPT
 from tests.support.counted import threads
@@ -187,12 +187,12 @@ def test_columns_are_known_for_what_they_are(widths, lead, spare, start):
     room = torch.arange(start + rows * (sum(widths) + spare))[start:].view(*lead, -1)
     whole = room[..., : sum(widths)]
     parts = whole.split(widths, -1)
-    found = columns(parts)
+    found = contiguous_columns(parts)
     if spare:
         assert found is None, "what is more between them makes them no contiguous tensor"
     else:
         assert torch.equal(found, whole)
         assert found.data_ptr() == whole.data_ptr()
-    assert columns(parts[::-1]) is None
-    assert columns([*parts[:-1], parts[-1].clone()]) is None
-    assert columns([part.clone() for part in parts]) is None
+    assert contiguous_columns(parts[::-1]) is None
+    assert contiguous_columns([*parts[:-1], parts[-1].clone()]) is None
+    assert contiguous_columns([part.clone() for part in parts]) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.errors import trace
+from raypar.actors.errors import user_traceback
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import Layers
 
@@ -45,7 +45,7 @@ def test_the_trace_begins_where_the_module_was_made(build, monkeypatch):
         second(value)
     except RuntimeError as error:
         error.add_note(model.note(1, error))
-        told = trace().splitlines()
+        told = user_traceback().splitlines()
     assert told[0] == "Traceback (most recent call last):"
     assert told[1] == f'  File "{__file__}", line {line_of(stock, "9 is wrong")}, in stock'
     assert told[2].strip() == "nn.Linear(9, 2),  # 9 is wrong"

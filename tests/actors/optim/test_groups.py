@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.optim.groups import Rule, patterns_of, rule_of
+from raypar.actors.optim.groups import Rule, optimizer_patterns, rule_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 
@@ -35,8 +35,8 @@ def test_muon_leaves_to_adamw_what_is_named_and_what_is_no_matrix():
 
 def test_all_patterns_are_told():
     spec = Muon(no_decay=("a",), rates={"b": 1.0}, adamw=("c", "d"))
-    assert [*patterns_of(spec)] == [("no_decay", "a"), ("rates", "b"), ("adamw", "c"), ("adamw", "d")]
-    assert not [*patterns_of(AdamW())]
+    assert [*optimizer_patterns(spec)] == [("no_decay", "a"), ("rates", "b"), ("adamw", "c"), ("adamw", "d")]
+    assert not [*optimizer_patterns(AdamW())]
 
 
 @pytest.mark.parametrize("spec", [AdamW, SGD, Muon])

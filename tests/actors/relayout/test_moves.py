@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.relayout.moves import TensorMove, common, moves_between, sent_bytes, volume, without
+from raypar.actors.relayout.moves import TensorMove, bytes_between, common, moves_between, volume, without
 
 WHOLE = {"w": [((0, 4), (0, 6))]}
 ROWS = [{"w": [((0, 2), (0, 6))]}, {"w": [((2, 4), (0, 6))]}]
@@ -27,8 +27,8 @@ def test_rows_become_columns_and_half_of_each_stays():
         TensorMove(1, 1, "w", ((2, 4), (3, 6))),
         TensorMove(0, 1, "w", ((0, 2), (3, 6))),
     ]
-    assert sent_bytes(moves_between(ROWS, COLUMNS, SIZES), SIZES) == 2 * 6 * 4
-    assert sent_bytes(moves_between(ROWS, ROWS, SIZES), SIZES) == 0
+    assert bytes_between(moves_between(ROWS, COLUMNS, SIZES), SIZES) == 2 * 6 * 4
+    assert bytes_between(moves_between(ROWS, ROWS, SIZES), SIZES) == 0
 
 
 def test_those_that_have_the_same_give_in_turn_and_the_own_node_is_asked_first():
@@ -46,7 +46,7 @@ def test_scalars_and_empty_tensors():
     held = [{"step": [()], "none": [((0, 0), (0, 3))]}, {}]
     moves = moves_between(held, [{}, held[0]], {"step": 4, "none": 4})
     assert moves == [TensorMove(0, 1, "step", ())]
-    assert sent_bytes(moves, {"step": 4}) == 4
+    assert bytes_between(moves, {"step": 4}) == 4
 
 
 def test_what_nobody_has_is_told():
@@ -89,4 +89,4 @@ def test_each_element_comes_once_from_one_that_has_it_and_only_what_is_lacking_i
             least += len(cells(box) - has[actor]) * SIZES["w"]
         asked = sum(map(volume, dict.fromkeys(boxes)))
         assert sum(volume(move.box) for move in moves if move.destination == actor) == asked
-    assert sent_bytes(moves, SIZES) == least
+    assert bytes_between(moves, SIZES) == least

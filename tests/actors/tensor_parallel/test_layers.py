@@ -22,7 +22,7 @@ from raypar.actors.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    columns,
+    column_parallel,
     shard_of,
 )
 from raypar.actors.tensor_parallel.megatron import megatron_styles
@@ -41,12 +41,12 @@ def column(group, x, weight, bias):
 
 def fan(group, x, *layers):
     """Of two layers, whose outputs are joined by a product; the second one has no bias."""
-    left, right = columns(x, [layers[:2], (layers[2], None)], group, None)
+    left, right = column_parallel(x, [layers[:2], (layers[2], None)], group, None)
     return left * right
 
 
 def fan_along(group, x, *layers):
-    left, right = columns(x, [layers[:2], (layers[2], None)], group, 1)
+    left, right = column_parallel(x, [layers[:2], (layers[2], None)], group, 1)
     return left * right
 
 
@@ -244,7 +244,7 @@ def test_the_gradients_of_weights_are_computed_while_that_of_the_input_is_summed
     group.all_reduce = noted
     x, weight = random(2, 3), random(4, 3)
     with Watched():
-        (out,) = columns(x, [(weight, None)], group, None)
+        (out,) = column_parallel(x, [(weight, None)], group, None)
         out.backward(torch.ones_like(out))
     start, wait = order.index("start"), order.index("wait")
     assert order[:start].count("mm") == 2, "the output, and the gradient of the input"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.models.plan_kinds import SHORT, kind_of, text_of
+from raypar.actors.models.plan_kinds import SHORT, kind_of, kind_text
 from tests.actors.tensor_parallel.test_user_plans import failed, tokens, wrong
 from tests.support.own_layers import cross_entropy, mse, team_of
 from tests.support.tensor_teams import agrees
@@ -142,7 +142,7 @@ def test_parts_of_samples_must_be_equal():
 @pytest.mark.parametrize("text", ["column to R", "row from R", "split0 to S-1", "embedding to S1", "replicated"])
 def test_a_kind_is_taken_apart_and_put_together(text):
     kind = kind_of(text)
-    short = text_of(kind.name, kind.given, kind.made)
+    short = kind_text(kind.name, kind.given, kind.made)
     assert kind_of(short) == kind
     assert short == next((word for word, whole in SHORT.items() if whole == text), text)
 

@@ -13,7 +13,7 @@ import raypar as rp
 from raypar.checkpoint.adapter_export import export_adapter
 from raypar.checkpoint.hugging_face import export
 from raypar.cli.checkpoints import ExportArgs
-from raypar.cli.checkpoints import export as export_words
+from raypar.cli.checkpoints import run_export as export_words
 from tests.support.hugging_face import VOCAB, checkpoint_of, some_ids
 from tests.support.team import Team
 

@@ -19,7 +19,7 @@ from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.checkpoint import CheckpointError, Save, ls, manifest_of, newest, verified, verify
 from raypar.checkpoint.manifest import decode, encode
-from raypar.paths import aside_of, is_aside, name_of, step_of
+from raypar.paths import aside_of, is_aside, step_folder_name, step_of
 from tests.support.checkpoints import flip, holds, save_at, visible
 
 
@@ -161,10 +161,10 @@ def test_a_folder_that_is_not_there_is_told(tmp_path):
 
 @given(st.integers(0, 10**15 - 1))
 def test_names_and_steps_are_one_to_one(step):
-    assert step_of(name_of(step)) == step
+    assert step_of(step_folder_name(step)) == step
     assert step_of(aside_of(step)) is None
     assert is_aside(aside_of(step))
-    assert not is_aside(name_of(step))
+    assert not is_aside(step_folder_name(step))
 
 
 # --- keeping the last n ----------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.actors.data.example_batches import example_faults
-from raypar.actors.data.token_batches import data_faults
+from raypar.actors.data.token_batches import text_faults
 from raypar.actors.layers.rope_angles import speeds
 from raypar.checkpoint.hugging_face import export
-from raypar.config.finetuning import shortened
-from raypar.config.hugging_face import model_of
+from raypar.config.finetuning import shortened_positions
+from raypar.config.hugging_face import model_of_config
 from raypar.config.hugging_face_config import config_of, type_of
 from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.examples import made_jsonl
@@ -94,7 +94,7 @@ def team_of(folder, mesh=None, data=batch, **changes):
 
 def of_config(**changes):
     """What is read of a config.json, and what is wrong with it."""
-    return model_of(LLAMA | changes, {})
+    return model_of_config(LLAMA | changes, {})
 
 
 def scaled(kind, **fields):
@@ -196,7 +196,9 @@ def test_a_key_that_a_file_leaves_out_has_the_value_of_transformers(kind, key):
     given = (GPT_2 if kind == "gpt2" else LLAMA | SIZES) | {"model_type": kind}
     changes = {"dropout": 0.1} if kind == "gpt2" else {}
     given.pop(key, None)
-    without, with_default, with_other = (model_of(given | more, changes) for more in ({}, {key: default}, {key: other}))
+    without, with_default, with_other = (
+        model_of_config(given | more, changes) for more in ({}, {key: default}, {key: other})
+    )
     assert without == with_default
     assert without[1] == with_other[1] == []
     assert without[0] != with_other[0], "the key says something"
@@ -253,7 +255,7 @@ def test_what_transformers_computes_otherwise_is_refused(config, fault):
 
 
 def test_a_gpt_2_drops_a_tenth_where_its_file_does_not_say():
-    assert model_of(GPT_2, {})[0].dropout == 0.1
+    assert model_of_config(GPT_2, {})[0].dropout == 0.1
 
 
 def test_the_token_of_padding_is_read_and_written():
@@ -337,10 +339,10 @@ def test_fine_tuning_says_which_positions_it_leaves_as_they_are(tmp_path):
     model = rp.GPT(layers=1, hidden=16, heads=4, seq=16, vocab=VOCAB, tied=True, qkv_bias=True)
     team = Team.of(rp.Run(model=model, data=rp.Batches(batch), microbatches=2))
     folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "to")
-    told = shortened(rp.Run(model=rp.HF(folder, seq=12), data=rp.Batches(batch)))
+    told = shortened_positions(rp.Run(model=rp.HF(folder, seq=12), data=rp.Batches(batch)))
     assert told.startswith("the model has 16 positions, and sequences of 12 tokens train the first alone")
-    assert shortened(rp.Run(model=rp.HF(folder), data=rp.Batches(batch))) is None
-    assert shortened(rp.Run(model=rp.Llama())) is None
+    assert shortened_positions(rp.Run(model=rp.HF(folder), data=rp.Batches(batch))) is None
+    assert shortened_positions(rp.Run(model=rp.Llama())) is None
 
 
 # --- what an export says of its data, and what is said of a tokenizer that does not fit ------------------------------
@@ -368,7 +370,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_of_a_folder(tmp_path, exa
     if examples:
         (fault,) = example_faults(rp.Examples(str(path), cache=cache), 8, 100, folder)
     else:
-        (fault,) = data_faults(rp.Text(str(text)), 8, 100, folder)
+        (fault,) = text_faults(rp.Text(str(text)), 8, 100, folder)
     fix = (
         f"use the tokenizer in {folder!r}, or resize the embedding in transformers first (model.resize_token_embeddings"
     )

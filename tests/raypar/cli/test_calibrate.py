@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from raypar.cli.calibrate import told
+from raypar.cli.calibrate import calibration_lines
 from raypar.planner.calibrated.calibration_file import VARIABLE, read_calibration
 from tests.raypar.planner.test_calibration import known
 
@@ -38,4 +38,4 @@ def test_what_was_measured_is_written_where_predictions_look(said, monkeypatch, 
     code, out, _ = said("calibrate")
     assert code == 0 and "products up to 20 GFLOP/s" in out and "mine.json" in out
     assert read_calibration(tmp_path / "mine.json") == known()
-    assert "all_reduce of 8 MiB among 2: 0.99 GB/s" in told(known())
+    assert "all_reduce of 8 MiB among 2: 0.99 GB/s" in calibration_lines(known())

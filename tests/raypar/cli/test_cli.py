@@ -767,7 +767,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
     found = Verdict(
         2, 9, 9, (1.0, 2.0), (Difference("weight blocks.0.mlp", 1e-7), Difference("weight x", 1e-6, allowed=1e-5))
     )
-    monkeypatch.setattr(short_runs, "verify", lambda words: found)
+    monkeypatch.setattr(short_runs, "run_verify", lambda words: found)
     code, out, _ = said("verify")
     assert code == 1
     assert "1 differences in 2 losses and gradient norms, 9 gradients of step 1 and 9 weights after 2 steps; " in out

@@ -10,7 +10,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.worlds import world_of
-from raypar.cli.plan.planning import plan
+from raypar.cli.plan.planning import run_plan
 from raypar.cli.train.train import train
 from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import Node, place
@@ -28,7 +28,7 @@ BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 20
 
 
 def planned(words):
-    return plan(f"gpt-small {words}".split())
+    return run_plan(f"gpt-small {words}".split())
 
 
 def test_a_plan_explains_itself_and_writes_a_run_that_is_sound(tmp_path):

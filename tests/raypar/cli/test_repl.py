@@ -19,7 +19,7 @@ def stepper():
 
 
 def offered(stepper, line):
-    return repl.matches({"s": stepper, "other": 1}, line)
+    return repl.call_completions({"s": stepper, "other": 1}, line)
 
 
 def test_tab_offers_what_makes_sense(stepper):

@@ -7,7 +7,7 @@ import pytest
 import raypar as rp
 from raypar.actors.mesh.world import World
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import Node, place, room, room_told, split_told, told
+from raypar.cluster.placement import Node, place, placement_lines, room, room_told, split_told
 
 CPU, GPU, HALF = ActorResources("cpu", 0.0), ActorResources("cuda", 1.0), ActorResources("cuda", 0.5)
 
@@ -98,7 +98,7 @@ def test_the_room_of_a_node(share, has, wanted):
 def test_what_is_told_names_the_nodes():
     world, nodes = World(rp.Mesh(pp=2, dp=2, tp=2)), nodes_of(5, 2, 1)
     placement = place(world, nodes, CPU)
-    assert next(told(world, placement, nodes)).startswith("n0 (10.0.0.0): pp=0 dp=0 tp=0, pp=0 dp=0 tp=1, ")
+    assert next(placement_lines(world, placement, nodes)).startswith("n0 (10.0.0.0): pp=0 dp=0 tp=0, pp=0 dp=0 tp=1, ")
     split = split_told(world, placement, CPU)
     assert "of pp=1 dp=1 lies on n0 (10.0.0.0) and n2 (10.0.0.2), as no node has room for its 2 actors" in split
     assert "room for 0" in room_told(nodes_of(3), GPU)

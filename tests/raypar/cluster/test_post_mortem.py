@@ -19,7 +19,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.probes import reason_of
+from raypar.cluster.probes import ray_error_reason
 from raypar.cluster.processes import Exit, Processes, ProcessReport
 from raypar.cluster.witnesses import ProcessMonitors
 from raypar.paths import FAILURES
@@ -162,7 +162,7 @@ def test_what_ray_says_of_memory_and_of_runtime_environments_is_passed_on():
     broken = RuntimeEnvSetupError("no such package\nERROR: No matching distribution found for nothing==1")
     wanted = "Failed to set up runtime environment. ERROR: No matching distribution found for nothing==1"
     assert death_of(broken, 0, ended()).cause == f"lost (RuntimeEnvSetupError: {wanted})"
-    assert reason_of(broken) == f"RuntimeEnvSetupError: {wanted}"
+    assert ray_error_reason(broken) == f"RuntimeEnvSetupError: {wanted}"
 
 
 @pytest.mark.long

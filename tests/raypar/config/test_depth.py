@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.cli.plan.planning import PlanArgs, plan
+from raypar.cli.plan.planning import PlanArgs, run_plan
 from raypar.cli.words.parsing import parse
 from raypar.config.depth import depth
 from raypar.config.run import check_run
@@ -35,7 +35,7 @@ def test_flags_change_what_follows_from_the_depth():
 
 
 def test_a_plan_of_a_depth_keeps_its_batch():
-    told = plan(["--depth", "20", "--model.vocab", "65536", "--gpus", "8", "--mesh.pp", "1"])
+    told = run_plan(["--depth", "20", "--model.vocab", "65536", "--gpus", "8", "--mesh.pp", "1"])
     assert "561.3 M parameters in bf16, 256 sequences of 2,048 tokens a step" in told
 
 
@@ -46,4 +46,4 @@ def test_numbers_out_of_range_are_told_at_once():
     for part in ("depth is 0", "dp is 3", "vocab is 0"):
         assert part in told
     with pytest.raises(ConfigError, match="depth is -3"):
-        plan(["--depth", "-3", "--gpus", "8"])
+        run_plan(["--depth", "-3", "--gpus", "8"])

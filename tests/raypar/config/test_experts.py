@@ -10,7 +10,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cli.words.model_tables import read_tables
-from raypar.config.toml import load_run, parsed, plain_of, run_of, toml_of
+from raypar.config.toml import load_run, parse_toml, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 
 
@@ -99,7 +99,7 @@ def test_a_file_says_the_same(settings, tmp_path):
     assert rp.faults(run) == []
     text = toml_of(plain_of(run))
     assert "[model.moe]" in text
-    assert run_of(parsed(text.encode())).model == run.model
+    assert run_of(parse_toml(text.encode())).model == run.model
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"\n[model.moe]\nexperts = [4, 8]\nevery = 4\ntop_k = 1\ngate = "switch"\n')
     assert load_run(path).model.moe == rp.MoE(experts=(4, 8), every=4, top_k=1, gate="switch")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.config.toml import parsed, plain_of, run_of, toml_of
+from raypar.config.toml import parse_toml, plain_of, run_of, toml_of
 
 TIED = rp.GPT(layers=2, hidden=16, heads=2, tied=True)
 OWN = {
@@ -106,9 +106,9 @@ def test_files_spell_groups_as_a_table_or_as_pairs():
     wanted = rp.SGD(lr=0.5, no_decay=("*.bias",), rates={"embed.*": 0.1, "head.*": 2})
     head = '[optim]\nkind = "sgd"\nlr = 0.5\nno_decay = ["*.bias"]\n'
     for rates in ('[optim.rates]\n"embed.*" = 0.1\n"head.*" = 2', 'rates = [["embed.*", 0.1], ["head.*", 2]]'):
-        run = run_of(parsed((head + rates).encode()))
+        run = run_of(parse_toml((head + rates).encode()))
         assert run.optim == wanted
-        assert run_of(parsed(toml_of(plain_of(run)).encode())) == run
+        assert run_of(parse_toml(toml_of(plain_of(run)).encode())) == run
     with pytest.raises(rp.ConfigError, match=r"optim\.rates is \(3,\): it must be a dictionary"):
         run_of({"optim": {"rates": [3]}})
 

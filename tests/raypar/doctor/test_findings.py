@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from raypar.actors.process_identity import own_identity, process_began
-from raypar.cluster.nodes import version_faults, versions_teller
+from raypar.cluster.nodes import package_version_faults, versions_teller
 from raypar.cluster.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE
 from raypar.doctor import examination, exposure
@@ -114,15 +114,15 @@ def test_this_machine_tells_its_facts(monkeypatch, tmp_path):
 
 def test_versions_that_differ_are_told_with_the_node_and_what_to_install():
     own = {"python": "3.11", "raypar": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
-    assert version_faults(NODE, own, dict(own)) == []
-    faults = version_faults(NODE, own, own | {"python": "3.12", "torch": "2.12.1", "raypar": ""})
+    assert package_version_faults(NODE, own, dict(own)) == []
+    faults = package_version_faults(NODE, own, own | {"python": "3.12", "torch": "2.12.1", "raypar": ""})
     assert faults[0].startswith("node n1 (10.0.0.1) has python 3.12, this process 3.11: start its Ray with Python 3.11")
     assert "has no raypar, this process 0.1.0: pip install raypar==0.1.0 there, or take the node away" in faults[1]
     assert "has torch 2.12.1, this process 2.13.0: pip install torch==2.13.0" in faults[2]
-    assert version_faults(NODE, own, own | {"raypar": "of no release"}) == [], "as py_modules bring it"
-    (fault,) = version_faults(NODE, own | {"raypar": "of no release"}, own | {"raypar": ""})
+    assert package_version_faults(NODE, own, own | {"raypar": "of no release"}) == [], "as py_modules bring it"
+    (fault,) = package_version_faults(NODE, own | {"raypar": "of no release"}, own | {"raypar": ""})
     assert "has no raypar, this process of no release: let py_modules of a runtime_env bring it there, or" in fault
-    assert version_faults(NODE, own, "no module") == ["node n1 (10.0.0.1) does not run a task: no module"]
+    assert package_version_faults(NODE, own, "no module") == ["node n1 (10.0.0.1) does not run a task: no module"]
     assert versions_teller()()["ray"]
 
 

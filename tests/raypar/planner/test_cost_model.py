@@ -12,7 +12,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.cli.plan.zero_levels import compared
+from raypar.cli.plan.zero_levels import zero_levels_table
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.cost_model import costs_of_run, seconds_of_run
@@ -186,7 +186,7 @@ def test_plans_and_dry_runs_tell_of_gathers_and_reductions():
     told = dict(plan_rows(run, schedule))["between replicas"]
     assert told.startswith(f"gathers {milliseconds(prediction.most(Op.UNSHARD))}, reductions ")
     assert "longer than without them, predicted from FLOPs and bytes" in told
-    rows = {line.split("  ")[0]: line for line in compared(run).splitlines()}
+    rows = {line.split("  ")[0]: line for line in zero_levels_table(run).splitlines()}
     assert milliseconds(prediction.most(Op.UNSHARD)) in rows["gathers, predicted"]
     assert milliseconds(prediction.timeline.makespan) in rows["step, predicted"]
     alone = Run(**SHARDED | {"mesh": Mesh()})

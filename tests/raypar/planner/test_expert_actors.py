@@ -18,7 +18,7 @@ from raypar.planner.memory.server_and_expert_memory import others_memory
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of, need_rows
-from raypar.planner.traffic import sent_bytes
+from raypar.planner.traffic import step_traffic
 from tests.support.team import Team
 
 STATE = "weights", "gradients", "optimizer"
@@ -45,7 +45,7 @@ def planned(run):
     counts = counts_of(run, schedule, None)
     timeline = from_flops(run, world_of(run), counts, schedule).timeline
     memory = [of(run, world_of(run), counts, timeline) for of in (worker_memory, others_memory)]
-    return memory, counts, sent_bytes(run, world_of(run), counts, schedule)
+    return memory, counts, step_traffic(run, world_of(run), counts, schedule)
 
 
 def sent_by(team):

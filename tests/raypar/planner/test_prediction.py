@@ -20,7 +20,7 @@ from raypar.config.run import check_run
 from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
 from raypar.planner.resource_needs import counts_of
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.forecasting import compared, forecast_of
+from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
@@ -130,4 +130,4 @@ def test_the_head_the_summary_and_the_record_have_the_same_step():
     found = forecast_of(run, schedule, None)
     shown = f"{1e3 * found.step:.1f} ms"
     assert any(name == "time" and f"steps of {shown} and more" in told for name, told in plan_rows(run, schedule))
-    assert str(compared(found, [133.0], [])[0]).startswith(f"133 ms measured, {shown} predicted")
+    assert str(forecast_and_measured(found, [133.0], [])[0]).startswith(f"133 ms measured, {shown} predicted")

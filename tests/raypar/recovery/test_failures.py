@@ -6,7 +6,7 @@ import pytest
 
 import raypar as rp
 from raypar.errors import Death, PreemptedError
-from raypar.recovery.failures import Failure, Failures, told
+from raypar.recovery.failures import Failure, Failures, failure_line
 
 DIED = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this differs from time to time")
 
@@ -51,8 +51,8 @@ def test_the_end_of_a_node_that_was_announced_does_not_count():
 def test_a_death_is_told_in_one_line_with_its_reason():
     death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 4", ("Fatal",), "/logs/a.err")
     error = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this", death)
-    assert told(error) == (
+    assert failure_line(error) == (
         "actor pp=1 died during step 4: it was ended by SIGSEGV; the last action that it began was 1F0 of step 4"
     )
-    assert told(DIED) == "actor pp=1 died during step 4"
+    assert failure_line(DIED) == "actor pp=1 died during step 4"
     assert str(Failure.ending(4, error, 1.0)) == "the run has ended: actor pp=1 died during step 4"

@@ -6,7 +6,7 @@ import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.recovery.seats import seats_of
+from raypar.recovery.seats import rank_assignment
 
 FOUR, TWO, PIPELINE, HALF = World(Mesh(dp=4)), World(Mesh(dp=2)), World(Mesh(pp=2, dp=4)), World(Mesh(pp=2, dp=2))
 TENSOR, ONE = World(Mesh(dp=2, tp=2)), World(Mesh(tp=2))
@@ -32,4 +32,4 @@ CASES = (
     ("before", "after", "present", "others", "seats"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
 def test_who_can_stay_stays_and_gaps_are_filled(before, after, present, others, seats):
-    assert seats_of(before, after, present, others) == seats
+    assert rank_assignment(before, after, present, others) == seats

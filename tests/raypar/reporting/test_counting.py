@@ -8,7 +8,7 @@ from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.moe import MoE
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.report import Report
-from raypar.reporting.summary import brief
+from raypar.reporting.summary import model_in_brief
 from raypar.reporting.trackers.tracker import scalars
 
 FIRST = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))
@@ -38,10 +38,10 @@ def test_a_program_reads_both_numbers():
 
 
 def test_a_model_is_told_by_its_sizes_and_what_is_not_its_default():
-    told = brief(GPT(hidden=32, heads=4, moe=MoE(experts=8)))
+    told = model_in_brief(GPT(hidden=32, heads=4, moe=MoE(experts=8)))
     assert told.startswith("GPT(layers=8, hidden=32, heads=4, seq=256, ")
     assert "moe=MoE(experts=8, " in told
     assert not any(usual in told for usual in ("dropout", "rope_base", "kind", "attention", "None"))
-    assert brief(Layers(list, len)).startswith("Layers(fn=list, loss=len")
-    assert "plan" not in brief(Layers(list, len))
-    assert "plan={'a': 'row'}" in brief(Layers(list, print, plan={"a": "row"}))
+    assert model_in_brief(Layers(list, len)).startswith("Layers(fn=list, loss=len")
+    assert "plan" not in model_in_brief(Layers(list, len))
+    assert "plan={'a': 'row'}" in model_in_brief(Layers(list, print, plan={"a": "row"}))

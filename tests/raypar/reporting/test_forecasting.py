@@ -21,7 +21,7 @@ from raypar.paths import FORECAST
 from raypar.planner.calibrated.calibration_file import VARIABLE, write_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, why_uncalibrated
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.forecasting import compared, forecast_of
+from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import read
@@ -65,16 +65,16 @@ def written(folder, run, *reports, step=0):
 
 def test_the_error_is_in_percent_of_what_was_measured():
     found = replace(forecast(), step=0.09, peaks=(330 * MIB, 200 * MIB))
-    time, *peaks = map(str, compared(found, [100.0, 110.0, 90.0], (300 * MIB, 200 * MIB)))
+    time, *peaks = map(str, forecast_and_measured(found, [100.0, 110.0, 90.0], (300 * MIB, 200 * MIB)))
     assert time == "100 ms measured, 90.0 ms predicted (-10%)"
     assert peaks == ["300 MiB measured, 330 MiB predicted (+10%)", "200 MiB measured, 200 MiB predicted (+0%)"]
-    assert str(compared(replace(found, step=None), [100.0], ())[0]) == "100 ms measured"
-    assert str(compared(found, [], ())[0]) == "90.0 ms predicted"
-    assert [str(one) for one in compared(found, [], (0, MIB))[1:]] == [
+    assert str(forecast_and_measured(replace(found, step=None), [100.0], ())[0]) == "100 ms measured"
+    assert str(forecast_and_measured(found, [], ())[0]) == "90.0 ms predicted"
+    assert [str(one) for one in forecast_and_measured(found, [], (0, MIB))[1:]] == [
         "330 MiB predicted",
         "1 MiB measured, 200 MiB predicted (+19900%)",
     ]
-    assert str(compared(replace(found, peaks=()), [], (MIB,))[1]) == "1 MiB measured"
+    assert str(forecast_and_measured(replace(found, peaks=()), [], (MIB,))[1]) == "1 MiB measured"
 
 
 def test_a_summary_has_step_and_peak_beside_their_predictions(calibrated):

@@ -10,7 +10,7 @@ import raypar as rp
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.notebook import Totals, box, table
+from raypar.reporting.notebook import Totals, box, notebook_table
 from raypar.reporting.report import Report
 
 REPORT = Report(3, 2.5, 1.25, 1e-3, 512, 1000.0, 512.0, 0.25, None, (2, 1), (1 << 20, 2 << 20))
@@ -53,8 +53,8 @@ def test_memory_is_shown_by_kind_and_samples_a_second_where_they_are_known():
 
 
 def test_names_are_escaped():
-    assert "&lt;b&gt;" in box(table([("<b>", 1)], ("<i>", "n")))
-    assert "<i>" not in table([], ("<i>",))
+    assert "&lt;b&gt;" in box(notebook_table([("<b>", 1)], ("<i>", "n")))
+    assert "<i>" not in notebook_table([], ("<i>",))
 
 
 def test_a_ledger_prints_as_a_table():

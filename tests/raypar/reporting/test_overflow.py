@@ -12,7 +12,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import RangeCount, StepResult
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of
-from raypar.reporting.overflow import LayerCount, Overflow, OverflowWarnings, overflow_of
+from raypar.reporting.overflow import LayerCount, Overflow, OverflowWarnings, joined_overflow
 from raypar.reporting.record import Record
 from raypar.reporting.report import report_of
 from raypar.reporting.trackers.tracker import scalars
@@ -60,12 +60,12 @@ def test_counts_of_actors_are_joined_in_the_order_of_layers():
     first = RangeCount(0, "blocks.0", "activations", 0, (0, "left"), 10, 1, 0)
     half = first._replace(part=(0, "right"), over=4)
     results = [replace(NOTHING, ranges=(later, first)), replace(NOTHING, ranges=(later, half))]
-    found = overflow_of(results, world(tp=2), "fp16")
+    found = joined_overflow(results, world(tp=2), "fp16")
     one, two = found.layers()
     assert one == ("blocks.0", "activations", 0, "pp=0 tp=1", 20, 5, 0)
     assert two == ("blocks.1", "activations", 0, "pp=0 tp=0", 10, 2, 1)
     assert (two.overflow, two.underflow) == (0.2, 0.1)
-    assert overflow_of([NOTHING], world(), "fp16") is None
+    assert joined_overflow([NOTHING], world(), "fp16") is None
     assert "20 % of the activations of blocks.1" in repr(Overflow("fp16", (two,)))
 
 

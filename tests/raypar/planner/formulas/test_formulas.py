@@ -22,7 +22,7 @@ from raypar.config.run import check_run
 from raypar.planner import formulas
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.sizes.parameters import num_parameters
-from raypar.planner.traffic import sent_bytes
+from raypar.planner.traffic import step_traffic
 from raypar.schedules import build
 from raypar.schedules.simulation.simulate import Costs, simulate
 from tests.support.team import Team
@@ -112,7 +112,7 @@ def test_bubbles_are_those_of_simulated_schedules(form, ranks, microbatches, chu
 def planned(axis, op, **changes):
     run = rp.Run(model=rp.GPT(layers=2, hidden=16, heads=4, seq=8, vocab=256), data=rp.Text("text"), **changes)
     schedule = check_run(run)["train"]
-    sent = sent_bytes(run, world_of(run), counts_of(run, schedule, None), schedule)
+    sent = step_traffic(run, world_of(run), counts_of(run, schedule, None), schedule)
     return sum(count for (of, what), count in sent.items() if of == axis and what in op)
 
 

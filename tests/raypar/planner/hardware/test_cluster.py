@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES, device_faults
+from raypar.planner.hardware.devices import DEVICES, data_sheet_faults
 from raypar.planner.hardware.links import LINKS, link_faults
 
 DEVICE = replace(DEVICES["a100"], reached=1.0)
@@ -54,7 +54,7 @@ def test_all_faults_of_a_cluster_are_told_at_once():
 
 
 def test_unknown_names_say_what_to_measure():
-    (fault,) = device_faults("h10")
+    (fault,) = data_sheet_faults("h10")
     assert "h100" in fault
     assert "measure" in fault
     (fault,) = link_faults("nvlink")

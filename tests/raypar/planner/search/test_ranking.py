@@ -17,7 +17,7 @@ from raypar.planner.hardware.links import LINKS
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.search.advice import advice
-from raypar.planner.search.explained import axes, lost, missing, picture, reasons, table
+from raypar.planner.search.explained import axes, lost, mesh_table, reasons, step_bars, what_is_missing
 from raypar.planner.search.fit import need_of
 from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
@@ -71,8 +71,8 @@ def test_a_plan_tells_every_choice_and_every_runner_up(ranking):
     for line, (name, choice) in zip(reasons(ranking, Space(256)), choices.items(), strict=True):
         assert line.startswith(f"{name} {choice}: ")
     assert len([*lost(ranking)]) == min(6, len(ranking.best)) - 1
-    assert len(table(ranking)) == min(6, len(ranking.best)) + 1
-    assert picture(ranking.best[0])
+    assert len(mesh_table(ranking)) == min(6, len(ranking.best)) + 1
+    assert step_bars(ranking.best[0])
 
 
 def test_on_a_slow_network_the_fastest_comes_first():
@@ -90,7 +90,7 @@ def test_on_a_slow_network_the_fastest_comes_first():
 def test_a_step_in_closed_form_is_told_as_about_so_long(ranking):
     simulated = [one.simulated is not None for one in ranking.best[:6]]
     assert any(simulated) and not all(simulated)
-    assert ["~" not in line for line in table(ranking)[1:]] == simulated
+    assert ["~" not in line for line in mesh_table(ranking)[1:]] == simulated
 
 
 def test_a_layout_takes_as_much_longer_in_one_sentence_as_in_another(ranking):
@@ -132,7 +132,7 @@ def test_what_fits_nowhere_says_what_is_missing_and_the_smallest_number():
     cluster = cluster_of(8, "a100-40gb").cluster
     ranking = ranked(run, run.model, cluster, Space(256))
     assert not ranking.best
-    (told,) = missing(ranking, 8)
+    (told,) = what_is_missing(ranking, 8)
     assert "lacks" in told
     larger = smallest(run, run.model, cluster, Space(256))
     assert ranked(run, run.model, larger, Space(256)).best
@@ -143,7 +143,7 @@ def test_what_fits_nowhere_says_what_is_missing_and_the_smallest_number():
 def test_no_division_of_the_batch_says_so():
     ranking = ranked(RUN, RUN.model, cluster_of(29, "a100", 29).cluster, Space(1))
     assert ranking.least is None
-    assert "divides" in missing(ranking, 29)[0]
+    assert "divides" in what_is_missing(ranking, 29)[0]
 
 
 @pytest.mark.long

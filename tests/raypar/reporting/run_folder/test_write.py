@@ -22,7 +22,7 @@ from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, toml_of
-from raypar.config.validate.outputs import folder_faults
+from raypar.config.validate.outputs import run_folder_faults
 from raypar.errors import ConfigError
 from raypar.paths import MOST_METRICS
 from raypar.reporting.evaluation import Evaluation
@@ -288,7 +288,7 @@ def test_a_folder_that_can_be_used(tmp_path, monkeypatch):
     (tmp_path / "is there").mkdir()
     (tmp_path / "link").symlink_to("is there")
     for folder in (str(tmp_path / "a" / "b.1"), "run_2-x", "./c", "../x", "is there/run", "link/run", str(tmp_path)):
-        assert not list(folder_faults(folder, None)), folder
+        assert not list(run_folder_faults(folder, None)), folder
     assert {path.name for path in tmp_path.iterdir()} == {"is there", "link"}, "nothing was made"
 
 
@@ -316,7 +316,7 @@ def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
     Path("file").touch()
     Path("dangling").symlink_to("gone")
     Path("loop").symlink_to("loop")
-    faults = list(folder_faults(folder, None))
+    faults = list(run_folder_faults(folder, None))
     assert len(faults) == 1
     assert faults[0].startswith(f"folder {folder!r} {says}"), faults
 
@@ -326,22 +326,22 @@ def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
         (tmp_path / name).touch()
         how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
         fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
-        assert list(folder_faults(str(tmp_path), None)) == [
+        assert list(run_folder_faults(str(tmp_path), None)) == [
             f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
         ]
         (tmp_path / name).unlink()
     (tmp_path / "run.toml").touch()
-    assert not list(folder_faults(str(tmp_path), tmp_path / "checkpoints" / "step-00000001"))
-    assert list(folder_faults(str(tmp_path), tmp_path / "step-00000001"))
+    assert not list(run_folder_faults(str(tmp_path), tmp_path / "checkpoints" / "step-00000001"))
+    assert list(run_folder_faults(str(tmp_path), tmp_path / "step-00000001"))
 
 
 @pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl", "log.txt", "checkpoints"])
 def test_a_link_in_the_place_of_a_file_is_refused_by_its_name(name, tmp_path):
     (tmp_path / name).symlink_to("gone")
     says = f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
-    assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), None))
+    assert f"folder {str(tmp_path)!r} {says}" in list(run_folder_faults(str(tmp_path), None))
     home = tmp_path / "checkpoints" / "step-00000001"
-    assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), home))
+    assert f"folder {str(tmp_path)!r} {says}" in list(run_folder_faults(str(tmp_path), home))
 
 
 def test_a_file_that_the_run_could_not_write_is_refused_by_its_name(tmp_path):
@@ -352,7 +352,9 @@ def test_a_file_that_the_run_could_not_write_is_refused_by_its_name(tmp_path):
         metrics.truncate(MOST_METRICS + 1)
     home = tmp_path / "checkpoints" / "step-00000001"
     fix = "remove it, or give another folder"
-    assert [fault.removeprefix(f"folder {str(tmp_path)!r} has ") for fault in folder_faults(str(tmp_path), home)] == [
+    assert [
+        fault.removeprefix(f"folder {str(tmp_path)!r} has ") for fault in run_folder_faults(str(tmp_path), home)
+    ] == [
         f"run.toml, which is no plain file: {fix}",
         "metrics.jsonl of more than 1 GiB, which a run can't go on from: move it away",
         f"log.txt, which is no plain file: {fix}",
@@ -363,10 +365,10 @@ def test_a_file_that_the_run_could_not_write_is_refused_by_its_name(tmp_path):
 @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/mine", "checkpoints/step-00000001/a/b"])
 def test_a_folder_of_checkpoints_of_another_run_is_refused(inside, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    assert not list(folder_faults(str(tmp_path / inside), None)), "it is no run's"
+    assert not list(run_folder_faults(str(tmp_path / inside), None)), "it is no run's"
     (tmp_path / "run.toml").touch()
     says = f"is in the folder of the checkpoints of another run, {str(tmp_path)!r}: give a folder outside it"
-    assert list(folder_faults(str(tmp_path / inside), None)) == [f"folder {str(tmp_path / inside)!r} {says}"]
+    assert list(run_folder_faults(str(tmp_path / inside), None)) == [f"folder {str(tmp_path / inside)!r} {says}"]
 
 
 def test_it_is_told_with_all_other_faults(tmp_path):
