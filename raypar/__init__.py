@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from raypar.cli.repl import tab_completion
     from raypar.config.automatic import Planned, plan
     from raypar.config.depth import depth
+    from raypar.config.expert_layout_names import layout
     from raypar.config.hugging_face import HF
-    from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
     from raypar.errors import (
         ActorDiedError,
@@ -88,7 +88,7 @@ _HOMES = {
     "raypar.config.depth": ("depth",),
     "raypar.config.automatic": ("Planned", "plan"),
     "raypar.config.hugging_face": ("HF",),
-    "raypar.config.layouts": ("layout",),
+    "raypar.config.expert_layout_names": ("layout",),
     "raypar.config.recipes": ("recipe",),
     "raypar.errors": (
         "ActorDiedError",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from raypar.actors.collective import autograd
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
-from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, ring_attend
+from raypar.actors.context_parallel.ring_self_attention import ring_scores, ring_values
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Attention, Core, seen_before
 from raypar.actors.layers.dropout import sharded_dropout

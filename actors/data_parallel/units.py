@@ -15,7 +15,7 @@ from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.flat_memory import FlatMemory
-from raypar.actors.home import OffloadStorage
+from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 

@@ -19,7 +19,7 @@ from raypar.actors.errors import blame
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
-from raypar.actors.models.made_at import made_at, noted_lines
+from raypar.actors.models.module_source_lines import made_at, noted_lines
 from raypar.actors.models.unregistered import demand_real, has_strays
 from raypar.actors.models.user_plan import tensor_plan_of
 from raypar.actors.rng import derive

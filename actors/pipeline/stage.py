@@ -20,7 +20,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES
-from raypar.actors.models.skips import NO_SKIPS, Skipped
+from raypar.actors.models.skip_connections import NO_SKIPS, Skipped
 from raypar.actors.pipeline.backward_faults import called_as, forward_of_fault
 from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory

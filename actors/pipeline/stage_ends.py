@@ -8,7 +8,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from raypar.actors.autograd.backward import GraphEnd
-from raypar.actors.models.skips import Ends, StageSkips, crossing_layers
+from raypar.actors.models.skip_connections import Ends, StageSkips, crossing_layers
 from raypar.actors.tensors import Values
 
 

@@ -25,7 +25,7 @@ from raypar.actors.tensors import Values
 from raypar.actors.worker.build.boundaries import peers_of
 from raypar.actors.worker.build.flow import numbers_of
 from raypar.actors.worker.build.model_part import ModelPart
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.probe import Probe
 from raypar.schedules.action import Action, Op

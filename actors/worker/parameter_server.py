@@ -19,7 +19,7 @@ from raypar.actors.specs.results import Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.assemble import build_part
 from raypar.actors.worker.build.plan import ActorPlan
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.build.updates import buckets_of, updater_of
 from raypar.actors.worker.fault_injection import FaultInjector

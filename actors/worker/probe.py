@@ -17,7 +17,7 @@ from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import WorkerState
 from raypar.schedules.action import Action

@@ -10,7 +10,7 @@ from torch import Tensor
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, digest, gathered
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.tensors import Values
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.schedules.action import BACKWARDS, Action, Op
 
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide

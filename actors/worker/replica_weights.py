@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.worker.build.model_part import ModelPart
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 
 DEFAULT_EVERY = 1000  # steps between two comparisons, if the run does not say
 

@@ -11,7 +11,7 @@ from raypar.actors.errors import NonFiniteError, RouterError
 from raypar.actors.expert_parallel.record import Balanced, Routed
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed, Updated
 from raypar.actors.worker.build.model_part import ModelPart
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.schedules.action import Action, Op
 
 

@@ -28,7 +28,7 @@ from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import is_first_holder
 from raypar.actors.worker.build.model_part import ModelPart
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 
 
 class SpeculativeUpdate(NamedTuple):

@@ -16,7 +16,7 @@ from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
 from raypar.actors.worker.build.flow import StageExchange, numbers_of
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import SpeculativeUpdate, WorkerState
 from raypar.schedules.action import Action, Op

@@ -25,7 +25,7 @@ from raypar.actors.worker.build.assemble import assemble, ends_of_rounds
 from raypar.actors.worker.build.flow import numbers_of
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.program import program_of
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Generator

@@ -16,8 +16,8 @@ from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_lasting
 from raypar.cluster.own_ray import end_without_server
+from raypar.cluster.replacement_actors import ActorBundle, ClaimOne, Create, PendingActor, nodes_of, succeeded
 from raypar.cluster.together import together
-from raypar.cluster.vacancies import ActorBundle, ClaimOne, Create, PendingActor, nodes_of, succeeded
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers

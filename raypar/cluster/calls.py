@@ -19,7 +19,7 @@ from raypar.cluster.answers import LOOK, Answer, Answers, ProgressWatch
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.witnesses import ProcessMonitors
+from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import living_nodes
 from raypar.cluster.placement import wants
 from raypar.cluster.ray_private import coming_nodes
+from raypar.cluster.replacement_actors import ActorBundle
 from raypar.cluster.room import holders, no_room
-from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import RoomError
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from raypar.cluster.probes import ray_error_reason
+from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.cluster.processes import Exit
 from raypar.cluster.ray_private import dead_servers
-from raypar.cluster.witnesses import ProcessMonitors
 from raypar.cluster.worker_logs import shown
 from raypar.errors import Death
 

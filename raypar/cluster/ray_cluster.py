@@ -33,9 +33,9 @@ from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, blocks_of, place, placement_lines, split_told
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
+from raypar.cluster.replacement_actors import ActorBundle
 from raypar.cluster.room import TOO_SMALL, no_room
 from raypar.cluster.together import together
-from raypar.cluster.vacancies import ActorBundle
 from raypar.errors import ConfigError, JobError, RoomError
 from raypar.planner.hardware.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.schedules.float_sum import float_sum

@@ -6,7 +6,7 @@ import torch
 
 from raypar.actors.models.build import build_model
 from raypar.actors.models.expert_calls import note_calls
-from raypar.actors.models.skips import Skipped
+from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 

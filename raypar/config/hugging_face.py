@@ -18,7 +18,7 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
 from raypar.config.hugging_face_config import REQUIRED, SCALING
-from raypar.config.their_model import MOST_SEQ, their_model
+from raypar.config.transformers_model import MOST_SEQ, their_model
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.build import build_model
-from raypar.actors.models.made_at import made_at
+from raypar.actors.models.module_source_lines import made_at
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.skips import SkipError, Skipped
+from raypar.actors.models.skip_connections import SkipError, Skipped
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

@@ -19,7 +19,7 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.skips import Skipped
+from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.models.user_layers import user_metric
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

@@ -13,7 +13,7 @@ from raypar.actors.errors import first_line
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.placed_step import FEATURES
 from raypar.actors.models.plan_kinds import PASSING, kind_of
-from raypar.actors.models.skips import Skipped, Skips
+from raypar.actors.models.skip_connections import Skipped, Skips
 from raypar.actors.tensors import Values, as_values
 
 _FIX = "make the linear layer that takes them 'row' in the plan, or this one 'column_gather_output'"

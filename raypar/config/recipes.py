@@ -12,7 +12,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
-from raypar.config.layouts import layout as fields_of
+from raypar.config.expert_layout_names import layout as fields_of
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
 

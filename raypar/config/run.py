@@ -29,7 +29,7 @@ from raypar.config.schedule import (
     with_offload,
     with_zero,
 )
-from raypar.config.skips import skips_of
+from raypar.config.skip_connections import skips_of
 from raypar.config.validate.adapter_folder import adapter_folder_faults
 from raypar.config.validate.asynchronous import asynchronous_faults, unversioned_weight_faults
 from raypar.config.validate.data import data_faults
@@ -53,7 +53,7 @@ from raypar.config.validate.uneven import turn_faults, uneven_faults
 from raypar.config.validate.zero import zero_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run, costs_with_halving
-from raypar.schedules.passes.skips import no_skips
+from raypar.schedules.passes.skip_connections import no_skips
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
@@ -360,13 +360,13 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     else:
         from torch.nn import Module
 
-        from raypar.actors.models.skips import skip_faults
-        from raypar.actors.models.their_layers import TheirLayers
+        from raypar.actors.models.skip_connections import skip_faults
+        from raypar.actors.models.transformers_layers import TheirLayers
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.distributed_trial import shared_norm_faults
         from raypar.config.validate.batches import loss_faults, user_function_failure
-        from raypar.config.validate.their_modules import their_plan_faults
+        from raypar.config.validate.transformers_modules import their_plan_faults
 
         faults += loss_faults(run.model)
         if isinstance(run.model.fn, Module):

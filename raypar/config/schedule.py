@@ -21,7 +21,7 @@ from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.offload_activations import offload_activations
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.replicate import replicate
-from raypar.schedules.passes.skips import Skips, no_skips, with_skips
+from raypar.schedules.passes.skip_connections import Skips, no_skips, with_skips
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.passes.token_slices import with_slices
 from raypar.schedules.passes.without_flush import without_flush

@@ -8,7 +8,7 @@ import torch
 
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
-from raypar.actors.models.skips import Skipped
+from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.tensors import Values, as_values
 
 OUTSIDE_THE_GRAPH = r"not have been used in the graph|does not require grad and does not have a grad_fn"

@@ -33,11 +33,11 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
+from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault, field_faults, short_repr
 from raypar.config.hugging_face import HF
-from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
-from raypar.config.their_model import is_theirs, their_model_again
+from raypar.config.transformers_model import is_theirs, their_model_again
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import nearest

@@ -30,13 +30,13 @@ from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, TextScorer
 from raypar.recovery.failures import Failure
+from raypar.reporting.actor_table import Whereabouts
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import box, text_block
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
-from raypar.reporting.whereabouts import Whereabouts
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import ComputeDevice, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
-from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
 from raypar.actors.models.build import build_model
-from raypar.actors.models.skips import Skipped
+from raypar.actors.models.skip_connections import Skipped
+from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of

@@ -19,8 +19,8 @@ from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
+from raypar.planner.assumed_rates import Rates, halving_seconds, rates_of
 from raypar.planner.memory.worker import ParameterCounts, element_bytes
-from raypar.planner.rates import Rates, halving_seconds, rates_of
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.schedule import Schedule

@@ -18,13 +18,13 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
+from raypar.planner.assumed_rates import block_seconds, rates_of
 from raypar.planner.calibrated.calibrated_costs import calibrated_costs
 from raypar.planner.calibrated.calibration import Calibration
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
 from raypar.planner.hardware.this_machine import computes_here, device_kind
 from raypar.planner.memory.worker import ParameterCounts
-from raypar.planner.rates import block_seconds, rates_of
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.measured_costs import costs_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raypar.actors.device import place_of
 from raypar.actors.models.build import build_model
-from raypar.actors.models.skips import NO_SKIPS
+from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer

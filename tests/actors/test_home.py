@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raypar.actors.errors import CheckpointError, OffloadError
-from raypar.actors.home import MappedHome
+from raypar.actors.offload_storage import MappedHome
 from raypar.actors.specs.optim import AdamW
 from tests.support.snapshots import saved
 from tests.support.team import Team, linears

@@ -13,7 +13,7 @@ from raypar.schedules.catalog import build
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
-from raypar.schedules.passes.skips import with_skips
+from raypar.schedules.passes.skip_connections import with_skips
 from raypar.schedules.rules import needs, provides, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.step_board import Board, MoveError, maker_of, moves

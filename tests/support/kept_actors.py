@@ -16,7 +16,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster.actors import Actors
 from raypar.cluster.ray_cluster import USUAL_WAITS, start_actors
-from raypar.cluster.vacancies import succeeded
+from raypar.cluster.replacement_actors import succeeded
 
 
 class Pool:

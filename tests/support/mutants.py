@@ -11,7 +11,7 @@ from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.replicate import replicate
-from raypar.schedules.passes.skips import with_skips
+from raypar.schedules.passes.skip_connections import with_skips
 from raypar.schedules.passes.token_slices import with_slices
 
 Rows = list[list[Action]]

@@ -17,15 +17,15 @@ from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
-from raypar.actors.home import storage_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.frozen import first_learning
-from raypar.actors.models.skips import stage_skips
+from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
+from raypar.actors.offload_storage import storage_of
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.compiled import compile_layers
@@ -41,7 +41,7 @@ from raypar.actors.worker.build.layers import LayerMaker
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
 from raypar.actors.worker.build.weight_owners import between_owners, homes_of, owners_of
 from raypar.schedules.action import Action, Op

@@ -15,7 +15,7 @@ from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.build.program import Program
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.schedules.action import SENDS, Action, Op
 from raypar.schedules.rules import provides, taken

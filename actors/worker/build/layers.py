@@ -13,9 +13,9 @@ from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
-from raypar.actors.home import DeviceHome, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import tie_parameters
+from raypar.actors.offload_storage import DeviceHome, OffloadStorage
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers

@@ -10,7 +10,7 @@ from raypar.actors.data_parallel.stage_weights import StageWeights, WeightWindow
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.data import Batches
 from raypar.actors.worker.build.boundaries import peers_of
-from raypar.actors.worker.build.seat import RankContext
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 

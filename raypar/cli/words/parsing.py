@@ -17,9 +17,9 @@ from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import read_flags
 from raypar.cli.words.model_tables import read_tables
 from raypar.config.depth import depth
+from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault
 from raypar.config.hugging_face import HF
-from raypar.config.layouts import layout
 from raypar.config.toml import of_kind, read_run, read_table
 from raypar.errors import ConfigError
 from raypar.paths import RUN, holds_run

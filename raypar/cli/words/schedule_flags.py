@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypar.config.schedule import MOST_CELLS, Loaded, load
-from raypar.schedules.passes.skips import Skips
+from raypar.schedules.passes.skip_connections import Skips
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 

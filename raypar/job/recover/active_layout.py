@@ -11,7 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint, newest
 from raypar.cluster.calls import Calls
-from raypar.cluster.vacancies import nodes_of
+from raypar.cluster.replacement_actors import nodes_of
 from raypar.errors import JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.snapshots import Snapshots

@@ -14,7 +14,7 @@ from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.witnesses import ProcessMonitors
+from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.errors import TO_GO_ON, CallError, JobError
 
 T = TypeVar("T")

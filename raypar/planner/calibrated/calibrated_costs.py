@@ -19,11 +19,11 @@ from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Llama, Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
+from raypar.planner.assumed_rates import Rates
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.calibrated.product_seconds import block_products, head_products, num_logits
 from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
 from raypar.planner.memory.worker import ParameterCounts, element_bytes
-from raypar.planner.rates import Rates
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import MAKES_GRADIENTS

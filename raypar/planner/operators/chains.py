@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.autograd.torch_private import has_call_hooks
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.plan_kinds import SHORT, kind_of
-from raypar.actors.models.skips import Skipped, Skips
+from raypar.actors.models.skip_connections import Skipped, Skips
 from raypar.actors.models.user_plan import unfit
 from raypar.actors.tensors import Values, as_values
 from raypar.planner.operators.operator import Chain, Operator, OperatorKind

@@ -11,6 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.html.charts import ChartLine, Mark, bars, line_chart
+from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import (
     History,
@@ -27,7 +28,6 @@ from raypar.reporting.html.figures import (
     smoothed,
 )
 from raypar.reporting.html.forecast import forecast
-from raypar.reporting.html.happenings import ending, happenings
 from raypar.reporting.html.loss_scale import loss_scale
 from raypar.reporting.html.markup import (
     NUMBER,

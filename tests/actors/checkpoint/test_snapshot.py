@@ -12,8 +12,8 @@ from torch import nn
 from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
-from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.step import Notes
+from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from tests.support.snapshots import loaded, read, saved

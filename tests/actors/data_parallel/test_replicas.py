@@ -16,8 +16,8 @@ from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Host
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.home import DeviceHome
 from raypar.actors.models.gpt import GPTModel
+from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW

@@ -14,10 +14,11 @@ from ray.util.placement_group import placement_group_table
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from raypar.cluster import claims, vacancies
+from raypar.cluster import claims
+from raypar.cluster import replacement_actors as vacancies
 from raypar.cluster.claims import Claim
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.vacancies import ActorBundle
+from raypar.cluster.replacement_actors import ActorBundle
 from raypar.errors import RoomError
 
 ROOT = Path(__file__).parents[3]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from raypar.cluster import control_server, notices
+from raypar.cluster import control_server
+from raypar.cluster import drain_notices as notices
 from raypar.cluster.control_server import ControlServer
-from raypar.cluster.notices import DrainNotices
+from raypar.cluster.drain_notices import DrainNotices
 from tests.support.process_tree import command_line, descendants, lives
 
 

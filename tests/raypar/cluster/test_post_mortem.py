@@ -20,8 +20,8 @@ from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
 from raypar.cluster.probes import ray_error_reason
+from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.cluster.processes import Exit, Processes, ProcessReport
-from raypar.cluster.witnesses import ProcessMonitors
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
 from tests.support.kernel import TELLS_EXITS

@@ -16,7 +16,7 @@ from raypar.cluster import actors as actors_module
 from raypar.cluster import claims, ray_cluster
 from raypar.cluster.actors import Actors
 from raypar.cluster.placement import Node
-from raypar.cluster.vacancies import ActorBundle
+from raypar.cluster.replacement_actors import ActorBundle
 from raypar.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from raypar.cluster import vacancies
+from raypar.cluster import replacement_actors as vacancies
 from raypar.cluster.actors import Actors
-from raypar.cluster.vacancies import ActorBundle, PendingActor
+from raypar.cluster.replacement_actors import ActorBundle, PendingActor
 
 
 class Cluster:

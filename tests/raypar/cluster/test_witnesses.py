@@ -13,10 +13,10 @@ from ray.exceptions import ActorDiedError
 
 from raypar.actors.process_identity import own_identity, process_began
 from raypar.actors.specs.results import Located
-from raypar.cluster import witnesses as module
+from raypar.cluster import process_monitors as module
 from raypar.cluster.nodes import own_node
+from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.cluster.processes import Exit, ProcessReport
-from raypar.cluster.witnesses import ProcessMonitors
 from tests.support.kernel import TELLS_EXITS
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -20,7 +20,7 @@ from raypar.job.layout.other_layout import other_layout
 from raypar.job.recover.relayout import differences
 from raypar.paths import CHECKPOINTS, LOG
 from raypar.planner.resource_needs import memory_in_all
-from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.events import happenings
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import without_room
 from tests.support.team import batch, linears, mse

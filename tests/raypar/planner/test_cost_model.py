@@ -15,9 +15,9 @@ from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.zero_levels import zero_levels_table
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
+from raypar.planner.assumed_rates import Rates, rates_of
 from raypar.planner.cost_model import costs_of_run, seconds_of_run
 from raypar.planner.prediction import from_flops
-from raypar.planner.rates import Rates, rates_of
 from raypar.planner.resource_needs import counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Action, Op

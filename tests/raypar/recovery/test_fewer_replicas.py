@@ -9,7 +9,7 @@ import pytest
 import raypar as rp
 from raypar.checkpoint.resume import find
 from raypar.paths import LOG
-from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.events import happenings
 from raypar.reporting.html.page import page
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import wait_for_actors, without_room

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.cluster import notices
+from raypar.cluster import drain_notices as notices
+from raypar.cluster.drain_notices import DrainNotices
 from raypar.cluster.nodes import own_node
-from raypar.cluster.notices import DrainNotices
 from raypar.paths import FAILURES
-from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.events import happenings
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import wait_for_actors, without_room
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import raypar as rp
-from raypar.config.layouts import LAYOUTS
+from raypar.config.expert_layout_names import LAYOUTS
 from tests.support.team import Team
 
 PAGE = (Path(__file__).parents[3] / "docs/experts.md").read_text()

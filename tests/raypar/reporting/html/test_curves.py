@@ -20,9 +20,9 @@ from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.compare import comparison
+from raypar.reporting.html.events import happenings
 from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
 from raypar.reporting.html.flops import actors_of, flops_per_token
-from raypar.reporting.html.happenings import happenings
 from raypar.reporting.html.page import page, titled
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import Past, read

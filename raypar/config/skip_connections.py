@@ -8,7 +8,7 @@ from raypar.actors.models.partition import split_faults
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.schedules.passes.skips import Skips, no_skips
+from raypar.schedules.passes.skip_connections import Skips, no_skips
 
 
 def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
@@ -22,7 +22,7 @@ def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
         return no_skips
 
     def between(num_stages: int) -> Skips:
-        from raypar.actors.models.skips import skip_faults, skips_between  # imports torch
+        from raypar.actors.models.skip_connections import skip_faults, skips_between  # imports torch
 
         try:
             model = skeleton.model
