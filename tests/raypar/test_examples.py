@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,3 +93,13 @@ def test_tensor_parallel_plan(kept_actors, capsys):
     assert last < 0.7 * first
     assert defined["verdict"].ok, said
     assert not defined["verdict"].bitwise
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_the_interpreter_of_eighty_lines_computes_the_gradients_of_one_process(monkeypatch, capsys, name):
+    path = EXAMPLES / "interpreter.py"
+    assert len(path.read_text().splitlines()) <= 80
+    monkeypatch.setattr(sys, "argv", ["interpreter.py", name])
+    runpy.run_path(str(path))
+    told = capsys.readouterr().out
+    assert told.startswith("rank 0  ") and told.endswith("those of one process, bitwise: True\n")
