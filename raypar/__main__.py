@@ -2,7 +2,7 @@
 
 import sys
 
-from raypar.cli.entry import guarded_main
+from raypar.cli.entry import main
 
 if __name__ == "__main__":
-    sys.exit(guarded_main())
+    sys.exit(main())

@@ -87,9 +87,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def run_command(words: list[str], capsys) -> None:
-    from raypar.cli.main import main
+    from raypar.cli.main import run_command
 
-    code = main(words)
+    code = run_command(words)
     said = capsys.readouterr()
     assert code == 0, f"raypar {shlex.join(words)}\n{said.out}{said.err}"
 

@@ -20,7 +20,7 @@ CASES = {
     "talks.jsonl": ("data", "show", "HERE/talks.jsonl"),
     "faults.toml": ("train", "gpt-tiny", "--chaos", "HERE/faults.toml", "--dry-run"),
 }
-PROGRAM = "import sys; from raypar.cli.main import main; sys.exit(main())"
+PROGRAM = "import sys; from raypar.cli.main import run_command as main; sys.exit(main())"
 
 
 @pytest.mark.timeout(60)

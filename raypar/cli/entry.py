@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def guarded_main() -> int:
+def main() -> int:
     """Run the command line of this process. Ctrl-C ends it without a traceback while the commands are still imported.
 
     Returns:
@@ -14,7 +14,7 @@ def guarded_main() -> int:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where it is ignored, as in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from raypar.cli.main import main as run
+    from raypar.cli.main import run_command as run
 
     signal.signal(signal.SIGINT, handler)
     return run()

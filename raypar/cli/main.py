@@ -34,7 +34,7 @@ _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths 
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run_command(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
@@ -352,4 +352,4 @@ def _fail(text: str, code: int, error: BaseException | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command())

@@ -25,7 +25,7 @@ from tests.support.process_tree import command_line, descendants, lives
 ENDED = 5.0  # seconds in which the actors of a driver that was killed have ended
 PATIENCE = 90.0  # seconds for a step to come
 RUN = ["gpt-tiny", "--mesh.pp", "2", "--model.dropout", "0.1", "--microbatches", "4", "--save-every", "1"]
-TRAIN = [sys.executable, "-c", "import sys; from raypar.cli.main import main; sys.exit(main())", "train"]
+TRAIN = [sys.executable, "-c", "import sys; from raypar.cli.main import run_command as main; sys.exit(main())", "train"]
 
 
 def lines_of(folder: Path) -> list[dict[str, float]]:

@@ -188,7 +188,7 @@ def is_storm_survived(run: rp.Run, events: int, seed: int) -> bool:
 DRIVER = """
 import logging, sys
 import raypar as rp
-from raypar.job import starter
+from raypar.job.recover import restarts as starter
 from tests.support.full_cluster import wait_for_actors
 
 starter._LOOK = 0.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from raypar.actors.data.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "finetune.md"
-COMMAND = [sys.executable, "-c", "from raypar.cli.main import main; raise SystemExit(main())"]
+COMMAND = [sys.executable, "-c", "from raypar.cli.main import run_command as main; raise SystemExit(main())"]
 FLAGS = ["--mesh.pp", "2", "--model.seq", "256", "--microbatches", "4", "--optim.lr", "2e-3", "--folder", "run"]
 QUESTIONS = ("What is the capital of Germany?", "What is 20 plus 5?")
 MOST_SECONDS = 600

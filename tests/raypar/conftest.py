@@ -16,12 +16,12 @@ def said(capsys, tmp_path, monkeypatch):
     """Run a command line; returns exit code, standard output, standard error. Run folders are not in the checkout."""
 
     def run(*words):
-        from raypar.cli.main import main
+        from raypar.cli.main import run_command
 
         for place in ("raypar.job.start.run_folders.RUNS", "raypar.config.validate.outputs.RUNS"):
             monkeypatch.setattr(place, str(tmp_path / "runs"))
         capsys.readouterr()
-        code = main([str(word) for word in words])
+        code = run_command([str(word) for word in words])
         return code, *capsys.readouterr()
 
     return run

@@ -9,7 +9,7 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.checkpoint import Save, manifest_of
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.recipes import recipe
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.snapshots import loaded, read, saved
@@ -85,7 +85,7 @@ def test_every_part_of_an_expert_is_written_once_and_the_commands_read_it(writte
         team.each(lambda actor: actor.stage())
         shards = team.each(lambda actor: actor.write(str(under_way.path)))
         under_way.commit(manifest_of(2, 0, {"steps": 4}, [shard for shard in shards if shard is not None]), None)
-    assert main(["ckpt", "verify", str(tmp_path)]) == 0
-    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    assert run_command(["ckpt", "verify", str(tmp_path)]) == 0
+    assert run_command(["ckpt", "ls", str(tmp_path)]) == 0
     weights = len(team.weights()) + RUN.model.layers * team.run.mesh.dp  # each replica has its routers' biases
     assert f"{weights} tensors of the model, 0 of the optimizer" in capsys.readouterr().out, "no step was taken"

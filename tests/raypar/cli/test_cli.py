@@ -315,7 +315,7 @@ def test_a_resumed_run_that_ends_in_its_launch_says_how_to_go_on(said, monkeypat
 
 def test_paper_commands_bring_in_neither_torch_nor_ray():
     code = (
-        "import sys; from raypar.cli.main import main\n"
+        "import sys; from raypar.cli.main import run_command as main\n"
         "for words in ('draw 1f1b', 'check 1f1b', 'simulate 1f1b', 'compare 1f1b gpipe'):\n"
         "    assert main(words.split()) == 0\n"
         "assert not {'torch', 'ray', 'numpy', 'pydantic'} & set(sys.modules)"
@@ -422,7 +422,7 @@ def test_a_dry_run_takes_no_time_and_no_torch():
     """Seconds of the CPU, since those of the clock are longer on a busy machine."""
     for name in ("gpt-124m", "llama-small"):
         code = (
-            "import sys, time; from raypar.cli.main import main\n"
+            "import sys, time; from raypar.cli.main import run_command as main\n"
             f"assert main(['train', {name!r}, '--model.vocab', '300', '--dry-run']) == 0\n"
             "assert not {'torch', 'ray'} & set(sys.modules)\nprint(time.process_time())"
         )

@@ -22,8 +22,8 @@ import contextlib, io, json, logging
 from dataclasses import asdict
 import ray
 import raypar as rp
-from raypar.cli.main import main
-from raypar.cluster import witnesses
+from raypar.cli.main import run_command as main
+from raypar.cluster import process_monitors as witnesses
 
 witnesses._ANSWER = 20.0  # of a busy machine
 warned = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import raypar as rp
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.toml import load_run
 
 
@@ -56,10 +56,10 @@ def test_files_and_flags_know_layouts(tmp_path, capsys):
     path.write_text('recipe = "moe-tiny"\nlayout = "ep2-dp2"\nstep = 3\n')
     with pytest.raises(rp.ConfigError, match=r"(?s)layout 'ep2-dp2' has.*step is not a field"):
         load_run(path)
-    assert main(["plan", "moe-tiny", "--layout", "ep2_dp2", "--mesh.pp", "2"]) == 0
+    assert run_command(["plan", "moe-tiny", "--layout", "ep2_dp2", "--mesh.pp", "2"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("actors: 8 = pp 2 x dp 4; experts in 2 parts\n\nactor         experts  exchange tokens")
-    assert main(["plan", "moe-tiny", "--layout", "ep2_dp", "--steps", "x"]) == 2
+    assert run_command(["plan", "moe-tiny", "--layout", "ep2_dp", "--steps", "x"]) == 2
     said = capsys.readouterr().err
     assert "2 mistakes" in said
     assert "layout 'ep2_dp' has 'dp'" in said

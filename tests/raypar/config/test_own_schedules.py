@@ -6,7 +6,7 @@ import pytest
 
 import raypar as rp
 from raypar.checkpoint import resume
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.cli.train import train as commands
 from raypar.config.run import check_run
 from raypar.config.toml import plain_of, run_of
@@ -61,7 +61,7 @@ def test_what_is_wrong_with_it_is_told_of_the_training_step():
 @pytest.mark.parametrize("command", ["draw", "check", "simulate", "train"])
 def test_commands_take_it(word, command, capsys):
     flags = ["--mesh.pp", "2", "--dry-run", "--schedule"] if command == "train" else ["--ranks", "2"]
-    assert main([command, *flags, word, "--microbatches", "3"]) == 0
+    assert run_command([command, *flags, word, "--microbatches", "3"]) == 0
     assert "my.py:wave" in capsys.readouterr().out
 
 
@@ -70,9 +70,9 @@ def test_a_checkpoint_alone_runs_no_code(word, tmp_path, monkeypatch, capsys):
     found = SimpleNamespace(path=tmp_path / "step-3", manifest=SimpleNamespace(run=plain_of(run), step=3))
     monkeypatch.setattr(resume, "find", lambda path: found)
     monkeypatch.setattr(commands, "misfits", lambda *_, **__: [])
-    assert main(["train", "--resume", "ckpts", "--dry-run"]) == 2
+    assert run_command(["train", "--resume", "ckpts", "--dry-run"]) == 2
     assert (
         "'my.py:wave' is code, and the checkpoint alone can't make it run: if you trust it, say --schedule my.py"
         in (capsys.readouterr().err)
     )
-    assert main(["train", "--resume", "ckpts", "--dry-run", "--schedule", word]) == 0
+    assert run_command(["train", "--resume", "ckpts", "--dry-run", "--schedule", word]) == 0

@@ -174,7 +174,7 @@ class OfSomeTokens(OutputWatch):
 @pytest.mark.parametrize("kind", [OutputWatch, OfSomeTokens])
 def test_an_update_that_is_wrong(found, monkeypatch, kind):
     """No layer is: the diagnosis says so."""
-    monkeypatch.setattr("raypar.actors.worker.probe.Watch", kind)
+    monkeypatch.setattr("raypar.actors.worker.probe.OutputWatch", kind)
     step = Updater.step
 
     def stale(self, number, ballot):
@@ -188,6 +188,6 @@ def test_an_update_that_is_wrong(found, monkeypatch, kind):
 
 
 def test_a_run_that_is_right_is_not_watched(found, monkeypatch):
-    monkeypatch.setattr("raypar.actors.worker.probe.Watch", None)
+    monkeypatch.setattr("raypar.actors.worker.probe.OutputWatch", None)
     assert found(dp=2).diagnosis is None
     assert found(tp=1, pp=2).bitwise

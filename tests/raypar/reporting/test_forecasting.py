@@ -14,7 +14,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.paths import FORECAST
@@ -157,7 +157,7 @@ def test_a_folder_keeps_its_forecast_and_the_report_shows_it(calibrated, tmp_pat
     assert "Predicted before the run" in text
     assert ">-50%<" in text
     assert "the predicted makespan is off by -50%" in text
-    main(["report", str(folder)])
+    run_command(["report", str(folder)])
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("step time: ") and told[0].endswith("predicted (-50%)")
     assert told[1].startswith("peak memory, pp=0: 300 MiB measured, ")

@@ -9,7 +9,7 @@ import pytest
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.worlds import world_of
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.run import check_run
 from raypar.planner import resource_needs as needs
 from raypar.planner.prediction import from_flops
@@ -162,7 +162,8 @@ def test_without_replicas_no_gradient_is_sent():
 
 
 def test_plan_compares_the_levels(capsys):
-    assert main(["plan", "gpt-small", "--mesh.pp", "1", "--mesh.dp", "2", "--zero", "3", "--zero-gather", "step"]) == 0
+    words = ["--mesh.pp", "1", "--mesh.dp", "2", "--zero", "3", "--zero-gather", "step"]
+    assert run_command(["plan", "gpt-small", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     width = len("sent in a step, dp all_reduce")
     rows = {line[:width].strip(): line[width:].split() for line in lines[2:]}
@@ -174,11 +175,11 @@ def test_plan_compares_the_levels(capsys):
 
 
 def test_plan_says_mistakes_and_needs_no_replicas(capsys):
-    assert main(["plan", "gpt-tiny"]) == 0
+    assert run_command(["plan", "gpt-tiny"]) == 0
     assert "zero 1" not in capsys.readouterr().out
-    assert main(["plan", "gpt-tiny", "--zero", "2"]) == 2
+    assert run_command(["plan", "gpt-tiny", "--zero", "2"]) == 2
     assert "zero is 2" in capsys.readouterr().err
-    assert main(["plan", "gpt-tiny", "--mesh.dp", "2", "--data-parallel", "parameter_server"]) == 0
+    assert run_command(["plan", "gpt-tiny", "--mesh.dp", "2", "--data-parallel", "parameter_server"]) == 0
     assert "server of pp=0 optimizer" in capsys.readouterr().out
 
 
@@ -193,7 +194,7 @@ def test_a_model_that_is_more_than_the_machine_has_is_refused(monkeypatch, capsy
     assert not list(memory_faults(whole, check_run(whole)["train"]))
     with pytest.raises(rp.ConfigError, match="set zero to 3"):
         rp.launch(run)
-    assert main(["train", "gpt-small", "--mesh.dp", "4", "--mesh.pp", "1", "--zero", "0", "--dry-run"]) == 2
+    assert run_command(["train", "gpt-small", "--mesh.dp", "4", "--mesh.pp", "1", "--zero", "0", "--dry-run"]) == 2
     assert "this machine has 150 MiB" in capsys.readouterr().err
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not list(memory_faults(run, check_run(run)["train"]))
@@ -220,7 +221,7 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
     with pytest.raises(rp.ConfigError, match="what all 2 actors offload takes"):
         rp.launch(run)
     words = ["--mesh.pp", "2", "--mesh.dp", "1", "--offload", "parameters", "--offload-folder", str(tmp_path)]
-    assert main(["train", "gpt-small", *words, "--dry-run"]) == 2
+    assert run_command(["train", "gpt-small", *words, "--dry-run"]) == 2
     assert "its disk has 90 MiB free" in capsys.readouterr().err
     assert need_rows(run)["memory in all"] != need_rows(replace(run, offload_folder=None))["memory in all"]
 

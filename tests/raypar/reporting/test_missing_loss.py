@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.figures import History
@@ -49,7 +49,7 @@ def test_it_is_null_in_files_and_missing_in_what_is_drawn(folder):
     assert history.validation() == []
     assert history.skipped == [2, 3]
     assert "none, for no target counts" in page(past)
-    assert main(["report", str(folder)]) in (0, None)
+    assert run_command(["report", str(folder)]) in (0, None)
 
 
 def test_it_is_said_once(folder, caplog):

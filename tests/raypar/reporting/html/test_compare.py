@@ -12,7 +12,7 @@ import pytest
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.toml import plain_of, toml_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.run_folder.read import read
@@ -36,7 +36,7 @@ def settings(texts):
 
 def test_the_settings_that_differ_come_first_and_the_curves_are_over_each_other(tmp_path, capsys):
     one, other = written(tmp_path / "one"), written(tmp_path / "other", replace(RUN, mesh=Mesh(dp=2), seed=7), loss=3.0)
-    assert main(["report", str(one), str(other)]) == 0
+    assert run_command(["report", str(one), str(other)]) == 0
     assert capsys.readouterr().out == f"written: {one / 'comparison.html'}\n"
     read = Reader((one / "comparison.html").read_text())
     assert settings(read.texts) == ["setting", "one", "other", "seed", "0", "7", "mesh.dp", "1", "2"]
@@ -63,7 +63,7 @@ def test_different_models_are_told(tmp_path):
 def test_of_a_damaged_folder_the_rest_is_shown(name, tmp_path):
     good, bad = written(tmp_path / "good"), written(tmp_path / "bad")
     (bad / name).write_text("[[[\n")
-    assert main(["report", str(good), str(bad), "-o", str(tmp_path / "c.html")]) == 0
+    assert run_command(["report", str(good), str(bad), "-o", str(tmp_path / "c.html")]) == 0
     texts = Reader((tmp_path / "c.html").read_text()).texts
     assert "Could not be read" in texts
     assert any(text.startswith(f"{bad}: {name} ") for text in texts)
@@ -73,17 +73,17 @@ def test_of_a_damaged_folder_the_rest_is_shown(name, tmp_path):
 def test_a_folder_of_no_run_is_told_unless_there_is_no_other(tmp_path, capsys):
     good = written(tmp_path / "good")
     other = written(tmp_path / "other")
-    assert main(["report", str(good), str(tmp_path / "gone"), str(other), "-o", str(tmp_path / "c.html")]) == 2
+    assert run_command(["report", str(good), str(tmp_path / "gone"), str(other), "-o", str(tmp_path / "c.html")]) == 2
     assert "gone' is no run folder" in capsys.readouterr().err
     assert "2 raypar runs" in Reader((tmp_path / "c.html").read_text()).texts
     assert any("gone' is no run folder" in text for text in Reader((tmp_path / "c.html").read_text()).texts)
-    assert main(["report", str(tmp_path / "gone"), str(tmp_path / "lost")]) == 2
+    assert run_command(["report", str(tmp_path / "gone"), str(tmp_path / "lost")]) == 2
     assert "gone' is no run folder" in capsys.readouterr().err
 
 
 def test_the_only_run_that_is_found_is_shown_alone_and_the_others_are_a_mistake(tmp_path, capsys):
     good = written(tmp_path / "good")
-    assert main(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 2
+    assert run_command(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 2
     out, err = capsys.readouterr()
     assert out == f"written: {good / 'report.html'}\n"
     assert err.splitlines() == [
@@ -102,7 +102,7 @@ def test_of_damaged_metrics_the_sound_steps_are_shown(tmp_path, capsys):
     good, bad = written(tmp_path / "good"), written(tmp_path / "bad")
     lines = (bad / "metrics.jsonl").read_text().splitlines(keepends=True)
     (bad / "metrics.jsonl").write_text("".join([lines[0], "{broken\n", *lines[2:]]))
-    assert main(["report", str(good), str(bad)]) == 0
+    assert run_command(["report", str(good), str(bad)]) == 0
     assert f"could not be read: {bad}: metrics.jsonl line 2 has a text" in capsys.readouterr().out
     texts = Reader((good / "comparison.html").read_text()).texts
     at = texts.index("steps", texts.index("Figures"))
@@ -154,6 +154,6 @@ def test_a_folder_of_an_older_raypar_is_reported(tmp_path):
     (old / "run.toml").write_text(toml.replace('backward = "auto"\n', "").replace("[model]\n", "[model]\ngone = 1\n"))
     (old / "ledger.json").write_text('{"pp=0": {"pp send": [24, 196608]}}')
     (old / "log.txt").write_text("2026-11-24T09:54:26+0000 INFO starting 4 actors\n")
-    assert main(["report", str(old)]) == 0
+    assert run_command(["report", str(old)]) == 0
     shutil.copytree(old, tmp_path / "copy")
-    assert main(["report", str(old), str(tmp_path / "copy")]) == 0
+    assert run_command(["report", str(old), str(tmp_path / "copy")]) == 0

@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from raypar.cli import run_folder
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.errors import ConfigError
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.page import page
@@ -83,7 +83,7 @@ def test_a_port_that_is_taken_is_a_mistake_with_its_fix(tmp_path, capsys):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert main(["report", str(folder), "--live", "--port", str(port)]) == 2
+        assert run_command(["report", str(folder), "--live", "--port", str(port)]) == 2
     assert f"port {port} of 127.0.0.1 is taken: give another --port, or 0 for any" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="from 0 to 65535"):
         Live(lambda: "", 70_000)
@@ -91,8 +91,8 @@ def test_a_port_that_is_taken_is_a_mistake_with_its_fix(tmp_path, capsys):
 
 def test_flags_that_do_not_go_together_are_mistakes(tmp_path, capsys):
     folder = str(written(tmp_path / "run"))
-    assert main(["report", folder, "--live", "--out", "a.html", "--peak", "-1"]) == 2
-    assert main(["report", folder, "--port", "1234"]) == 2
+    assert run_command(["report", folder, "--live", "--out", "a.html", "--peak", "-1"]) == 2
+    assert run_command(["report", folder, "--port", "1234"]) == 2
     told = capsys.readouterr().err
     for why in ("leave --out away", "add --live", "such as 312e12"):
         assert why in told

@@ -14,7 +14,7 @@ import pytest
 
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Listed
-from raypar.cli.main import main
+from raypar.cli.main import run_command
 from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
@@ -264,28 +264,28 @@ def folder(tmp_path):
 
 
 def test_report_and_trace_write_into_the_run_s_folder_or_where_they_are_told(folder, tmp_path, capsys):
-    assert main(["report", str(folder)]) == 0
+    assert run_command(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"written: {folder / 'report.html'}\n"
     assert "4 of 4" in Reader((folder / "report.html").read_text()).texts
-    assert main(["trace", str(folder)]) == 0
+    assert run_command(["trace", str(folder)]) == 0
     assert capsys.readouterr().out == f"written: {folder / 'trace.json'} (step 4)\n", "counted from 1"
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     before = sorted(path.name for path in folder.iterdir())
     for command, flag in (("report", "-o"), ("trace", "--out")):
-        assert main([command, str(folder), flag, str(tmp_path / command)]) == 0
+        assert run_command([command, str(folder), flag, str(tmp_path / command)]) == 0
         assert (tmp_path / command).stat().st_size > 1000
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_a_folder_whose_name_is_no_text_has_a_report(folder):
     odd = folder.rename(folder.with_name("run\udcff"))
-    assert main(["report", str(odd)]) == 0
+    assert run_command(["report", str(odd)]) == 0
     assert "raypar run in" in (odd / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_folder_of_no_run_is_a_mistake(command, tmp_path, capsys):
-    assert main([command, str(tmp_path)]) == 2
+    assert run_command([command, str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -293,7 +293,7 @@ def test_a_folder_of_no_run_is_a_mistake(command, tmp_path, capsys):
 def test_of_a_damaged_folder_the_rest_is_shown_and_every_fault_is_told(folder, capsys):
     (folder / "ledger.json").write_text("{")
     (folder / "timeline.json").write_text("[]")
-    assert main(["report", str(folder)]) == 0
+    assert run_command(["report", str(folder)]) == 0
     first, *told = capsys.readouterr().out.splitlines()
     assert first == f"written: {folder / 'report.html'}"
     assert [re.match(rf"could not be read: {folder}: (\S+)", line)[1] for line in told] == [
@@ -302,7 +302,7 @@ def test_of_a_damaged_folder_the_rest_is_shown_and_every_fault_is_told(folder, c
     ]
     texts = Reader((folder / "report.html").read_text()).texts
     assert {"Could not be read", "4 of 4"} <= set(texts)
-    assert main(["trace", str(folder)]) == 2
+    assert run_command(["trace", str(folder)]) == 2
     assert {"ledger.json", "timeline.json"} <= set(re.findall(r"\w+\.jsonl?", capsys.readouterr().err))
 
 
@@ -315,10 +315,10 @@ def test_the_predicted_step_is_that_of_the_prediction_with_its_source():
 
 
 def test_files_that_cannot_be_written_are_mistakes(folder, tmp_path, capsys):
-    assert main(["report", str(folder), "-o", str(tmp_path)]) == 2
-    assert main(["report", str(folder), "-o", str(tmp_path / "no" / "a.html")]) == 2
+    assert run_command(["report", str(folder), "-o", str(tmp_path)]) == 2
+    assert run_command(["report", str(folder), "-o", str(tmp_path / "no" / "a.html")]) == 2
     (folder / "timeline.json").unlink()
-    assert main(["trace", str(folder)]) == 2
+    assert run_command(["trace", str(folder)]) == 2
     told = capsys.readouterr().err
     for why in ("is a folder: give a file", "there is no folder", "has no measured step"):
         assert why in told
@@ -326,6 +326,6 @@ def test_files_that_cannot_be_written_are_mistakes(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_the_commands_have_help_and_need_a_folder(command, capsys):
-    assert main([command, "--help"]) == 0
+    assert run_command([command, "--help"]) == 0
     assert "RUN" in capsys.readouterr().out
-    assert main([command]) == 2
+    assert run_command([command]) == 2
