@@ -21,8 +21,8 @@ _NONE, _READ_WRITE = 0, 3  # <sys/mman.h>: PROT_NONE, PROT_READ | PROT_WRITE
 class FlatMemory:
     """A flat tensor whose memory can be released and taken again, while its views, also those of autograd, stay valid.
 
-    On Linux's CPUs it is a mapping of its own. Whoever reads it while it is released ends the process, which is better
-    than numbers that are not there.
+    On Linux's CPUs it is a mapping of its own. Reading it while it is released crashes the process (SIGSEGV), which is
+    better than garbage.
 
     Args:
         count: Number of elements.

@@ -105,7 +105,7 @@ class RelayoutLostError(JobError):
 
 
 class MovedError(RuntimeError):
-    """What was asked of a job's actors can't be told: they have other ranks now. The job goes on, and can be asked."""
+    """The layout changed while the actors were asked, so that the answers do not fit together. Ask again."""
 
 
 class NoRoomError(JobError):

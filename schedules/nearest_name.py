@@ -1,4 +1,4 @@
-"""The names that come near to one that there is not: what whoever mistyped it may have meant."""
+"""Suggestions for a misspelled name ("did you mean")."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -813,6 +814,8 @@ def listed_between(page, name):
 def rows_of(page):
     """{path: what is in it} of the table of folders; the path of a folder ends with a slash."""
     rows = [re.fullmatch(r"\| `([^`]+)` \|(.*)\|", line) for line in listed_between(page, "folders")]
+    twice = [path for path, count in Counter(row[1] for row in rows if row).items() if count > 1]
+    assert not twice, f"docs/architecture.md lists twice: {', '.join(twice)}"
     return {row[1]: row[2].strip() for row in rows if row}
 
 
@@ -864,6 +867,8 @@ def test_a_wrong_table_of_folders_is_seen():
     ]
     with pytest.raises(AssertionError, match="folders"):
         rows_of("# Architecture")
+    with pytest.raises(AssertionError, match="lists twice: actors/mesh/"):
+        rows_of(page.replace("| `raypar/gone/` | |", "| `actors/mesh/` | again |"))
 
 
 def test_a_wrong_walk_of_a_step_is_seen():

@@ -27,7 +27,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Ends:
-    """A tie's home and copy as members of the group of all updaters: the replicas that have the one and the other.
+    """The ranks that hold each end of a tied weight: the embedding and the head.
 
     Attributes:
         home, copy: Names of the two parameters.

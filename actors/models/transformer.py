@@ -117,7 +117,7 @@ class Head(nn.Module):
 
 
 def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
-    """Return a plan in which the blocks with experts have a "moe" each in the place of what MLPs enter by."""
+    """Return a plan that has "moe" in place of the "enter" style of MLPs in blocks with experts."""
     kinds: list[Kind] = ["moe" if spec.num_experts(block) else "enter" for block in range(spec.layers)]
     entries: TensorPlan = tuple((f"blocks.{block}.mlp", kind) for block, kind in enumerate(kinds))
     return (*(entry for entry in plan if entry != ("blocks.*.mlp", "enter")), *entries)

@@ -53,7 +53,7 @@ class PendingReport(NamedTuple):
 
 
 class ReportedGradients(NamedTuple):
-    """What an actor tells the group of all updaters, some of which have the same to tell.
+    """Which gradients this rank reports for the global norm, so that no copy is counted twice.
 
     Attributes:
         ballot: Whether it brings the ballot.

@@ -68,7 +68,7 @@ class Transformer:
     window_first: Steps = 0
     """with window, the first block that has it, counted from 0; the blocks before it attend to all tokens"""
     window_skips: Count | None = None
-    """with window, every so manyth block attends to all tokens before it: 2: every second one; None: none does"""
+    """with window, every n-th block has full attention: 2: every second one; None: none does"""
     norm_eps: Positive = 1e-5
     """added to the variance in LayerNorm, or to the mean square in RMSNorm, against division by zero"""
     lora: Lora | None = None

@@ -1,4 +1,4 @@
-"""What the nodes of a job's actors tell of their processes: this one by itself, every other by an actor for that."""
+"""A monitor actor on each other node, which reports how the processes of that node ended."""
 
 from __future__ import annotations
 

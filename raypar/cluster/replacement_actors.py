@@ -1,4 +1,4 @@
-"""Places of a job's that have no actor: each is looked for a home, an actor starts in it, and is waited for."""
+"""Replace lost actors: reserve resources for each, start a new actor there, and wait until it answers."""
 
 from __future__ import annotations
 

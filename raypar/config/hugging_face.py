@@ -226,7 +226,7 @@ class _Reader:
             first = slides.index(True) if True in slides else layers
             fitting = [every for every in (None, *range(2, layers + 1)) if slides == _slides(layers, first, every)]
             if not fitting:
-                told = "windows begin at one block, and leave out every so manyth"
+                told = "windows begin at one block, and leave out every n-th"
                 self.faults.append(f"layer_types do not change regularly: raypar's {told}")
             skips = fitting[0] if fitting else None
         if first >= layers:

@@ -232,7 +232,7 @@ class Job:
         return self._loading.inspection.param(name)
 
     def weights(self, dp: int | None = None) -> Weights:
-        """Return the optimizer's weights, or a replica's: by name, each fetched as it is when one looks; dict() keeps.
+        """Return the optimizer's weights, or a replica's, as a lazy mapping: each access fetches; dict(...) copies.
 
         Args:
             dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.

@@ -104,7 +104,7 @@ class ActiveLayout:
         self._stand_in(layout)
 
     def commit(self, layouts: Layouts, holds: Holds) -> None:
-        """Let the layout that the run stands in be the whole one of these from now on.
+        """Make the present layout the new full-size one, from which elastic shrinking is measured.
 
         Args:
             layouts: The layouts.

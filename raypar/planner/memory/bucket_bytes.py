@@ -1,4 +1,4 @@
-"""The gradients that are in buckets for a while: until another actor has them, or others have theirs, too."""
+"""Peak bytes of gradient buckets, which are freed after each reduction or offload."""
 
 from __future__ import annotations
 

@@ -165,13 +165,13 @@ class ActorMemory:
 
     @property
     def total(self) -> int:
-        """All that is known and its own."""
+        """Private bytes of the process, as predicted."""
         passing = self.gathered + self.versions + self.buckets + (self.activations or 0) + self.working
         return self.state + passing + self.process + self.snapshots - self.twice
 
     @property
     def peak(self) -> int:
-        """All that is known of the size of its process."""
+        """Those and shared memory: the resident size."""
         return self.total + self.shared
 
 

@@ -23,7 +23,7 @@ def three_digit_seconds(seconds: float) -> str:
 def mesh_table(ranking: Ranking) -> list[str]:
     """Return a line for each of the best meshes, under a line of heads.
 
-    A step in closed form among simulated or measured ones is told as about so long.
+    A step in closed form among simulated or measured ones is marked with "~".
     """
     shown = ranking.best[:SHOWN]
     exact = [one.simulated is not None or one.calibrated for one in shown]

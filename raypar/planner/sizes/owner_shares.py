@@ -1,4 +1,4 @@
-"""What the replica that owns most has of a pipeline rank's parameters, where replicas share them out."""
+"""The largest optimizer shard of a pipeline rank: ZeRO assigns whole tensors, so shards are uneven."""
 
 from __future__ import annotations
 
