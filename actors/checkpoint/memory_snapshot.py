@@ -3,6 +3,8 @@
 An actor copies its share of the state into a memory file after a step. The other processes of its node hold that file
 open, so it is there when the actor is not. A memory file has no name: it ends with the last process that holds it. Its
 format is that of a shard of a checkpoint, and so a snapshot is read as a checkpoint is, by any actor and in any layout.
+
+Snapshots in memory that are written as shards of a checkpoint, whose format they have.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
-from raypar.actors.checkpoint.shards import AtHand, stored_in
+from raypar.actors.checkpoint.shards import AtHand, ShardFile, stored_in
+from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
+from raypar.actors.files import checkpoint_errors, write_whole
 from raypar.actors.memory_files import reserve
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.process_identity import ProcessIdentity, open_files
@@ -29,7 +33,10 @@ from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
 _UNFINISHED = "-" * 15  # in the place of the step while a snapshot is written
+
+
 _ALIGNMENT = 64  # bytes
+
 
 _Layout = tuple[tuple[str, torch.dtype, Shape], ...]
 
@@ -344,3 +351,39 @@ def _step_of(fd: int) -> int | None:
         step = _Header.of(fd).step
         return step if any(os.pread(fd, 8, 0)) else None
     return None
+
+
+def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOwner], folder: Path) -> list[Written]:
+    """Write snapshots of a step as shards.
+
+    Args:
+        files: Memory files, with those snapshots among them.
+        step: Number of steps taken.
+        shares: Whose snapshots.
+        folder: Folder of the checkpoint.
+
+    Returns:
+        The shard files, each with its logical tensors; none of those that hold nothing.
+
+    Raises:
+        CheckpointError: The disk does not allow it.
+        KeyError: One of them is not here.
+    """
+    found = list[Written]()
+    for share in shares:
+        if not (tensors := files.at(step, [share])):
+            continue
+        name = f"rank{share.rank}.safetensors"
+        with (
+            checkpoint_errors(f"{str(folder / name)!r} can't be written"),
+            files.open(str(share.rank)) as opened,
+            mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as content,
+            memoryview(content) as view,
+        ):
+            size, sha256 = write_whole(folder / name, [view])
+        there = {
+            key: replace(one, slices=tuple(replace(part, file=name) for part in one.slices))
+            for key, one in tensors.items()
+        }
+        found.append((ShardFile(name, size, sha256), there))
+    return found

@@ -1,12 +1,15 @@
 """A tokenizer in a folder of Hugging Face: text to ids and back, special tokens, and its chat template.
 
 It needs the tokenizers package, and for a chat template jinja2; both are imported where they are used.
+
+How many bytes of text every id of a tokenizer stands for, by which losses a token become bits a byte.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +19,78 @@ import numpy as np
 import numpy.typing as npt
 
 from raypar.actors.data.example_shapes import ExampleError, ExampleText, Template
-from raypar.actors.data.token_bytes import Sizes, bytes_of_ids
 from raypar.actors.files import expanded, open_named, read_named
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
+
+
 Mask: TypeAlias = npt.NDArray[np.uint8]
+
+
 _FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
 _ENDS = ("generation_config.json", "config.json")  # which say what ids end a text
+
+
 _NAMED_TEMPLATES = "additional_chat_templates"
+
+
 _SPECIAL = "special_tokens_map.json"
+
+
 _MOST_BYTES = 1 << 30
+
+
+Sizes = npt.NDArray[np.int64]
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of SentencePiece that is one byte
+
+
+_SPACE = "\u2581"  # of SentencePiece
+
+
+_WRITTEN = {"Metaspace", "ByteFallback"}  # decoders of tokens that are written as the text is, but for spaces
+
+
+def bytes_of_ids(model: Any) -> Sizes | None:
+    """Return the bytes that each id of a tokenizer stands for; special tokens stand for none.
+
+    Args:
+        model: The tokenizer of the tokenizers package.
+
+    Returns:
+        The numbers (ids,); None if the tokens do not say: those of WordPiece, say, leave spaces out.
+    """
+    told = json.loads(model.to_str())
+    decoders = [*_decoders(told.get("decoder"))]
+    kinds = {one["type"] for one in decoders}
+    spaces = any(one["type"] == "Replace" and _SPACE in json.dumps(one, ensure_ascii=False) for one in decoders)
+    vocab: dict[str, int] = model.get_vocab()
+    sizes = np.zeros(max(vocab.values(), default=-1) + 1, np.int64)
+    if "ByteLevel" in kinds:
+        for token, number in vocab.items():
+            sizes[number] = len(token)  # a character for each byte
+    elif kinds & _WRITTEN or spaces:
+        for token, number in vocab.items():
+            sizes[number] = 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
+    else:
+        return None
+    for added in told.get("added_tokens") or ():
+        sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return sizes
+
+
+def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each decoder."""
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for one in decoder["decoders"]:
+            yield from _decoders(one)
+    else:
+        yield decoder
 
 
 class Tokenized(NamedTuple):

@@ -1,10 +1,16 @@
-"""Build the model that a spec describes."""
+"""Build the model that a spec describes.
+
+Which stages have nothing to learn, and nothing before them has: they need no gradients.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from raypar.actors.models.base import Model
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.models.llama import LlamaModel
+from raypar.actors.models.unregistered import borrowed
 from raypar.actors.models.user_layers import LayersModel
 from raypar.actors.specs.model import GPT, Layers, Llama
 
@@ -19,3 +25,17 @@ def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:
     if isinstance(spec, Layers):
         return LayersModel(spec, seed)
     return GPTModel(spec) if isinstance(spec, GPT) else LlamaModel(spec)
+
+
+def first_learning(model: Model, parts: Sequence[Sequence[int]]) -> int:
+    """Return the number of the first stage that has a trainable parameter; the last stage if none has.
+
+    It is 0 if a layer uses tensors of another one without registering them, for these may be trainable.
+
+    Args:
+        model: The model.
+        parts: The layers of each stage.
+    """
+    learns = [any(p.requires_grad for layer in part for p in model.skeleton[layer].parameters()) for part in parts]
+    first = next((stage for stage, does in enumerate(learns) if does), len(parts) - 1)
+    return 0 if first and borrowed(model.skeleton) else first

@@ -30,8 +30,7 @@ from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Generator
 from raypar.actors.worker.probe import Probe
-from raypar.actors.worker.recheck import Recheck
-from raypar.actors.worker.replica_weights import compare_fixed, compare_if_due, compare_weights
+from raypar.actors.worker.recheck import Recheck, compare_fixed, compare_if_due, compare_weights
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.stream import Stream

@@ -2,12 +2,16 @@
 
 The layers of the skeleton, which have no memory, make shapes from shapes. Not every op can do that, so an error there
 is only a suspicion: the first batch is then computed as the actors will, with weights, up to the layer that raised it.
+
+Try whether own layers call their lists of experts as expert actors do, before these start. Imports torch.
+
+Try whether a loss takes derivatives by what another stage has made, whose graph it has not. Imports torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from traceback import extract_tb
 
 import torch
@@ -15,7 +19,9 @@ from torch import Tensor
 
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
+from raypar.actors.models.base import Model
 from raypar.actors.models.build import build_model
+from raypar.actors.models.expert_calls import note_calls
 from raypar.actors.models.module_source_lines import made_at
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skip_connections import SkipError, Skipped
@@ -24,29 +30,111 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 from raypar.config.distributed_trial import noticed_questions
-from raypar.config.expert_trial import call_faults
 from raypar.config.layer_calls import may_call, unnoticed
 from raypar.config.plan_trial import plan_misfits
-from raypar.config.stage_trial import OUTSIDE_THE_GRAPH, graph_faults
 
 _OF_SHAPES = re.compile(
     r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
     "|must be one floating number|index out of range"
 )
+
+
 _OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral type|not implemented for '\w+')")
+
+
 _NO_GRADIENT = (
     "model.loss returns a loss without a gradient: compute it from the last layer's output, without detach or no_grad"
 )
+
+
 _EACH = (
     "; of a layer that returns a tuple the next one gets each tensor as an argument of its own, forward(self, a, b), "
     "and the loss gets the tuple"
 )
+
+
 _OWN_INPUTS = (
     "; inputs and targets are asked for apart, so what a target repeats of the inputs is another tensor: take the "
     "derivative in a layer, by its own input, and return it"
 )
+
+
 _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
+
+
 _MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the loss is tried
+
+
+OUTSIDE_THE_GRAPH = r"not have been used in the graph|does not require grad and does not have a grad_fn"
+
+
+def graph_faults(model: Model, parts: Sequence[range], inputs: Values, target: Values) -> list[str]:
+    """Return why the loss can't be computed where each stage has a graph of its own; [] if it can.
+
+    Args:
+        model: The model, without weights.
+        parts: The layers of each stage.
+        inputs: The inputs of a microbatch, without memory.
+        target: Its targets, without memory.
+    """
+    try:
+        _compute(model, [range(len(model.names))], inputs, target)
+    except Exception:  # not for the stages
+        return []
+    try:
+        _compute(model, parts, inputs, target)
+    except RuntimeError as error:
+        says = "takes a derivative by what a layer of another stage has made, which has no graph there"
+        fix = "take it in one layer, which returns the result, or give these layers to one stage with split"
+        return [f"model.loss, or a layer, {says} ({first_line(error)}): {fix}"]
+    except Exception:
+        return []
+    return []
+
+
+def _compute(model: Model, parts: Sequence[range], inputs: Values, target: Values) -> None:
+    """Compute the loss, and begin a new graph with every stage but the first."""
+    values, skipped = inputs, Skipped(model.skips, model.names)
+    with torch.enable_grad():
+        for part in parts:
+            if part.start:
+                values = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
+            for index in part:
+                values = as_values(model.skeleton[index](*skipped.inputs(index, values)))
+                skipped.keep(index, values)
+        model.loss(values, target)
+
+
+def call_faults(run: Run, values: Values) -> list[str]:
+    """Return which layers do not call each of their lists of experts once, in the order of registration.
+
+    Expert actors have no code of the layer: they take part in one call of each list. The layers compute a batch, with
+    weights and in this process. A layer that raises an error ends the trial: the actors tell it.
+
+    Args:
+        run: The run, with own layers.
+        values: What the first layer takes.
+    """
+    model, found = build_model(run.model, run.seed), list[str]()
+    every = model.materialize([*range(len(model.names))], run.seed)
+    skipped = Skipped(model.skips, model.names)
+    for index, (layer, module) in enumerate(zip(model.names, every, strict=True)):
+        names, calls = [name for name in model.expert_lists if name.startswith(f"{layer}.")], list[str]()
+        note_calls(module, {name: name.removeprefix(f"{layer}.") for name in names}, calls)
+        try:
+            with torch.no_grad():
+                values = as_values(module(*skipped.inputs(index, values)))
+                skipped.keep(index, values)
+        except Exception:
+            break
+        if calls != names:
+            wanted = " then ".join(names)
+            found.append(
+                f"model: {layer} calls experts in a forward in the order {' then '.join(calls) or 'none at all'}, and "
+                f"expert actors wait for {wanted}: call run_experts once for each list, in the order of "
+                "registration, or set mesh.expert_actors to 0 and mesh.ep to its number"
+            )
+    return found
 
 
 def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]:

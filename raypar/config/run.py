@@ -30,27 +30,23 @@ from raypar.config.schedule import (
     with_zero,
 )
 from raypar.config.skip_connections import skips_of
-from raypar.config.validate.adapter_folder import adapter_folder_faults
+from raypar.config.validate.adapter_folder import adapter_folder_faults, lora_faults
 from raypar.config.validate.asynchronous import asynchronous_faults, unversioned_weight_faults
 from raypar.config.validate.data import data_faults
+from raypar.config.validate.device import resource_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
-from raypar.config.validate.host_memory import host_faults
 from raypar.config.validate.hugging_face import weight_folder_faults as weight_faults
-from raypar.config.validate.lora import lora_faults
-from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import average_faults, group_faults
 from raypar.config.validate.order import order_faults, order_on
 from raypar.config.validate.outputs import run_folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.replica_checks import replica_check_faults
-from raypar.config.validate.resources import resource_faults
-from raypar.config.validate.servers import server_faults
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.tiles import tile_faults
 from raypar.config.validate.token_slices import slice_faults
 from raypar.config.validate.uneven import turn_faults, uneven_faults
-from raypar.config.validate.zero import zero_faults
+from raypar.config.validate.zero import host_faults, offload_faults, server_faults, zero_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run, costs_with_halving
 from raypar.schedules.passes.skip_connections import no_skips

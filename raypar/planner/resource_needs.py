@@ -1,4 +1,7 @@
-"""What a run needs, in rows of a name and a figure: actors, parameters and memory, against what this machine has."""
+"""What a run needs, in rows of a name and a figure: actors, parameters and memory, against what this machine has.
+
+The size of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.this_machine import computes_here, free_disk, free_memory, total_memory
-from raypar.planner.memory.checkpoint_size import checkpoint_bytes
 from raypar.planner.memory.memory_of_all import actors_memory
-from raypar.planner.memory.worker import ActorMemory, ParameterCounts
+from raypar.planner.memory.worker import ActorMemory, ParameterCounts, element_bytes, states_of
 from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.adapters import adapter_parameters, adapter_units
 from raypar.planner.sizes.owner_shares import OwnerShare, largest_share
@@ -37,8 +39,23 @@ from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 
+
 TOO_MUCH = "TOO MUCH"
+
+
 _MOST = 8  # pipeline ranks that have a row of their own
+
+
+def checkpoint_bytes(run: Run, counts: ParameterCounts, parameters: int) -> int:
+    """Return the bytes of a checkpoint's tensors: all weights and the optimizer's state of each, in the masters' dtype.
+
+    Args:
+        run: The run.
+        counts: Its parameters by pipeline rank, which say how much state there is to a weight.
+        parameters: The parameters of the whole model.
+    """
+    each = element_bytes(run).state
+    return each * parameters + round(each * parameters * sum(states_of(run, counts)) / max(1, sum(counts.held)))
 
 
 def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:

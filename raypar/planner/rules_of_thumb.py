@@ -1,8 +1,14 @@
-"""Rules of thumb about pipelines, where one is broken."""
+"""Rules of thumb about pipelines, where one is broken.
+
+Rules of thumb about a layout, where it breaks one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.search.ranking import Candidate
 
 _MOST_BUBBLE = 0.1
 
@@ -23,3 +29,18 @@ def pipeline_advice(pp: int, microbatches: int, bubble: float, larger: str) -> I
         yield f"{count} fewer than the {pp} pipeline ranks: give {larger}"
     elif pp > 1 and bubble > _MOST_BUBBLE:
         yield f"the bubble takes {bubble:.0%} of a step: {larger} would make it smaller"
+
+
+def advice(one: Candidate, cluster: Cluster) -> Iterator[str]:
+    """Yield the rules that a layout breaks, and what would mend it.
+
+    Args:
+        one: The layout.
+        cluster: Its cluster.
+
+    Source: that of ``pipeline_advice``; Narayanan et al. 2021, takeaway 1 (tensor ranks inside of a node).
+    """
+    run, mesh = one.run, one.run.mesh
+    yield from pipeline_advice(mesh.pp, run.microbatches, one.step.bubble / one.step.seconds, "a larger --batch")
+    if mesh.tensor_ranks > cluster.each_node:
+        yield f"tp {mesh.tensor_ranks} goes beyond a node of {cluster.each_node}: every layer waits for the network"

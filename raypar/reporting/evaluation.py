@@ -1,4 +1,7 @@
-"""The result of an evaluation."""
+"""The result of an evaluation.
+
+Whether the exponential of a loss is a perplexity.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypar.actors.specs.loss_name import names_cross_entropy
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import TOKENS
+from raypar.config.toml import plain_of
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.notebook import box, notebook_table
 
@@ -89,3 +97,13 @@ class Evaluation:
             ("time", f"{self.seconds:.1f} s"),
         ]
         return box(notebook_table(rows))
+
+
+def is_cross_entropy(run: Run) -> bool:
+    """Return whether a run's loss is known to be a cross-entropy."""
+    return not isinstance(run.model, Layers) or names_cross_entropy(str(plain_of(run)["model"].get("loss")))
+
+
+def are_tokens(run: Run) -> bool:
+    """Return whether the targets of a run are known to be tokens, and not classes of images, say."""
+    return run.model.seq is not None or run.unit in TOKENS

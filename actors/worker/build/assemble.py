@@ -19,8 +19,7 @@ from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
-from raypar.actors.models.build import build_model
-from raypar.actors.models.frozen import first_learning
+from raypar.actors.models.build import build_model, first_learning
 from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import tile_patterns

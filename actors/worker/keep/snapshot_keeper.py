@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles, write_snapshots
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
-from raypar.actors.checkpoint.snapshot_shard import write_snapshots
 from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied

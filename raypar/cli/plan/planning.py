@@ -33,7 +33,7 @@ from raypar.planner.hardware.cluster_file import ReadCluster, cluster_from, clus
 from raypar.planner.hardware.this_machine import num_slots, starts_own_ray
 from raypar.planner.prediction import calibration_misfits, from_calibration, why_uncalibrated
 from raypar.planner.resource_needs import counts_of
-from raypar.planner.search.advice import advice
+from raypar.planner.rules_of_thumb import advice
 from raypar.planner.search.explained import (
     SHOWN,
     lost,

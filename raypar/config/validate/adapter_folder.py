@@ -1,9 +1,12 @@
-"""Check that the adapters of a PEFT folder are those of a model, before any actor starts."""
+"""Check that the adapters of a PEFT folder are those of a model, before any actor starts.
+
+Check that a layout can have low-rank adapters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +15,13 @@ from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, con
 from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, FileTensor, adapters_in, model_type_of, read_config
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.run import Run
 from raypar.config.fields import short_repr
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
+
+
 # Settings of PEFT, and the values with which its adapters are raypar's.
 _SAME: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -27,6 +33,8 @@ _SAME: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),  # others change the model, too
 }
+
+
 # Settings whose values change nothing, or are compared with the tensors. Any other one must be empty.
 _FREE = {
     "task_type",
@@ -174,3 +182,23 @@ def _positive(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         return None
     return float(value)
+
+
+def lora_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield what can't be together with adapters.
+
+    Args:
+        run: The run.
+        right: Called with paths of fields, returns whether these have valid values by themselves.
+    """
+    if not right("model", "mesh", "tile") or isinstance(run.model, Layers) or run.model.lora is None:
+        return
+    fix = "leave out model.lora"
+    if isinstance(run.mesh.tp, str):
+        told = f"model.lora: adapters are not divided over a grid (mesh.tp {run.mesh.tp!r})"
+        yield f"{told}: use another mesh.tp, or {fix}"
+    if run.tile not in (1, {}):
+        yield f"model.lora: linear layers in tiles (tile {run.tile!r}) have no adapters: leave out tile, or {fix}"
+    if right("model.lora.rank", "model.hidden") and run.model.lora.rank > run.model.hidden:
+        told = f"model.lora.rank is {run.model.lora.rank}, and a layer's inputs or outputs are {run.model.hidden}"
+        yield f"{told}, so no layer has that rank: use {min(8, run.model.hidden)}, say, or {fix}"

@@ -1,9 +1,12 @@
-"""Check the data of a run, and that they fit its model."""
+"""Check the data of a run, and that they fit its model.
+
+Check that a layout can keep the examples apart that share a sequence.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.example_sets import are_converted
@@ -12,10 +15,28 @@ from raypar.actors.data.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.validate.examples import packing_faults
 from raypar.config.validate.model import length_faults
 
 _UNREAD = "data.lengths is given, but only experts of GPT and Llama read it, and model is Layers: leave it out"
+
+
+def packing_faults(run: Run) -> Iterator[str]:
+    """Yield what keeps examples from sharing a sequence.
+
+    Args:
+        run: The run, whose mesh and model have no faults.
+    """
+    if not isinstance(run.data, Examples) or not run.data.packing:
+        return
+    fix = "use data.packing=False, which gives each example a sequence of its own"
+    if isinstance(run.model, Layers):
+        yield f"data.packing: layers of your own do not know where examples begin: {fix}"
+        return
+    if isinstance(run.mesh.tp, str):
+        yield f"data.packing: on grids (mesh.tp {run.mesh.tp!r}) attention does not know where examples begin: {fix}"
+    if run.model.positions not in ("rope", "alibi") and (run.mesh.cp > 1 or run.sequence_parallel):
+        what = "mesh.cp" if run.mesh.cp > 1 else "sequence_parallel"
+        yield f"data.packing: with {what} positions {run.model.positions!r} count from the sequence's beginning: {fix}"
 
 
 def data_faults(run: Run, right: Callable[..., bool], *, converts: bool = True) -> list[str]:

@@ -1,11 +1,23 @@
-"""Check the settings of ZeRO."""
+"""Check the settings of ZeRO.
+
+Check the parameter servers of a run.
+
+Check what a run keeps away from the devices of its actors, and the folder for it.
+
+Check what does not combine with activations that wait in host memory.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raypar.actors.files import expanded
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.planner.hardware.this_machine import starts_own_ray
 
 _GATHERS = ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")
 
@@ -45,3 +57,78 @@ def _given(run: Run, right: Callable[..., bool], *names: str) -> Iterator[tuple[
     for name in names:
         if right(name) and (given := getattr(run, name)) != getattr(Run, name):
             yield name, given
+
+
+def server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the settings that do not go together with parameter servers, or need them.
+
+    Args:
+        run: The run.
+        right: Returns whether some fields have their declared types and ranges.
+    """
+    if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
+        fix = "leave servers out, or set data_parallel to 'parameter_server'"
+        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: {fix}"
+    if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
+        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+    served = right("model", "data_parallel") and run.data_parallel == "parameter_server"
+    if served and isinstance(run.model, Transformer) and run.model.moe is not None and run.model.moe.bias_rate:
+        told = f"model.moe.bias_rate is {run.model.moe.bias_rate:g}, but with servers replicas do not sum their loads"
+        yield f"{told}: set data_parallel to 'all_reduce', or bias_rate to 0 and give alpha"
+
+
+def offload_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why a run can't offload as it says, each with its fix.
+
+    Args:
+        run: The run.
+        right: Returns whether some fields have their declared types and ranges.
+    """
+    if right("offload", "data_parallel") and run.offload != "none" and run.data_parallel == "parameter_server":
+        fix = "set data_parallel to 'all_reduce', or leave offload out"
+        yield f"offload is {run.offload!r}, but parameter servers hold the optimizer: {fix}"
+    if not right("offload", "offload_folder") or run.offload_folder is None:
+        return
+    if run.offload == "none":
+        fix = "leave the folder out, or set offload to 'optimizer' or 'parameters'"
+        yield f"offload_folder is {run.offload_folder!r}, but offload is 'none': {fix}"
+    if run.offload != "none" and starts_own_ray():  # else the actors look, on their nodes
+        yield from (f"offload_folder {run.offload_folder!r} {fault}" for fault in _folder_faults(run.offload_folder))
+
+
+def _folder_faults(folder: str) -> Iterator[str]:
+    fix = "give the path of a folder of a fast disk"
+    if not folder.strip():
+        yield f"has no name: {fix}"
+        return
+    try:
+        path = expanded(folder)
+        if not os.path.lexists(path):
+            yield f"is not there: make it, or {fix}"
+        elif not path.is_dir():
+            yield f"is no folder: {fix}"
+        else:
+            tempfile.TemporaryFile(dir=path).close()  # as the actors will; it has no name
+    except (OSError, ValueError) as error:
+        yield f"can't be used ({getattr(error, 'strerror', None) or error}): {fix}"
+
+
+def host_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield what a run with ``activations_on_device`` can't have, each with its fix.
+
+    Args:
+        run: The run.
+        right: Returns whether some fields have their declared types and ranges.
+    """
+    if not right("activations_on_device") or run.activations_on_device is None:
+        return
+    named = f"activations_on_device is {run.activations_on_device}"
+    if right("recompute") and run.recompute == "full":
+        yield f"{named}, but with recompute=full only inputs are kept, which are small: leave one of the two out"
+    if right("zero") and run.zero == 3:
+        fix = "leave activations_on_device out, or set zero to 2"
+        yield f"{named}, but with zero=3 graphs keep weights that come and go: {fix}"
+    if right("offload") and run.offload != "none":
+        yield f"{named}, but offload is {run.offload!r}, which uses the same way: leave one of the two out"
+    if right("mesh") and run.mesh.expert_actors:
+        yield f"{named}, but expert actors keep rows of experts by themselves: set mesh.expert_actors to 0"

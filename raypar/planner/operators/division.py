@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raypar.planner.operators.chain_search import Way, cheapest
-from raypar.planner.operators.chains import SearchableChain
+from raypar.planner.operators.chains import SearchableChain, Way, cheapest
 from raypar.planner.operators.misfits import annotation_faults, way_fault
 from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices

@@ -8,7 +8,7 @@ import torch
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import SGD
-from raypar.actors.worker.replica_weights import is_due
+from raypar.actors.worker.recheck import is_due
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from tests.support.team import Team, linears

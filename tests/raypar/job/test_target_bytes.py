@@ -11,9 +11,8 @@ import pytest
 
 import raypar as rp
 from raypar.actors.data.batches import batch_source
-from raypar.actors.data.token_bytes import bytes_of_ids
-from raypar.job.steps.evaluation import Evaluations
-from raypar.job.steps.target_bytes import target_bytes
+from raypar.actors.data.tokenizer import bytes_of_ids
+from raypar.job.steps.evaluation import Evaluations, target_bytes
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import validation_told
 from tests.support.examples import made_tokenizer

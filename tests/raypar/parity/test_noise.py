@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.parity import rounding
 from raypar.parity import verify as parity
+from raypar.parity import verify as rounding
 from raypar.parity.verify import DRIFTED, train_plainly, verify
 from tests.support.thread_jobs import TeamJob
 

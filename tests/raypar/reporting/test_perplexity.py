@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.reporting.perplexity import are_tokens
+from raypar.reporting.evaluation import are_tokens
 
 DATA = rp.Batches(lambda *_: (torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)))
 

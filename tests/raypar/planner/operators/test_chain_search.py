@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.models.plan_kinds import kind_of, strategy_of
 from raypar.planner.hardware.cluster import RingRoute
-from raypar.planner.operators.chain_search import cheapest
+from raypar.planner.operators.chains import cheapest
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.timing.roofline import Roofline

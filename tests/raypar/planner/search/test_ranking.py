@@ -16,7 +16,7 @@ from raypar.planner.hardware.devices import DEVICES
 from raypar.planner.hardware.links import LINKS
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.resource_needs import counts_of
-from raypar.planner.search.advice import advice
+from raypar.planner.rules_of_thumb import advice
 from raypar.planner.search.explained import axes, lost, mesh_table, reasons, step_bars, what_is_missing
 from raypar.planner.search.fit import need_of
 from raypar.planner.search.ranking import largest_divided, ranked, smallest
