@@ -28,9 +28,9 @@ from tests.support.process_tree import command_line, every_process
 ROOT = Path(__file__).parents[2]
 PORT, DASHBOARD = 26679, 28465
 # A node's Python with this on its path finds no raypar, though it is installed, unless a runtime environment brings it.
-HIDING = f"""
-import sys
-sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]
+HIDING = """
+import os, sys
+sys.path[:] = [path for path in sys.path if not os.path.isdir(os.path.join(path, "raypar"))]
 sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in getattr(one, "__module__", str(one))]
 """
 DRIVER = """

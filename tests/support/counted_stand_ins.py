@@ -44,9 +44,9 @@ class CountedCluster(StandInCluster):
             "cluster.ray_cluster._connect": lambda: False,
             "cluster.ray_cluster.driver_id": lambda: "here",
             "cluster.actors.driver_id": lambda: "here",
-            "cluster.notices.draining_nodes": dict,
+            "cluster.drain_notices.draining_nodes": dict,
             "cluster.post_mortem._number_here": lambda told: None,
-            "job.starter.own_node": lambda: "here",
+            "job.recover.restarts.own_node": lambda: "here",
         }
 
     def there(self) -> Any:

@@ -617,7 +617,8 @@ def test_a_run_whose_weights_are_lost_is_summed_up_and_failed(said, monkeypatch)
 )
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_how_a_run_can_fail(said, monkeypatch, error, code, line, command):
-    monkeypatch.setattr(short_runs if command == "verify" else commands, command, raising(error))
+    where, name = (short_runs, "run_verify") if command == "verify" else (commands, command)
+    monkeypatch.setattr(where, name, raising(error))
     found, out, err = said(command)
     assert (found, out) == (code, "")
     assert err.strip() == f"raypar: {line}"
