@@ -150,5 +150,5 @@ def watched_disk(monkeypatch, at=None, error=None):
     with monkeypatch.context() as patch:
         for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"):
             patch.setattr(os, name, watch(name, getattr(os, name)))
-        patch.setattr(save, "exchange", watch("exchange", save.exchange))
+        patch.setattr(save, "swap_paths", watch("exchange", save.swap_paths))
         yield calls

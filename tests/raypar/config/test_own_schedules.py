@@ -69,7 +69,7 @@ def test_a_checkpoint_alone_runs_no_code(word, tmp_path, monkeypatch, capsys):
     run = rp.Run(schedule=word, mesh=rp.Mesh(pp=2), data=rp.Text("stdlib"), steps=9)
     found = SimpleNamespace(path=tmp_path / "step-3", manifest=SimpleNamespace(run=plain_of(run), step=3))
     monkeypatch.setattr(resume, "find", lambda path: found)
-    monkeypatch.setattr(commands, "misfits", lambda *_, **__: [])
+    monkeypatch.setattr(commands, "resume_faults", lambda *_, **__: [])
     assert run_command(["train", "--resume", "ckpts", "--dry-run"]) == 2
     assert (
         "'my.py:wave' is code, and the checkpoint alone can't make it run: if you trust it, say --schedule my.py"
