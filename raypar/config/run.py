@@ -357,7 +357,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from torch.nn import Module
 
         from raypar.actors.models.skip_connections import skip_faults
-        from raypar.actors.models.transformers_layers import TheirLayers
+        from raypar.actors.models.their_layers import TheirLayers
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.distributed_trial import shared_norm_faults

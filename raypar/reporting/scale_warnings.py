@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from raypar.actors.optim.loss_scale import WINDOWS, stuck_scale
+from raypar.actors.optim.stuck_scale import WINDOWS, stuck_scale
 from raypar.actors.specs.precision import LossScale
 from raypar.actors.specs.run import Run
 from raypar.reporting.report import Report

@@ -43,7 +43,7 @@ def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) 
 
     Or if it is not known.
     """
-    from raypar.actors.models.transformers_layers import renames  # imports torch
+    from raypar.actors.models.their_layers import renames  # imports torch
 
     wanted = {one.theirs for one in converted(model_type, skeleton.whole).values()}
     if not wanted <= kept.keys() and renames(model_type):

@@ -14,7 +14,7 @@ from torch import nn
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.placed_step import FEATURES
 from raypar.actors.models.plan_kinds import kind_of
-from raypar.actors.models.transformers_layers import TheirLayers, config_object
+from raypar.actors.models.their_layers import TheirLayers, config_object
 from raypar.actors.models.user_plan import plan_faults, unfit
 from raypar.actors.specs.model import Layers
 

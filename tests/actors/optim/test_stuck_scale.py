@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypar.actors.optim.loss_scale import WINDOWS, stuck_scale
+from raypar.actors.optim.stuck_scale import WINDOWS, stuck_scale
 
 
 def healthy(steps, window, limit=2.0**12):

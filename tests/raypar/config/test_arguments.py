@@ -32,7 +32,10 @@ JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check c
     [
         (lambda: rp.launch(5), "launch: run is 5: it must be a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')"),
         (lambda: rp.launch("x"), "launch: run is 'x': it must be a Run, which"),
-        (lambda: rp.launch(rp.Run(), resume=5), "launch: resume is 5: it must be a text or a path or a Found"),
+        (
+            lambda: rp.launch(rp.Run(), resume=5),
+            "launch: resume is 5: it must be a text or a path or a VerifiedCheckpoint",
+        ),
         (lambda: rp.launch(rp.Run(), wait_for_nodes="a"), "launch: wait_for_nodes is 'a': it must be a number"),
         (lambda: rp.launch(rp.Run(), wait_for_nodes=-1), "launch: wait_for_nodes is -1: it must be at least 0"),
         (lambda: rp.expert_table(5), "expert_table: run is 5: it must be a Run"),
