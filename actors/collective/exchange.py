@@ -8,8 +8,6 @@ at once and passes on what it gathered; member 0 publishes one table, and all ot
 So a member asks two questions of the store, or up to four if it has children, in a group of any size. A question is a
 call of the store: to set a key, or to ask for some keys, at most FAN_IN, that all are there by then. To ask again for
 what is not there yet comes on top: the store decides how often (KVStore: ever less often).
-
-A store for code that asks for a key of each member: the members exchange them all at once instead.
 """
 
 from __future__ import annotations
@@ -23,17 +21,11 @@ from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 FAN_IN: Final = 32  # children of a member
-
-
 _NAMED = 16  # missing ranks that a message names
-
-
 _NONCE = 8  # bytes that distinguish two registrations of one rank
-
-
 _TABLE, _WHOLE, _FAILED = "table", b"+", b"-"  # the key of the table, and how it and how a message in its place begin
 
 
@@ -190,41 +182,3 @@ def _silent(store: Store, size: int) -> int:
 def left(deadline: float) -> float:
     """Return the seconds until a deadline, at least a millisecond."""
     return max(0.001, deadline - time.monotonic())
-
-
-class ExchangedStore(Store):
-    """A store over ``gather_objects``: what is set goes to all members when a member first asks for what it lacks.
-
-    Torch's ProcessGroupGloo asks for the keys of each member. Over this store it finds them in its own process. All
-    members have to ask equally often for keys that they lack.
-
-    Args:
-        store: Where the members meet; its keys must be new.
-        rank: Rank of this member.
-        size: Number of members.
-        seconds: Timeout of an exchange.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
-        super().__init__()
-        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
-        self._new, self._known, self._rounds = dict[str, bytes](), dict[str, bytes](), 0
-
-    def set(self, key: str, value: Any) -> None:
-        self._new[key] = self._known[key] = value if isinstance(value, bytes) else str(value).encode()
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._known[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._known for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        while not self.check(keys):
-            store = PrefixStore(f"round{self._rounds}", self._store)
-            given = [part for key, data in self._new.items() for part in (key.encode(), data)]
-            self._new, self._rounds = {}, self._rounds + 1
-            for given_by_one in gather_objects(store, self._rank, self._size, pack_parts(given), self._seconds):
-                parts = unpacked(given_by_one)
-                self._known |= {key.decode(): data for key, data in zip(parts[::2], parts[1::2], strict=True)}

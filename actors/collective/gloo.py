@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
-from raypar.actors.collective.exchange import ExchangedStore
+from raypar.actors.collective.exchanged_store import ExchangedStore
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order

@@ -2,36 +2,23 @@
 
 A kind reads "column", "row to S0" or "split0 from R to R". Placements are R (whole), S-1 (split by features, the last
 dim), S0, S1, ... (split along that dim: samples, tokens).
-
-The parallel style of experts: each actor keeps some of a layer's experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
 from torch import nn
 
-from raypar.actors.collective.group import Group
-from raypar.actors.expert_parallel.exchange import ExpertShard
 from raypar.actors.models.base import Kind
-from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.models.placed_step import FEATURES, PlacedStep
-from raypar.actors.sharding import Pieces
 
 _COLUMN = {"weight": 0, "bias": 0}
-
-
 _SPLIT = re.compile(r"split(\d)")
-
-
 _PLACEMENT = re.compile(r"R|S-1|S\d")
-
-
 SHORT = {  # words for kinds that are frequent
     "column_gather_output": "column to R",
     "column_gather_input": "column from S-1",
@@ -67,26 +54,18 @@ _STRATEGIES: Mapping[str, Strategy] = {
     "embedding": Strategy(nn.Embedding, "R", "R", "P", "R", {"weight": 0}, "num_embeddings"),
     "replicated": Strategy(nn.Module),
 }
-
-
 _OTHERS: Mapping[str, tuple[type[nn.Module], Kind]] = {  # which take and make what is divided, or do without
     "dropout": (nn.Dropout, "dropout"),
     "shared": (nn.Module, "shared"),
     "expert": (nn.ModuleList, "expert"),
 }
-
-
 PASSING = tuple(_OTHERS)
-
-
 _KNOWN: Mapping[tuple[str, str, str], Kind] = {  # of what is done to inputs and outputs, what has a style of its own
     ("input", "R", "P"): "copy",
     ("input", FEATURES, "P"): "gather_input",
     ("input", "R", FEATURES): "split_input",
     ("output", FEATURES, "R"): "gather",
 }
-
-
 KINDS = ("column", "row", *SHORT, "embedding", "replicated", "split0", "split1", *_OTHERS)
 
 
@@ -166,36 +145,3 @@ def _steps(name: str, strategy: Strategy, given: str, made: str) -> list[Kind]:
     if strategy.gives not in ("P", made):
         steps.append(_KNOWN.get(("output", strategy.gives, made), PlacedStep("output", strategy.gives, made, made)))
     return steps
-
-
-@dataclass(frozen=True)
-class ExpertParallel(ParallelStyle):
-    """Keep this actor's experts of an nn.ModuleList, each under its number.
-
-    Attributes:
-        group: The actors that have tokens or experts.
-        holders: The ranks in the group of those among which the experts are divided.
-        tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
-        shadows: The most experts that are shadowed at a time.
-        orders: By the name of a list, the order in which actors divide its experts if that is not by number.
-        rounds: The rounds in which tokens travel.
-    """
-
-    group: Group
-    holders: range
-    tokens: Group | None
-    shadows: int = 0
-    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    rounds: int = 1
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        """Replace the list by this actor's slice of it."""
-        assert isinstance(module, nn.ModuleList)
-        order = self.orders.get(name, range(len(module)))
-        own = dict[int, nn.Module]()
-        if self.group.rank in self.holders:
-            first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(len(order))
-            own = {number: module[number] for number in order[first:last]}
-        module._modules.clear()  # what a module still has goes over to the one in its place
-        shard = ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
-        return Applied(shard)

@@ -21,10 +21,11 @@ from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES
 from raypar.actors.models.skip_connections import NO_SKIPS, Skipped
-from raypar.actors.pipeline.backward_faults import StepBuffers, called_as, forward_of_fault
+from raypar.actors.pipeline.backward_faults import called_as, forward_of_fault
 from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
+from raypar.actors.pipeline.step_buffers import StepBuffers
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of

@@ -14,13 +14,13 @@ from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
+from raypar.reporting.device_peaks import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History
 from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
 from raypar.reporting.html.page import page, unread
-from raypar.reporting.memory_table import DeviceName, peak_of
 from raypar.reporting.run_folder.read import Past, read, salvage
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import write_text

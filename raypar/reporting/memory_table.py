@@ -1,7 +1,4 @@
-"""The memory of a run's actors by kind, as a formula has it and as it was measured, as a table.
-
-What devices could do by their data sheets: peak FLOP/s of dense matrix products in half precision.
-"""
+"""The memory of a run's actors by kind, as a formula has it and as it was measured, as a table."""
 
 from __future__ import annotations
 
@@ -23,22 +20,6 @@ from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import ActorContents
-from collections.abc import Mapping
-from typing import Literal
-
-from raypar.planner.hardware.devices import DEVICES
-
-DeviceName = Literal["v100", "t4", "a10", "a100", "l4", "l40s", "rtx4090", "h100-pcie", "h100", "h200", "b200"]
-
-
-_OTHERS: Mapping[str, float] = {  # of which no plan needs more than this
-    "v100": 125e12,  # fp16, as it has no bf16; so has the T4
-    "t4": 65e12,
-    "a10": 125e12,
-    "l40s": 362e12,
-    "rtx4090": 165e12,
-    "h100-pcie": 756e12,
-}
 
 
 class Figure(NamedTuple):
@@ -136,16 +117,3 @@ def _figures(formula: ActorMemory, held: ActorContents, cache: int | None) -> It
         yield "cache", Figure(cache, found["cache"])
     if "offloaded" in found:
         yield "offloaded", Figure(formula.offloaded, found["offloaded"])
-
-
-def peak_of(peak: float | DeviceName | None) -> float | None:
-    """Return peak FLOP/s, of a device or as they are; None for None.
-
-    Args:
-        peak: Name of a device, or FLOP/s.
-
-    Source: NVIDIA's data sheets.
-    """
-    if not isinstance(peak, str):
-        return peak
-    return DEVICES[peak].half if peak in DEVICES else _OTHERS[peak]

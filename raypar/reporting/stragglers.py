@@ -1,25 +1,16 @@
-"""Stragglers: actors that compute much longer than others with the same work.
-
-The times of the steps that were taken, which a failure may have cost.
-"""
+"""Stragglers: actors that compute much longer than others with the same work."""
 
 from __future__ import annotations
 
 import logging
-import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from raypar.actors.mesh.world import World
-from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger(__name__)
 
-
 _TIMES = 1.5  # how many times as long as its peers a straggler computes
-
-
 _STEPS = 10  # for how many steps on end
 
 
@@ -73,31 +64,3 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
         return values[order[place + (place >= places[number])]]
 
     return [(other(below, number) + other(above, number)) / 2 for number in range(len(values))]
-
-
-class StepTimes:
-    """Keeps how long each step took, to know what it costs to take it again."""
-
-    def __init__(self) -> None:
-        self._steps, self._seconds = array("q"), array("d")
-
-    def keep(self, step: int, seconds: float) -> None:
-        """Note that a step, counted from 0, was taken."""
-        self._steps.append(step)
-        self._seconds.append(seconds)
-
-    def lost(self, start: float, back_to: int) -> float:
-        """Return the seconds that a failure has cost until now.
-
-        Args:
-            start: When the work that failed was begun, in seconds of time.perf_counter.
-            back_to: Number of steps taken that the run goes on after; later ones are taken again.
-        """
-        again = (seconds for step, seconds in zip(self._steps, self._seconds, strict=True) if step >= back_to)
-        return time.perf_counter() - start + float_sum(again)
-
-    def go_back(self, back_to: int) -> None:
-        """Forget the steps that are taken again."""
-        while self._steps and self._steps[-1] >= back_to:
-            self._steps.pop()
-            self._seconds.pop()

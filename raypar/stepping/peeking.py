@@ -1,7 +1,4 @@
-"""Looks at the actors within a step by hand: what its actions have made, and what every actor holds.
-
-What a predicate of ``break_on`` asks of its argument, read from its code: a name that there is not shows at once.
-"""
+"""Looks at the actors within a step by hand: what its actions have made, and what every actor holds."""
 
 from __future__ import annotations
 
@@ -20,15 +17,8 @@ from raypar.stepping.views import State
 
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import ActorContents, ComputedValue
-import dis
-from dataclasses import fields
-
-from raypar.actors.inspect.step import ComputedValue
-from raypar.schedules.nearest_name import nearest
 
 _GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
-
-
 _MAKES = {  # what an action makes that has no tensors to show
     **dict.fromkeys((Op.B, Op.I), f"hands no gradient on, stage 0 has none before it: {_GRADIENT}"),
     Op.W: f"makes gradients of weights only: {_GRADIENT}",
@@ -95,35 +85,3 @@ def demand_tensors(action: Action, done: Sequence[Action]) -> None:
     if not makes_tensors(action):
         other = next((f', or peek("{name}")' for name in reversed(done) if makes_tensors(name)), "")
         raise MoveError(f"{action} {_MAKES[action.op]}{other}")
-
-
-def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
-    """Return the attributes that a Python function asks its argument for and that a Seen does not have.
-
-    Args:
-        predicate: The function. It is not called. Of one that is not written in Python nothing is known.
-
-    Returns:
-        A sentence for each name, with the nearest one that there is.
-    """
-    code = getattr(predicate, "__code__", None)
-    if code is None or not code.co_argcount:
-        return []
-    argument = code.co_varnames[code.co_argcount - 1 if code.co_varnames[0] == "self" else 0]
-    known = [
-        name for name in {*dir(ComputedValue), *(one.name for one in fields(ComputedValue))} if not name.startswith("_")
-    ]
-    asked, before = dict[str, None](), None
-    for one in dis.get_instructions(code):
-        if one.opname.startswith("STORE_FAST") and one.argval == argument:
-            return []  # from here on it may be something else
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD") and before == argument and not one.argval.startswith("_"):
-            asked[one.argval] = None
-        before = one.argval if one.opname.startswith("LOAD_FAST") else None
-    return [_told(name, sorted(known)) for name in asked if name not in known]
-
-
-def _told(name: str, known: list[str]) -> str:
-    close = nearest(name, known)
-    guess = f"did you mean {close}?" if close else f"it has {', '.join(known)}"
-    return f"break_on: what was seen has no {name!r}: {guess}"

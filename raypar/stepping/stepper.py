@@ -208,7 +208,7 @@ class Stepper:
         Raises:
             MoveError: If it asks for what a Seen does not have; the text says the nearest. None is set then.
         """
-        from raypar.stepping.peeking import predicate_faults  # imports torch
+        from raypar.stepping.predicate import predicate_faults
 
         if predicate is not None and (faults := predicate_faults(predicate)):
             raise MoveError("\n".join(faults))

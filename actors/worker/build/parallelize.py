@@ -12,9 +12,9 @@ from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
+from raypar.actors.models.expert_style import ExpertParallel
 from raypar.actors.models.module_tree import modules_named, replace_modules
 from raypar.actors.models.parallel_style import AxisStyles
-from raypar.actors.models.plan_kinds import ExpertParallel
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run

@@ -1,7 +1,4 @@
-"""Continuations of the validation text while a run trains: what the model would write by now.
-
-``--auto-microbatch``: the largest microbatch that fits, with what was looked at in the log.
-"""
+"""Continuations of the validation text while a run trains: what the model would write by now."""
 
 from __future__ import annotations
 
@@ -18,15 +15,10 @@ from raypar.reporting.report import Report
 
 if TYPE_CHECKING:
     from raypar.job.job import Job
-from raypar.config.run import check_run
-from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
-
 _SAMPLES, _LEAST = 2, 8  # pieces of the text; and positions of the model that leave room for a piece and what follows
-
-
 _NEW_TOKENS = 48  # the most that a piece gets
 
 
@@ -83,27 +75,3 @@ def _pieces_of(run: Run) -> list[list[int]]:
     source = batch_source(run.data, run.model, _SAMPLES, 1, 1, run.seed)
     (ids_BS,) = source.inputs("evaluate", 0, 0, 0)
     return [row[: min(32, len(row) // 2)].tolist() for row in ids_BS]
-
-
-def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool, room: float = 0.0) -> tuple[Run, Schedule]:
-    """Return a run with the largest microbatch that fits, and the schedule of its step.
-
-    Args:
-        run: The run, which was checked.
-        schedule: The lowered schedule of its training step.
-        wanted: Whether the microbatch is to be chosen; otherwise both are returned as they are.
-        probes: Whether a step is measured on actors, and not forecast only.
-        room: GiB that each actor may take; 0: an equal part of what is free here.
-
-    Raises:
-        ConfigError: No microbatch fits.
-        JobError: A probe failed.
-    """
-    if not wanted:
-        return run, schedule
-    from raypar.job.microbatch import fit_microbatch, measured_peak
-
-    found = fit_microbatch(run, max(1, round(room * 2**30)) if room else None, measured_peak if probes else None)
-    for told in found.told:
-        logging.getLogger("raypar").info("auto-microbatch: %s", told)
-    return found.run, check_run(found.run)["train"]

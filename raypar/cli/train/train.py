@@ -18,10 +18,11 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
+from raypar.cli.train.auto_microbatch import chosen
 from raypar.cli.train.data_conversion import convert_data
 from raypar.cli.train.dry_run import sparing_cache
 from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, resume_faults
-from raypar.cli.train.samples import chosen, sample_faults, sampling
+from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs

@@ -20,7 +20,7 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Guard, Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.transfers import rank_assignment
+from raypar.recovery.seats import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is

@@ -14,7 +14,7 @@ from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
-from raypar.config.attribute_trial import warn_of_layers
+from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run, reset_faults
 from raypar.config.schedule import Programs
 from raypar.config.validate.recovery import recovery_faults

@@ -33,7 +33,8 @@ from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
-from raypar.reporting.stragglers import StepTimes, Stragglers
+from raypar.reporting.step_times import StepTimes
+from raypar.reporting.stragglers import Stragglers
 from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.attribute_trial import warn_of_layers
+from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.checkpoint.base import averaged
+from raypar.checkpoint.averaged import averaged
 from raypar.checkpoint.resume import find
 from raypar.errors import JobError
 

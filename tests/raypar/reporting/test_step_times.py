@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from raypar.reporting.run_folder.failure_line import effective_share
-from raypar.reporting.stragglers import StepTimes
+from raypar.reporting.step_times import StepTimes
 
 
 def test_steps_that_are_taken_again_are_lost_once():
