@@ -336,8 +336,7 @@ MAY_IMPORT = {
     "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/data": "actors actors/models actors/specs schedules",
     "actors/data_parallel": (
-        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs "
-        "schedules"
+        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/specs schedules",
@@ -349,8 +348,7 @@ MAY_IMPORT = {
         "actors/specs schedules"
     ),
     "actors/optim": (
-        "actors actors/checkpoint actors/collective actors/data actors/models actors/specs "
-        "actors/tensor_parallel"
+        "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
@@ -372,8 +370,7 @@ MAY_IMPORT = {
         "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules schedules/passes"
     ),
     "actors/worker/keep": (
-        "actors actors/checkpoint actors/collective actors/relayout actors/specs actors/worker "
-        "actors/worker/build"
+        "actors actors/checkpoint actors/collective actors/relayout actors/specs actors/worker actors/worker/build"
     ),
     "raypar": "actors schedules",
     "raypar/calibration": (
@@ -411,8 +408,7 @@ MAY_IMPORT = {
         "raypar/recovery raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/words": (
-        "actors actors/specs raypar raypar/config schedules schedules/drawing schedules/passes "
-        "schedules/simulation"
+        "actors actors/specs raypar raypar/config schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner/hardware schedules",
     "raypar/config": (
@@ -484,8 +480,7 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/planner/operators": (
-        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing "
-        "schedules"
+        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
     ),
     "raypar/planner/search": (
         "actors/mesh actors/specs raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
