@@ -95,9 +95,9 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
     return f"ended with exit code {exit_.code}, by os._exit, sys.exit or a library", False
 
 
-def _limit(told: str) -> str:
-    """Return the limit of Ray's memory monitor as Ray writes sizes; it is told in bytes, or as a part of the memory."""
-    return f"{float(told) / 2**30:.2f}GB" if float(told) > 1 else told
+def _limit(threshold: str) -> str:
+    """Return the limit of Ray's memory monitor, in bytes or as a part of the memory, as Ray writes sizes."""
+    return f"{float(threshold) / 2**30:.2f}GB" if float(threshold) > 1 else threshold
 
 
 def _number_here(told: str) -> int | None:

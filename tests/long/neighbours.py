@@ -30,7 +30,9 @@ PORT, DASHBOARD = 26679, 28465
 # A node's Python with this on its path finds no raypar, though it is installed, unless a runtime environment brings it.
 HIDING = """
 import os, sys
-sys.path[:] = [path for path in sys.path if not os.path.isdir(os.path.join(path, "raypar"))]
+def is_brought(path):
+    return "runtime_resources" in path or not os.path.isdir(os.path.join(path, "raypar"))
+sys.path[:] = [path for path in sys.path if is_brought(path)]
 sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in getattr(one, "__module__", str(one))]
 """
 DRIVER = """

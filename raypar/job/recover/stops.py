@@ -91,17 +91,12 @@ def _free(answer: dict[str, Any] | str) -> float:
 
 
 def _free_teller() -> Callable[[], dict[str, Any]]:
-    """Return a function that returns how many bytes of memory are free where it runs; sent to nodes as code."""
+    """Return a function that returns how many bytes of memory are free where it runs, which is beside actors."""
 
     def tell() -> dict[str, Any]:
-        import os
-        import re
-        from contextlib import suppress
-        from pathlib import Path
+        """Return the bytes that a node, or a container's limit on it, leaves."""
+        from raypar.planner.hardware.this_machine import free_memory
 
-        with suppress(OSError):
-            if found := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-                return {"free": int(found[1]) << 10}
-        return {"free": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")}
+        return {"free": free_memory() or 0}
 
     return tell
