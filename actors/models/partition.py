@@ -23,7 +23,7 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     """
     if num_stages > num_layers:
         layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
-        fix = f"use {num_layers} at most (mesh.pp x chunks), or {num_stages} layers or more"
+        fix = f"use {num_stages} layers or more, or {num_layers} at most of mesh.pp x chunks"
         return [f"{num_stages} stages for {layers}: {fix}"]
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]

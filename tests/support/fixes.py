@@ -132,7 +132,7 @@ class Fixer:
             (rf"leave (?:the |their )?{_PATH}(?: \((?P<inner>[a-z_.]+)\))? out", "out"),
             (rf"leave out {_PATH}", "out"),
             (rf"(?:use|give) {_VALUE} heads?", "heads"),
-            (rf"^{_VALUE} layers", "layers"),
+            (rf"(?:^|use ){_VALUE} layers", "layers"),
             (rf"(?:use|give|take) {_VALUE}(?!\w)", "subject"),
         ]
         for pattern, kind in patterns:

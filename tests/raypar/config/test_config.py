@@ -101,7 +101,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
         "model.hidden 10 is not a multiple of model.heads 4: set model.heads to 5, say",
-        "4 stages for 3 layers: use 3 at most (mesh.pp x chunks), or 4 layers or more",
+        "4 stages for 3 layers: use 4 layers or more, or 3 at most of mesh.pp x chunks",
         "data.path: the largest token id is 117, but model.vocab is 50",
         "data.val_fraction: 0.5 leaves 4100 of 8200 tokens for training, fewer than one window of model.seq + 1",
     )
@@ -570,7 +570,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'much': it must be a number",
         "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
-        "4 stages for 1 layer: use 1 at most (mesh.pp x chunks), or 4 layers or more",
+        "4 stages for 1 layer: use 4 layers or more, or 1 at most of mesh.pp x chunks",
         "data.path: the largest token id is 117, but model.vocab is 50",
     ]
     for fault, start in zip(faults_of(run), wanted, strict=True):
