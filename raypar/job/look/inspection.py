@@ -16,14 +16,14 @@ from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.look.weights import Weights
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import LoadedRun
+from raypar.notebook import notebook_table
 from raypar.planner.prediction import from_steps
-from raypar.planner.resource_needs import size
 from raypar.reporting.actor_table import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.memory_table import MemoryTable, memory_table
-from raypar.reporting.notebook import notebook_table
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.formatting import size
 from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
 

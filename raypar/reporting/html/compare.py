@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raypar.config.toml import flat
 from raypar.reporting.html.charts import ChartLine, line_chart
 from raypar.reporting.html.experts import aux_total
-from raypar.reporting.html.figures import History, Points, amount, exp, headline, percentage, significant, smoothed
+from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
 from raypar.reporting.html.loss_scale import SCALE, scale_powers
 from raypar.reporting.html.markup import (
     COLORS,
@@ -23,6 +23,7 @@ from raypar.reporting.html.markup import (
 )
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
+from raypar.schedules.formatting import amount, percentage
 
 _MISSING = "\u2013"
 
