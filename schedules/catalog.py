@@ -157,6 +157,9 @@ def register(
     return add
 
 
+register_schedule = register  # its name in raypar
+
+
 def names(catalog: Mapping[str, Entry] = CATALOG) -> tuple[str, ...]:
     """Return the names that ``build`` knows."""
     return tuple(catalog)

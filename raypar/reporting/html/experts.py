@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
-from raypar.reporting.html.markup import COLORS, Markup, element, note, section
+from raypar.reporting.html.markup import COLORS, element, note, section
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import percentage
 

@@ -8,6 +8,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
+
 from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
 from raypar.planner.prediction import from_steps
@@ -17,17 +19,7 @@ from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
 from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.loss_scale import loss_scale
-from raypar.reporting.html.markup import (
-    NUMBER,
-    VALUE,
-    Markup,
-    concatenated,
-    document,
-    element,
-    html_table,
-    note,
-    section,
-)
+from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
 from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay

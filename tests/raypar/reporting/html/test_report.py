@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Listed
@@ -21,7 +22,7 @@ from raypar.planner.prediction import from_steps
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, bars, line_chart
 from raypar.reporting.html.figures import History, significant
-from raypar.reporting.html.markup import Markup, concatenated, element
+from raypar.reporting.html.markup import concatenated, element
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import OpCounts, Past
@@ -235,7 +236,7 @@ def test_bars_are_to_scale():
 
 def test_text_is_escaped_and_markup_is_not():
     assert element("b", "<", Markup("<i></i>"), class_='"', aria_label=1, id=None) == (
-        '<b class="&quot;" aria-label="1">&lt;<i></i></b>'
+        '<b class="&#34;" aria-label="1">&lt;<i></i></b>'
     )
     assert concatenated("&", Markup("&amp;")) == "&amp;&amp;"
 
