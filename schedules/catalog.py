@@ -21,7 +21,7 @@ from raypar.schedules.generators import (
     zero_bubble,
 )
 from raypar.schedules.generators.entry import Entry, Sizes, exception_phrase, qualified_name
-from raypar.schedules.nearest_name import near
+from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -157,6 +157,9 @@ def register(
     return add
 
 
+register_schedule = register  # its name in raypar
+
+
 def names(catalog: Mapping[str, Entry] = CATALOG) -> tuple[str, ...]:
     """Return the names that ``build`` knows."""
     return tuple(catalog)
@@ -241,7 +244,7 @@ def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
 def _unknown(word: str, known: Iterable[str]) -> ScheduleError:
     every = list(dict.fromkeys(known))
-    close = near(word.lower(), every)
-    guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     files = "; a file is a table, FILE.csv, or a function, FILE.py:FUNCTION" if Path(word).suffix else ""
-    return ScheduleError(f"there is no schedule {word!r}: {guess}known are {', '.join(every)}{files}")
+    known_are = f"known are {', '.join(every)}{files}"
+    fix = did_you_mean(word.lower(), every, known_are, most=3, spelled=repr, both=True)
+    return ScheduleError(f"there is no schedule {word!r}: {fix}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 _LIKE, _SHORT_LIKE = 0.6, 0.5  # of two letters, as pp, one may be wrong
@@ -32,3 +32,29 @@ def near(name: str, names: Iterable[str], most: int = 3, cutoff: float | None = 
 def nearest(name: str, names: Iterable[str], cutoff: float | None = None) -> str | None:
     """Return the name that is most like another one; None if none is near. See ``near``."""
     return next(iter(near(name, names, 1, cutoff)), None)
+
+
+def did_you_mean(
+    name: str,
+    names: Iterable[str],
+    otherwise: str = "",
+    *,
+    most: int = 1,
+    cutoff: float | None = None,
+    spelled: Callable[[str], str] = str,
+    both: bool = False,
+) -> str:
+    """Return the question "did you mean X?" for a name that there is not, or what else helps.
+
+    Args:
+        name: The name that there is not.
+        names: The names that there are.
+        otherwise: What is returned if none is near; with ``both`` it follows the question if one is.
+        most: How many names to suggest at most.
+        cutoff: See ``near``.
+        spelled: Returns how a name is written, as repr for one in quotes.
+        both: See ``otherwise``.
+    """
+    close = near(name, names, most, cutoff)
+    question = f"did you mean {' or '.join(map(spelled, close))}?" if close else ""
+    return f"{question} {otherwise}" if question and both else question or otherwise

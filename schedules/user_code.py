@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from raypar.schedules.generators.entry import Entry, exception_phrase
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.schedule import ScheduleError
 
 GROUP = "raypar.schedules"
@@ -107,6 +107,5 @@ def _others(function: str, module: ModuleType) -> str:
     """Say which functions of the module the user may have meant; only those that the module itself defines count."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     own = [name for name in own if callable(getattr(module, name))]
-    if close := nearest(function, own):
-        return f": did you mean {close!r}?"
-    return f": it has {', '.join(own[:8])}" if own else ": define it there, at the top level"
+    otherwise = f"it has {', '.join(own[:8])}" if own else "define it there, at the top level"
+    return ": " + did_you_mean(function, own, otherwise, spelled=repr)

@@ -422,7 +422,7 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner/hardware "
         "schedules"
     ),
-    "raypar/doctor": "actors actors/collective raypar raypar/cluster",
+    "raypar/doctor": "actors actors/collective raypar raypar/cluster schedules",
     "raypar/job": (
         "actors actors/collective actors/models actors/specs actors/worker raypar raypar/checkpoint "
         "raypar/cluster raypar/config raypar/config/validate raypar/job/layout raypar/job/look "
@@ -441,7 +441,7 @@ MAY_IMPORT = {
     "raypar/job/recover": (
         "actors actors/checkpoint actors/mesh actors/relayout actors/specs raypar raypar/checkpoint "
         "raypar/cluster raypar/config raypar/job/layout raypar/job/start raypar/planner "
-        "raypar/planner/hardware raypar/planner/memory raypar/recovery"
+        "raypar/planner/hardware raypar/planner/memory raypar/recovery schedules"
     ),
     "raypar/job/start": (
         "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
@@ -456,7 +456,7 @@ MAY_IMPORT = {
     ),
     "raypar/job/text": (
         "actors actors/data actors/specs raypar raypar/config raypar/config/validate raypar/job/start "
-        "raypar/job/steps raypar/planner raypar/planner/hardware raypar/planner/memory schedules"
+        "raypar/job/steps raypar/planner/hardware raypar/planner/memory schedules"
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models "

@@ -11,6 +11,7 @@ from raypar.cli.words.arguments import parse_command
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, place_faults, write_calibration
+from raypar.schedules.formatting import size
 
 _MOST = 3600.0
 _OF_KIND: Mapping[Kind, str] = {
@@ -94,9 +95,9 @@ def calibration_lines(found: Calibration) -> str:
         taken = _OF_KIND.get(kind, f"a block of a {kind} takes")
         besides = "its product" if kind == "head" else "its products and attention"
         lines.append(f"{taken} {both} besides {besides}")
-    lines.append(f"the process of an actor takes {found.process / 2**20:.0f} MiB")
+    lines.append(f"the process of an actor takes {size(found.process)}")
     for group in found.groups:
         if group.op == "all_reduce" and group.bytes == max(one.bytes for one in found.groups):
             rate = group.bytes / group.seconds / 1e9
-            lines.append(f"all_reduce of {group.bytes >> 20} MiB among {group.members}: {rate:.2f} GB/s")
+            lines.append(f"all_reduce of {size(group.bytes)} among {group.members}: {rate:.2f} GB/s")
     return "\n".join(lines)

@@ -18,8 +18,8 @@ from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
-from raypar.planner.resource_needs import finer_size
 from raypar.reporting.run_folder.read import salvage
+from raypar.schedules.formatting import size
 
 _LS = "List the checkpoints of a folder or a run, newest first. Their shards are not read."
 _VERIFY = "Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."
@@ -123,7 +123,7 @@ def run_ls(folder: Path) -> CheckpointOutcome:
     if not listed and not holds_run(folder):
         raise ConfigError([f"{str(folder)!r} is no run folder and has no checkpoints: give another path"])
     lines = [
-        f"{line.path.name}  {finer_size(line.size)}  {line.tensors - line.of_optimizer:,} tensors of the model, "
+        f"{line.path.name}  {size(line.size)}  {line.tensors - line.of_optimizer:,} tensors of the model, "
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]

@@ -8,7 +8,8 @@ import re
 from raypar.actors.specs.model import Transformer
 from raypar.config.recipes import RECIPES
 from raypar.planner.resource_needs import actors_told
-from raypar.planner.sizes.parameters import num_parameters, short_count
+from raypar.planner.sizes.parameters import num_parameters
+from raypar.schedules.formatting import short_count, text_table
 
 
 def recipes() -> str:
@@ -22,7 +23,6 @@ def recipes() -> str:
         count = short_count(num_parameters(model))
         shape = f"{model.layers} x {model.hidden}"
         rows.append([name, count, shape, f"{tokens:,}", f"{run.steps:,}", actors_told(run), purpose])
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", "raypar train RECIPE --dry-run says what a run needs; flags change any of it"])
+    return "\n".join(
+        [*text_table(rows), "", "raypar train RECIPE --dry-run says what a run needs; flags change any of it"]
+    )

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 from raypar.actors.plain_value import plain_value
 from raypar.config.fields import value_faults
 from raypar.errors import ConfigError
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,8 +70,7 @@ def _demand(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 def _unknown(function: str, name: str, names: list[str]) -> str:
     """Say that a function has no such argument, and which one may be meant."""
     known = [one for one in names if one != "self"]
-    close = nearest(name, known)
-    guess = f"did you mean {close}?" if close else f"it has {', '.join(known)}"
+    guess = did_you_mean(name, known, f"it has {', '.join(known)}")
     return f"{function} has no argument {name!r}: {guess}"
 
 

@@ -14,7 +14,7 @@ from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.expert_layout_names import layout as fields_of
 from raypar.errors import ConfigError
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 
 
 def gpt_tiny() -> Run:
@@ -127,9 +127,9 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
         ConfigError: There is no such recipe, or no such layout, or a field is given that the layout sets.
     """
     if name not in [*RECIPES]:
-        close = nearest(str(name), RECIPES)
-        guess = _sized(name) or (f"did you mean {close!r}? " if close else "")
-        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}{_in_a_folder(name)}"])
+        sized, known = _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
+        fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
+        raise ConfigError([f"there is no recipe {name!r}: {fix}"])
     laid_out = {} if layout is None else fields_of(layout)
     if both := [field for field in laid_out if field in changes]:
         raise ConfigError(

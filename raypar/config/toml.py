@@ -27,9 +27,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
 from raypar.actors.known_fields import COMMON_NAMES, is_none
-from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.model import GPT, Llama, Transformer
-from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
@@ -40,7 +38,7 @@ from raypar.config.recipes import recipe
 from raypar.config.transformers_model import is_theirs, their_model_again
 from raypar.errors import ConfigError
 from raypar.paths import absolute
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.torch_csv import to_csv
 
@@ -58,11 +56,15 @@ T = TypeVar("T")
 _SCALARS = {"dropout", "seq"}  # of a model in a folder, what may be changed ahead of the reading
 _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # in a line
-_KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have, by kind
-    "model": {"gpt": GPT, "llama": Llama},
-    "data": {"text": Text, "examples": Examples},
-    "optim": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
-}
+
+
+def _kinds(part: str) -> dict[str, type[Any]]:
+    """Return the classes that a part of a run may have, by kind, without those of the user's own functions."""
+    classes = get_args(get_type_hints(Run)[part])
+    return {one.__name__.lower(): one for one in classes if "fn" not in {field.name for field in fields(one)}}
+
+
+_KINDS = {part: _kinds(part) for part in ("model", "data", "optim")}
 _COMMON = {  # the fields that another kind takes over; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
     "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
@@ -369,12 +371,14 @@ def _spelled(value: Any) -> str:
 
 def _hint(key: str, names: Iterable[str], part: str) -> str:
     """Return what to say of a key that a part of the run lacks: which of its other kinds have it, or the nearest."""
+    if hint := kind_hint(part, key):
+        return f" of this kind: {hint}"
+    known, common = sorted(names), COMMON_NAMES.get(key)
+    meant = common if common in known else key
+    return ": " + did_you_mean(meant, known, f"known are {', '.join(known)}", spelled=repr, cutoff=0.5)
+
+
+def kind_hint(part: str, key: str) -> str:
+    """Say which kinds of a part of the run have a field, as "set data.kind to 'examples'"; "" if none has it."""
     having = [kind for kind, of in _KINDS.get(part, {}).items() if key in {field.name for field in fields(of)}]
-    return f" of this kind: set {part}.kind to {' or '.join(map(repr, having))}" if having else _guess(key, names)
-
-
-def _guess(key: str, names: Iterable[str]) -> str:
-    known = sorted(names)
-    common = COMMON_NAMES.get(key)
-    close = common if common in known else nearest(key, known, cutoff=0.5)
-    return f": did you mean {close!r}?" if close else f": known are {', '.join(known)}"
+    return f"set {part}.kind to {' or '.join(map(repr, having))}" if having else ""

@@ -11,6 +11,7 @@ from raypar.cluster.placement import Node
 from raypar.cluster.probes import answers, probes
 from raypar.doctor.finding import Finding
 from raypar.errors import JobError
+from raypar.schedules.formatting import size, three_digit_seconds
 
 SIZES = (4 << 10, 4 << 20, 64 << 20)  # bytes
 _SLOWER = 1.5  # times the median of its like
@@ -97,7 +98,7 @@ def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Find
         inside: Whether the pairs are in a node.
     """
     for where, times in found.items():
-        told = f"all_reduce {where}: {', '.join(f'{_size(n)} {_time(t)}' for n, t in times.items())}"
+        told = f"all_reduce {where}: {', '.join(f'{size(n)} {three_digit_seconds(t)}' for n, t in times.items())}"
         largest = max(times)
         rate = largest / times[largest]  # a member of two sends a whole tensor
         elsewhere = [one for place, one in found.items() if place != where]
@@ -108,7 +109,7 @@ def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Find
         }
         if slower:
             count, ratio = next(iter(slower.items()))
-            what = f"{told}, {_size(count)} take {ratio:.1f} times as long as elsewhere"
+            what = f"{told}, {size(count)} take {ratio:.1f} times as long as elsewhere"
             yield Finding(
                 "slow", "times", what, "look for other load there, its clock rate, its cable or its switch port"
             )
@@ -122,11 +123,3 @@ def _advice(inside: bool) -> str:
     if inside:
         return "other processes use the node's cores or memory: look with top"
     return "keep tp and cp inside nodes, and give the nodes a faster network: this one is no faster than 1 Gbit/s"
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"

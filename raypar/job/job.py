@@ -29,11 +29,11 @@ from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, TextScorer
+from raypar.notebook import box, text_block
 from raypar.recovery.failures import Failure
 from raypar.reporting.actor_table import Whereabouts
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.notebook import box, text_block
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told

@@ -14,7 +14,8 @@ from raypar.errors import ConfigError, JobError
 from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import before_run
-from raypar.planner.resource_needs import counts_of, size
+from raypar.planner.resource_needs import counts_of
+from raypar.schedules.formatting import size
 
 #: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
 Probe = Callable[[Run], int | None]

@@ -29,11 +29,11 @@ from raypar.planner.sizes.parameters import (
     active_parameters,
     held_parameters,
     num_parameters,
-    short_count,
     stage_parameters,
     unit_parameters,
 )
 from raypar.planner.sizes.tensors import Weight, held_tensors
+from raypar.schedules.formatting import short_count, size
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
@@ -313,7 +313,7 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
     kept, there = min(saved, keep), min(saved, keep + 1)  # one is removed when a newer one is whole
     place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
     free = free_disk(place)
-    count = "1" if there == 1 else f"{kept:,} of about {finer_size(one)} each"
+    count = "1" if there == 1 else f"{kept:,} of about {size(one)} each"
     beside = ", and the one that is written" if there > kept else ""
     told = f"about {size(there * one)}: {count}{beside}" + ("" if free is None else f"; the disk has {size(free)} free")
     if free is not None and there * one > free:
@@ -321,11 +321,6 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
         fix = f"set keep_last to {most} at most" if most > 0 else f"free about {size(min(saved, 2) * one - free)} more"
         return f"{told}: {TOO_MUCH}: {fix}, or give a folder of another disk"
     return told
-
-
-def finer_size(count: int) -> str:
-    """Format bytes as ``size`` does, but so that many times as much is not far from what it says: 1.5 MiB."""
-    return f"{count / 2**20:.1f} MiB" if 2**20 <= count < 10 * 2**20 else size(count)
 
 
 def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
@@ -399,11 +394,3 @@ def _against(run: Run, needed: int, largest: int, actors: int) -> str:
     if needed > free:
         return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
     return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"
-
-
-def size(count: int) -> str:
-    """Format bytes: 80 B, 40 KiB, 12 MiB, 1.5 GiB."""
-    if count >= 2**30:
-        return f"{count / 2**30:,.1f} GiB"
-    factor, unit = (2**20, "MiB") if count >= 2**20 else (2**10, "KiB") if count >= 2**10 else (1, "B")
-    return f"{count / factor:,.0f} {unit}"

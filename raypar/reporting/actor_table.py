@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypar.actors.specs.results import Located, Progress, Span
-from raypar.reporting.notebook import box, notebook_table
+from raypar.notebook import box, notebook_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import aligned
 
 _HEAD = ("node", "pid", "step", "action", "done", "F ms", "B ms", "W ms")
 _SPELLED = {"F": (Op.F,), "B": (Op.B, Op.I), "W": (Op.W,)}
@@ -43,9 +44,7 @@ class Whereabouts(list[Actor]):
 
     def __repr__(self) -> str:
         cells = [list(_HEAD), *map(_cells, self)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
-        return "\n".join(lines(["actor", *(one.actor for one in self)], padded))
+        return "\n".join(lines(["actor", *(one.actor for one in self)], aligned(cells)))
 
     def _repr_html_(self) -> str:
         return box(notebook_table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))

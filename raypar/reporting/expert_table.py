@@ -11,6 +11,7 @@ from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
+from raypar.schedules.formatting import text_table
 
 _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
 
@@ -37,10 +38,8 @@ def expert_table(run: Run) -> str:
     ranks = (*range(min(mesh.inner, _MOST)), *mesh.experts_of(0)[:_MOST])
     head = ["actor", *orders, "exchange tokens", "sum experts", "sum other weights"]
     rows = [[*_row(mesh, rank, [*orders.values()])] for rank in ranks]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     notes = [f"... and {left} other orders of experts"] if left else []
-    return "\n".join(line.rstrip() for line in [*lines, *notes, *_notes(run)])
+    return "\n".join([*text_table([head, *rows]), *notes, *_notes(run)])
 
 
 def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:

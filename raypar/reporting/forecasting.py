@@ -11,9 +11,9 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import IN_SLOTS, Prediction, before_run, better_calibration
-from raypar.planner.resource_needs import counts_of, size
+from raypar.planner.resource_needs import counts_of
 from raypar.reporting.run_folder.forecast import Forecast
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import milliseconds, size
 from raypar.schedules.schedule import Schedule
 
 
@@ -75,7 +75,7 @@ def forecast_and_measured(forecast: Forecast, steps_ms: Sequence[float], peaks: 
     rows = [_compared("step time", median, forecast.step, milliseconds)]
     known = forecast.peaks if len(forecast.peaks) == len(peaks) else [None] * len(peaks)
     for rank, (measured, predicted) in enumerate(zip(peaks, known, strict=True)):
-        rows.append(_compared(f"peak memory, pp={rank}", measured or None, predicted, _bytes))
+        rows.append(_compared(f"peak memory, pp={rank}", measured or None, predicted, size))
     return rows
 
 
@@ -84,7 +84,3 @@ def _compared(name: str, measured: float | None, predicted: float | None, told: 
     error = "" if not measured or predicted is None else f"{predicted / measured - 1:+.0%}"
     one, other = ("" if value is None else told(value) for value in (measured, predicted))
     return Comparison(name, one, other, error)
-
-
-def _bytes(count: float) -> str:
-    return size(round(count))

@@ -9,13 +9,15 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
+from raypar.notebook import box, notebook_table
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of, size
-from raypar.reporting.notebook import box, notebook_table, unknown_actor
+from raypar.planner.resource_needs import counts_of
+from raypar.reporting.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.formatting import aligned, size
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -51,9 +53,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
 
     def __repr__(self) -> str:
         cells = [self._heads, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
-        return "\n".join(lines(["formula / measured", *self], padded))
+        return "\n".join(lines(["formula / measured", *self], aligned(cells)))
 
     def _repr_html_(self) -> str:
         rows = [(actor, *(figures.get(kind, "") for kind in self._head)) for actor, figures in self.items()]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import RangeCount, RangeKind, StepResult
 from raypar.actors.specs.types import Format
+from raypar.schedules.formatting import percent
 
 SAFE = 0.01  # a share of overflow below it is safe, as long as it does not rise
 NAMED: dict[RangeKind, str] = {
@@ -144,11 +145,6 @@ def _place(counted: tuple[RangeCount, str]) -> tuple[int, int, int]:
     """Return where a count stands: by layer, then by kind, then by microbatch."""
     count, _ = counted
     return count.layer_index, list(NAMED).index(count.kind), -1 if count.microbatch is None else count.microbatch
-
-
-def percent(share: float) -> str:
-    """Format a share: two digits that count, so that a small one is not 0 %."""
-    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
 def _sum(counts: Sequence[LayerCount]) -> LayerCount:

@@ -13,13 +13,14 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
-from raypar.planner.resource_needs import size
+from raypar.notebook import box, notebook_table
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
-from raypar.reporting.notebook import Totals, box, notebook_table
 from raypar.reporting.overflow import Overflow, joined_overflow
+from raypar.reporting.totals import Totals
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import size
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline

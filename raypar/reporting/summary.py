@@ -36,8 +36,9 @@ from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.drawing.text import grid, milliseconds
+from raypar.schedules.drawing.text import grid
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
 from raypar.schedules.versions import staleness

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from raypar.actors.inspect.step import ComputedValue
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 
 
 def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
@@ -37,6 +37,5 @@ def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
 
 
 def _told(name: str, known: list[str]) -> str:
-    close = nearest(name, known)
-    guess = f"did you mean {close}?" if close else f"it has {', '.join(known)}"
+    guess = did_you_mean(name, known, f"it has {', '.join(known)}")
     return f"break_on: what was seen has no {name!r}: {guess}"

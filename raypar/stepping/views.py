@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
-from raypar.reporting.notebook import box, notebook_table
+from raypar.notebook import box, notebook_table
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.formatting import aligned
 from raypar.schedules.step_board import Move
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ class State(tuple["ActorContents", ...]):
 
     def __repr__(self) -> str:
         rows = [_HEAD, *map(_cells, self)]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
-        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
-        return "\n".join(lines(["MiB", *(held.actor for held in self)], padded))
+        return "\n".join(lines(["MiB", *(held.actor for held in self)], aligned(rows)))
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""

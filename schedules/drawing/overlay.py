@@ -10,7 +10,8 @@ from pathlib import Path
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import save
 from raypar.schedules.drawing.svg import timelines_svg
-from raypar.schedules.drawing.text import WIDTH, grid, milliseconds, summary
+from raypar.schedules.drawing.text import WIDTH, grid, summary
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
 from raypar.schedules.timeline import Timeline
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.rules import gathers, opens_and_closes
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
@@ -116,13 +117,6 @@ def grid(
 def plain(time: float) -> str:
     """Format a time in the timeline's own unit."""
     return f"{time:.6g}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds; ten and more as seconds."""
-    if seconds >= 10:
-        return f"{seconds:,.1f} s"
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f} ms" if seconds else "0 ms"
 
 
 def spelling(timeline: Timeline) -> Callable[[float], str]:

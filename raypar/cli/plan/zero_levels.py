@@ -12,12 +12,12 @@ from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import Rows, actors_told, counts_of, kinds_of, size
+from raypar.planner.resource_needs import Rows, actors_told, counts_of, kinds_of
 from raypar.planner.traffic import step_traffic
 from raypar.reporting.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import aligned, milliseconds, size
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
 
@@ -40,11 +40,9 @@ def zero_levels_table(run: Run) -> str:
         columns |= {f"zero {level}": dict(_column(_at_level(run, level))) for level in _LEVELS}
     names = dict.fromkeys(name for column in reversed(columns.values()) for name in column)  # level 3 has most kinds
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    padded = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
     table = expert_table(run)
     drawn = [table, ""] if table else []
-    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], padded)])
+    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], aligned(rows, ">"))])
 
 
 def placed(run: Run) -> str:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from raypar.planner.fleet.fleet import FleetOutcome
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import milliseconds
 
 
 def fleet_told(found: FleetOutcome) -> str:

@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from markupsafe import Markup
 
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import cost_faults
-from raypar.reporting.html.markup import (
-    NUMBER,
-    VALUE,
-    Markup,
-    concatenated,
-    document,
-    element,
-    html_table,
-    note,
-    section,
-)
+from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
 from raypar.schedules.catalog import CATALOG, build
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.svg import svg

@@ -12,18 +12,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.actors.not_yet import not_yet_hint
-from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.cli.words.examples import pattern_of
 from raypar.config.fields import FieldFault
 from raypar.config.recipes import RECIPES
-from raypar.schedules.nearest_name import nearest
+from raypar.config.toml import kind_hint
+from raypar.schedules.nearest_name import did_you_mean
 
 HELP = {"-h", "--help"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _MANY = {int: "whole numbers", float: "numbers"}
 _PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '1 0'"}  # by the type of the value
-_KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
 _SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
 _FIELD = re.compile(r"([a-z_]*(?:\.[a-z_]+)*)((?:\.\d+)?)")  # a field, and the number of an item in it
 _ELSEWHERE = {  # what other programs call flags, and what is here in its place
@@ -279,8 +277,9 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
 def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     """Yield the fault of a flag that there is not, with what may have been meant."""
     part, _, name = flag.path.rpartition(".")
-    if any(name == field.name for other in _KINDS.get(part, ()) for field in fields(other)):
-        yield from (f"{flag.typed}: {fault}" for fault in unknown_faults(type(getattr(default, part)).__name__, [name]))
+    if kind := kind_hint(part, name):
+        (fault,) = unknown_faults(type(getattr(default, part)).__name__, [name])
+        yield f"{flag.typed}: {fault}{'' if ': it has ' in fault else f': {kind}'}"
         return
     paths = [*_paths(kind, default)]
     beside = [path for path in paths if path.rpartition(".")[0] == part]
@@ -291,16 +290,14 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         fix = _ELSEWHERE[name.removeprefix("num_")]
     elif inside:
         fix = f"give its parts, {_listed(inside)}"
-    elif same:
-        fix = f"did you mean {' or '.join(map(_spelled, same))}?"
-    elif begun:
-        fix = f"did you mean {' or '.join(map(_spelled, begun[:3]))}?"
+    elif same or begun:
+        fix = f"did you mean {' or '.join(map(_spelled, same or begun[:3]))}?"
     elif part and beside:
-        close = nearest(name, [path.rpartition(".")[2] for path in beside], cutoff=0.5)
-        fix = f"did you mean {_spelled(f'{part}.{close}')}? There are {_listed(beside)}" if close else _listed(beside)
+        last = [path.rpartition(".")[2] for path in beside]
+        close = did_you_mean(name, last, spelled=lambda one: _spelled(f"{part}.{one}"), cutoff=0.5)
+        fix = f"{close} There are {_listed(beside)}" if close else _listed(beside)
     else:
-        close = nearest(flag.path, paths)
-        fix = f"did you mean {_spelled(close)}?" if close else "see --help for all flags"
+        fix = did_you_mean(flag.path, paths, "see --help for all flags", spelled=_spelled)
     yield f"{flag.typed} is no flag: {fix}"
 
 

@@ -18,7 +18,8 @@ from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
 from raypar.job.start.before_launch import demand_fitting
 from raypar.planner.hardware.this_machine import computes_here, total_memory
-from raypar.planner.resource_needs import memory_faults, memory_in_all, size
+from raypar.planner.resource_needs import memory_faults, memory_in_all
+from raypar.schedules.formatting import size
 
 _SAME = (  # fields that must not differ
     *("seed", "model", "data", "optim", "clip", "steps", "micro_batch_size", "loss_scale", "nonfinite"),

@@ -16,15 +16,15 @@ from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.look.weights import Weights
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import LoadedRun
+from raypar.notebook import notebook_table
 from raypar.planner.prediction import from_steps
-from raypar.planner.resource_needs import size
 from raypar.reporting.actor_table import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.memory_table import MemoryTable, memory_table
-from raypar.reporting.notebook import notebook_table
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.nearest_name import near
+from raypar.schedules.formatting import size
+from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -340,10 +340,8 @@ class Inspection:
                 return found
         if name in self._skeleton.fixed:
             raise UnknownNameError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
-        close = near(str(name), [*self.parameters, *self._skeleton.fixed])
-        raise UnknownNameError(
-            f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
-        )
+        known = [*self.parameters, *self._skeleton.fixed]
+        raise UnknownNameError(f"no parameter {name!r}: {did_you_mean(str(name), known, 'see job.parameters', most=3)}")
 
     def _tiles(self, name: str) -> list[str]:
         """Return the names of the tiles of a parameter, in order; [] if it is whole."""

@@ -22,8 +22,8 @@ from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.active_layout import ActiveLayout, unguarded
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
-from raypar.planner.resource_needs import size
 from raypar.recovery.failures import failure_reason
+from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from raypar.cluster.nodes import asked, living_nodes
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.hardware.stop_wait import outlasts, stop_wait
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import counts_of, memory_in_all, size
+from raypar.planner.resource_needs import counts_of, memory_in_all
+from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)
 _SPARE = 1.5  # times as much memory as copies take is free on a node that keeps them

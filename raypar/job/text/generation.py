@@ -26,8 +26,8 @@ from raypar.job.steps.training_loop import TrainingLoop
 from raypar.job.text.growing_text import Continuation, GrowingText, Request
 from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.kv_cache import cache_bytes
-from raypar.planner.resource_needs import size
 from raypar.schedules.action import Action, Op
+from raypar.schedules.formatting import size
 from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from raypar.actors.bounds import Count, Share
 from raypar.actors.files import read_named
 from raypar.errors import ConfigError
-from raypar.schedules.nearest_name import near
+from raypar.schedules.nearest_name import did_you_mean
 
 _MOST = 1 << 20  # bytes
 _MOST_ACTORS = 1_000_000  # times sampled steps, so that what is drawn takes some hundred MiB at most
@@ -116,8 +116,7 @@ def _fault(name: str, kind: str, given: Any, bounds: Mapping[str, Any]) -> str:
     if kind == "unexpected_keyword_argument":
         if isinstance(given, dict):
             return f"[{name}] is a table, and fields stand outside of any: leave its line out"
-        close = near(name, known)
-        return f"there is no {name}: {f'did you mean {close[0]}?' if close else 'known are ' + ', '.join(known)}"
+        return f"there is no {name}: {did_you_mean(name, known, 'known are ' + ', '.join(known))}"
     if name == "save_every":
         return f"save_every is {_spelled(given)}: give a number of steps from 1 on, 'young' or 'daly'"
     if isinstance(given, float) and not math.isfinite(given):

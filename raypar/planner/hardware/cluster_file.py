@@ -9,7 +9,7 @@ from typing import Any
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.devices import DEVICES, MEASURE, Device, data_sheet_faults
 from raypar.planner.hardware.links import LINKS, Link, link_faults
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 
 _USUAL = {"nvlink3": "ib-hdr", "nvlink4": "ib-ndr", "nvlink5": "ib-xdr", "shm": "ethernet-10"}  # else ethernet-100
 _KEYS = ("nodes", "each_node", "device", "inside", "between", "adapters", "each_rack", "across", "links")
@@ -114,8 +114,7 @@ def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield unknown keys, holes, and values of another kind."""
     for key in table:
         if key not in _KEYS:
-            close = nearest(key, _KEYS)
-            yield f"there is no {key!r} in a cluster: " + (f"did you mean {close!r}?" if close else ", ".join(_KEYS))
+            yield f"there is no {key!r} in a cluster: {did_you_mean(key, _KEYS, ', '.join(_KEYS), spelled=repr)}"
     for key in ("nodes", "each_node", "device"):
         if key not in table:
             yield f"{key} is missing: " + ("give a data sheet's name, as h100" if key == "device" else "give a number")

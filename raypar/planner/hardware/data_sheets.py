@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from raypar.schedules.nearest_name import nearest
+from raypar.schedules.nearest_name import did_you_mean
 
 
 def sheet_faults(kind: str, name: str, known: Mapping[str, object], measure: str) -> Iterator[str]:
@@ -17,6 +17,6 @@ def sheet_faults(kind: str, name: str, known: Mapping[str, object], measure: str
         measure: What to measure of one that has none.
     """
     if name not in known:
-        close = name.lower() if name.lower() in known else nearest(name.lower(), known)
-        guess = f"did you mean {close!r}? " if close else ""
-        yield f"there is no data sheet of a {kind} {name!r}: {guess}known are {', '.join(known)}; else {measure}"
+        told = f"known are {', '.join(known)}; else {measure}"
+        fix = did_you_mean(name.lower(), known, told, spelled=repr, both=True)
+        yield f"there is no data sheet of a {kind} {name!r}: {fix}"

@@ -11,6 +11,7 @@ from raypar.planner.operators.operator import Aim, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import OperatorStrategy
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import text_table, three_digit_seconds
 
 _HEAD = ("module", "input", "output", "strategy", "weights", "sent", "time")
 _SHOWN = 60  # modules in a table
@@ -51,21 +52,26 @@ class Division:
         """Yield a table of the modules that have weights or are named, and what they take together."""
         told = [(one, choice) for one, choice in self.modules if one.weights or choice.text]
         rows = [_HEAD, *(self._cells(one, choice) for one, choice in told[:_SHOWN])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield from text_table(rows)
         if len(told) > _SHOWN:
             yield f"... and {len(told) - _SHOWN} more modules"
         weights = sum(one.weights for one, _ in self.modules)
         yield f"an actor has {self.held:,} of the {weights:,} weights of these modules, and sends {self.sent:,} bytes"
-        each = f"{_short(self.seconds)} in them, and {_short(self.whole)} if each actor computes all"
-        yield f"in a microbatch, which takes on paper {each}"
+        here, whole = three_digit_seconds(self.seconds), three_digit_seconds(self.whole)
+        yield f"in a microbatch, which takes on paper {here} in them, and {whole} if each actor computes all"
 
     def _cells(self, one: Operator, choice: OperatorStrategy) -> tuple[str, ...]:
         mark = " *" if one.name in self.annotated else ""
         shapes = ("x".join(map(str, shape)) for shape in (one.taken, one.made))
         what = choice.text or "replicated"
-        return (one.name, *shapes, what + mark, f"{choice.held:,}", f"{choice.sent:,}", _short(choice.cost * 1e-15))
+        return (
+            one.name,
+            *shapes,
+            what + mark,
+            f"{choice.held:,}",
+            f"{choice.sent:,}",
+            three_digit_seconds(choice.cost * 1e-15),
+        )
 
 
 def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list[str]:
@@ -95,7 +101,3 @@ def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list
     modules.sort(key=lambda pair: found.order[pair[0].name])
     annotated = frozenset({*found.kept, *(one.name for one, _ in modules if one.strategy)})
     return Division(plan, modules, annotated, float_sum(prices.compute(one, "replicated") for one, _ in modules))
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -7,17 +7,13 @@ from collections.abc import Iterator, Sequence
 from raypar.actors.specs.model import GPT, Llama
 from raypar.planner.search.ranking import ALIKE, MICRO_BATCH, Candidate, Ranking
 from raypar.planner.search.space import LONG, Space
+from raypar.schedules.formatting import text_table, three_digit_seconds
 
 _BAR = 40  # characters of a whole step
 SHOWN = 6  # meshes of the table
 _GB = 1e9
 _AXES = ("dp", "tp", "pp", "cp", "ep")
 _HEAD = ("", *_AXES, "schedule", MICRO_BATCH, "zero", "recompute", "step", "memory")
-
-
-def three_digit_seconds(seconds: float) -> str:
-    """Format seconds with three digits."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def mesh_table(ranking: Ranking) -> list[str]:
@@ -29,8 +25,7 @@ def mesh_table(ranking: Ranking) -> list[str]:
     exact = [one.simulated is not None or one.calibrated for one in shown]
     about = ["" if here or not any(exact) else "~" for here in exact]
     rows = [_HEAD, *(_cells(place, one, how) for place, (one, how) in enumerate(zip(shown, about, strict=True), 1))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return text_table(rows, ">")
 
 
 def _cells(place: int, one: Candidate, about: str) -> tuple[str, ...]:

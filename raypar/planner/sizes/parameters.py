@@ -268,14 +268,6 @@ def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[
     return counts
 
 
-def short_count(count: int) -> str:
-    """Format a number of parameters: 6.5 M, 124.4 M, 7.0 B."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:,.1f} {name}"
-    return str(count)
-
-
 def matrix_ranks(mesh: Mesh) -> int:
     """Return over how many tensor ranks a matrix is divided."""
     grid = mesh.grid

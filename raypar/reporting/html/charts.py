@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from raypar.reporting.html.markup import Markup, concatenated, element
+from markupsafe import Markup
+
+from raypar.reporting.html.markup import concatenated, element
 from raypar.schedules.drawing.svg import ticks
 
 Point = tuple[float, float]

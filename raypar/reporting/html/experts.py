@@ -6,11 +6,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
-from raypar.reporting.html.figures import History, Points, percentage, significant, smoothed
+from raypar.reporting.html.figures import History, Points, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
-from raypar.reporting.html.markup import COLORS, Markup, element, note, section
+from raypar.reporting.html.markup import COLORS, element, note, section
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import percentage
 
 _EVEN = Scale((0.5, 0.8, 1.25, 2.0), ("under half the mean", "under 0.8", "0.8 to 1.25", "under 2 x the mean", "more"))
 _DROPS = Scale((0.01, 0.05, 0.1, 0.2), ("under 1 %", "under 5 %", "under 10 %", "under 20 %", "more"))

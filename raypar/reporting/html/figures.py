@@ -17,6 +17,7 @@ from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import amount, duration, percentage, size
 
 Points = list[tuple[float, float]]
 
@@ -174,7 +175,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         rows += [
             (f"{history.unit} seen{_since(history)}", f"{history.seen()[-1][1]:,.0f}"),
             *([speed, ("bubble, median", percentage(history.median("bubble")))] if times else []),
-            ("peak memory of a rank", html_size(max(history.peaks(), default=0))),
+            ("peak memory of a rank", size(max(history.peaks(), default=0), tenths=True)),
             *([("time in steps", duration(float_sum(times) / 1e3))] if times else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
@@ -215,35 +216,6 @@ def exp(loss: float) -> float:
 def middle(points: Points) -> float:
     """Return the median of the values of all points but the first step's, which also warms up; 0 if there are none."""
     return float(statistics.median(value for _, value in points[1:] or points)) if points else 0.0
-
-
-def html_size(count: float) -> str:
-    """Format bytes: 1.5 MiB."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = min(4, int(math.log2(count) / 10))
-    return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds: 35 ms, 1.5 s, 1 h 02 min."""
-    if 0 < seconds < 0.1:
-        return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "<1 ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def percentage(part: float) -> str:
-    """Format a fraction of 1 as per cent, without a trailing ".0"."""
-    return f"{100 * part:.1f}".removesuffix(".0") + "%"
-
-
-def amount(value: float) -> str:
-    """Format a large number: 1.5 G."""
-    power = min(5, int(math.log10(value) / 3)) if value >= 1 else 0
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}".rstrip()
 
 
 def rate(flops: float) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from markupsafe import Markup
+
 from raypar.reporting.forecasting import Comparison, forecast_and_measured
 from raypar.reporting.html.figures import History
-from raypar.reporting.html.markup import NUMBER, Markup, element, html_table, note, section
+from raypar.reporting.html.markup import NUMBER, element, html_table, note, section
 from raypar.reporting.run_folder.forecast import Forecast
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from raypar.reporting.html.markup import Markup, concatenated, element
+from markupsafe import Markup
+
+from raypar.reporting.html.markup import concatenated, element
 
 COLUMNS = 60  # most columns of a map; more steps are put together
 _SHADES = (0.16, 0.32, 0.52, 0.75, 1.0)  # opacities

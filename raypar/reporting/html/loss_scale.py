@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from markupsafe import Markup
+
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, significant
-from raypar.reporting.html.markup import Markup, note, section
+from raypar.reporting.html.markup import note, section
 
 SCALE = "Loss scale, as a power of 2"
 _MOST = 20  # stretches of skipped steps that are listed

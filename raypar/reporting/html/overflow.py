@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from markupsafe import Markup
+
 from raypar.reporting.html.figures import History
 from raypar.reporting.html.heat_map import Cell, heat_map, shades
-from raypar.reporting.html.markup import Markup, element, note, section
+from raypar.reporting.html.markup import element, note, section
 
 _KINDS = {
     "activations": "Activations",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
+
+from markupsafe import Markup
 
 from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
@@ -13,36 +16,14 @@ from raypar.planner.prediction import from_steps
 from raypar.reporting.html.charts import ChartLine, Mark, bars, line_chart
 from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
-from raypar.reporting.html.figures import (
-    History,
-    Points,
-    amount,
-    duration,
-    exp,
-    headline,
-    html_size,
-    middle,
-    percentage,
-    rate,
-    significant,
-    smoothed,
-)
+from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
 from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.loss_scale import loss_scale
-from raypar.reporting.html.markup import (
-    NUMBER,
-    VALUE,
-    Markup,
-    concatenated,
-    document,
-    element,
-    html_table,
-    note,
-    section,
-)
+from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
 from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.formatting import amount, duration, percentage, size
 
 _DAY = 86_400  # seconds
 _NONE = "No step was taken yet."
@@ -139,7 +120,7 @@ def memory(history: History) -> Markup:
     rows = [
         (f"pp={rank} {kind}".strip(), float(peak)) for kind, peaks in kinds.items() for rank, peak in enumerate(peaks)
     ]
-    return section("Peak memory", bars(rows, html_size) if rows else note(_NONE))
+    return section("Peak memory", bars(rows, partial(size, tenths=True)) if rows else note(_NONE))
 
 
 def messages(past: Past, marks: Sequence[Mark]) -> Markup:
@@ -154,7 +135,7 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     timed = any(counts.seconds is not None for counted in past.ledger.values() for counts in counted.values())
     ordered = sorted(sums.items(), key=lambda row: -row[1][2 if timed else 1])
     rows = [
-        [kind, f"{calls:,.0f}", html_size(moved), duration(seconds) if timed else "not known"]
+        [kind, f"{calls:,.0f}", size(moved, tenths=True), duration(seconds) if timed else "not known"]
         for kind, (calls, moved, seconds) in ordered
     ]
     told = (
@@ -171,7 +152,7 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
             actor,
             kind,
             f"{counts.calls:,}",
-            html_size(counts.bytes),
+            size(counts.bytes, tenths=True),
             "" if counts.seconds is None else duration(counts.seconds),
         ]
         for actor, counted in past.ledger.items()
@@ -185,7 +166,13 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
 def checkpoint_list(past: Past) -> Markup:
     """List the checkpoints of the folder."""
     rows = [
-        [one.path.name, f"{one.step:,}", f"{one.tensors:,}", html_size(one.size), "; ".join(one.faults) or "sound"]
+        [
+            one.path.name,
+            f"{one.step:,}",
+            f"{one.tensors:,}",
+            size(one.size, tenths=True),
+            "; ".join(one.faults) or "sound",
+        ]
         for one in past.checkpoints
     ]
     heads = ["checkpoint", "after step", "tensors", "bytes", "manifest"]

@@ -171,8 +171,13 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--optim.kind", "sdg"], "optim.kind is 'sdg': use 'adamw' or 'sgd' or 'muon'"),
         (
             ["--optim.kind", "sgd", "--optim.betas", "0.9", "0.99"],
-            "--optim.betas: SGD has no field 'betas': AdamW has one",
+            "--optim.betas: SGD has no field 'betas': AdamW has one: set optim.kind to 'adamw'",
         ),
+        (
+            ["--data.packing", "3"],
+            "--data.packing: Text has no field 'packing': Examples has one: set data.kind to 'exam",
+        ),
+        (["--data.template", "a"], "--data.template: Text has no field 'template': Examples has one: set data.kind to"),
         (["--no-such-flag", "1", "2"], "--no-such-flag is no flag: see --help for all flags"),
         (["another"], "'another' is a word too many: only one RECIPE|FILE.toml is read"),
         (["--max", "3"], "--max is no flag: did you mean --max-failures?"),

@@ -385,7 +385,7 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
     assert rows["actors"].strip() == "4 = pp 2 (recipe gpt-small) x tp 2"
     assert rows["parameters"].strip().startswith("6,451,712; a stage has 3.2 M")
     assert re.match(
-        r" +about \d+ MiB: weights 6 MiB, gradients 6 MiB, optimizer 1\d MiB, activat", rows["memory, pp=1"]
+        r" +about \d+ MiB: weights 6\.2 MiB, gradients 6\.2 MiB, optimizer 1\d MiB, activat", rows["memory, pp=1"]
     )
     assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
 

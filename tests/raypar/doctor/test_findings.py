@@ -318,7 +318,7 @@ def test_a_slow_node_and_a_slow_network_are_named():
     fast, slow = {4096: 1e-4, 64 * MIB: 2e-2}, {4096: 1e-4, 64 * MIB: 6e-2}
     found = list(times_findings({"in a": fast, "in b": copy.copy(fast), "in c": slow}, inside=True))
     assert [one.level for one in found] == ["ok", "ok", "slow"]
-    assert found[0].text == "all_reduce in a: 4 KiB 100 us, 64 MiB 20.0 ms"
+    assert found[0].text == "all_reduce in a: 4 KiB 100 us, 64 MiB 20 ms"
     assert "all_reduce in c" in found[2].text and "64 MiB take 3.0 times as long as elsewhere" in found[2].text
     (link,) = times_findings({"between a and b": {64 * MIB: 0.7}}, inside=False)
     assert link.level == "slow" and "(0.10 GB/s): keep tp and cp inside nodes" in str(link)

@@ -22,7 +22,7 @@ from raypar.planner.resource_needs import counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.simulation.simulate import simulate

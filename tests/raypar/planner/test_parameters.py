@@ -18,12 +18,12 @@ from raypar.planner.sizes.parameters import (
     active_parameters,
     held_parameters,
     num_parameters,
-    short_count,
     stage_parameters,
     unit_parameters,
 )
 from raypar.planner.sizes.tensors import held_tensors
 from raypar.schedules.catalog import build
+from raypar.schedules.formatting import short_count
 from raypar.schedules.passes.lower import lower
 from tests.support.on_grid import groups_on
 from tests.support.threads import in_threads

@@ -24,7 +24,7 @@ from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import milliseconds
 
 
 def predicted(run, schedule):

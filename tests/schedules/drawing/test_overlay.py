@@ -7,7 +7,7 @@ import pytest
 
 from raypar.schedules import Costs, Overlay, Schedule, ScheduleError, Timeline, build, lower, simulate
 from raypar.schedules.action import Action, Op
-from raypar.schedules.drawing.text import milliseconds
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import MOST_DRAWN
 
 SVG = "{http://www.w3.org/2000/svg}"

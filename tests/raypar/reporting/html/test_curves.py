@@ -21,12 +21,13 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.events import happenings
-from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
+from raypar.reporting.html.figures import History, exp, rate, significant, smoothed
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.html.page import page, titled
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import Past, read
 from raypar.schedules.action import Op
+from raypar.schedules.formatting import duration
 from tests.raypar.reporting.html.test_report import Reader
 
 OWN = {"fn": "mine.layers", "loss": "torch.nn.functional.mse_loss", "seq": "none"}

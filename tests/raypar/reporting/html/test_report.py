@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Listed
@@ -20,13 +21,14 @@ from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, bars, line_chart
-from raypar.reporting.html.figures import History, duration, html_size, percentage, significant
-from raypar.reporting.html.markup import Markup, concatenated, element
+from raypar.reporting.html.figures import History, significant
+from raypar.reporting.html.markup import concatenated, element
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import OpCounts, Past
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.formatting import duration, percentage, size
 
 SCHEDULE = lower(build("1f1b", 2, 4))
 EVIL = '<script>alert("1")</script>'
@@ -228,20 +230,20 @@ def test_a_line_keeps_its_highest_point_however_long_it_is():
 
 
 def test_bars_are_to_scale():
-    assert re.findall(r"width: ([\d.]+)%", str(bars([("a", 4.0), ("b", 1.0)], html_size))) == ["100.0", "25.0"]
-    assert "width: 0.0%" in str(bars([("a", 0.0)], html_size))
+    assert re.findall(r"width: ([\d.]+)%", str(bars([("a", 4.0), ("b", 1.0)], size))) == ["100.0", "25.0"]
+    assert "width: 0.0%" in str(bars([("a", 0.0)], size))
 
 
 def test_text_is_escaped_and_markup_is_not():
     assert element("b", "<", Markup("<i></i>"), class_='"', aria_label=1, id=None) == (
-        '<b class="&quot;" aria-label="1">&lt;<i></i></b>'
+        '<b class="&#34;" aria-label="1">&lt;<i></i></b>'
     )
     assert concatenated("&", Markup("&amp;")) == "&amp;&amp;"
 
 
 def test_figures_are_written_for_people():
-    assert [html_size(n) for n in (0, 1023, 1024, 3 << 20)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB"]
-    assert html_size(5 << 50) == "5,120.0 TiB"
+    assert [size(n, tenths=True) for n in (0, 1023, 1024, 3 << 20)] == ["0 B", "1,023 B", "1.0 KiB", "3.0 MiB"]
+    assert size(5 << 50, tenths=True) == "5,120.0 TiB"
     assert [duration(s) for s in (0.5, 150, 3725, 3599)] == ["0.5 s", "2 min", "1 h 02 min", "1 h 00 min"]
     assert [percentage(p) for p in (0, 0.05, 0.1234)] == ["0%", "5%", "12.3%"]
     assert [significant(n) for n in (0.00012345, 2.5, 12345)] == ["0.0001234", "2.5", "12,345"]
