@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective import cupy_nccl, nccl
 from raypar.actors.collective.cupy_nccl import CupyGroup
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, GroupMember
 from raypar.actors.collective.hierarchical import HierarchicalGroup
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.collective.shm.group import ShmGroup
@@ -80,9 +80,7 @@ def backend_for(name: str, everyone: list[Capability]) -> Backend:
 
 
 log = logging.getLogger(__name__)
-# Defaults until the owner sets its own: the seconds for all members to connect and for a wait, and the axis.
-TIMEOUT = 60.0
-_AXIS = "default"
+_AXIS = "default"  # until the owner sets its own
 
 
 def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Group:
@@ -98,8 +96,9 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
     Raises:
         GroupError: The members could not be connected.
     """
-    with closing(_introduced(name, rank, size, store)) as peers:
-        return _on_host(name, rank, size, store, address, peers)
+    member = GroupMember(name, _AXIS, rank, size)
+    with closing(_introduced(member, store)) as peers:
+        return _on_host(member, store, address, peers)
 
 
 def gpu_group(
@@ -113,38 +112,37 @@ def gpu_group(
         device: This member's GPU.
         own: What this member can communicate over.
     """
-    with closing(_introduced(name, rank, size, store, json.dumps(asdict(own)))) as peers:
+    member = GroupMember(name, _AXIS, rank, size)
+    with closing(_introduced(member, store, json.dumps(asdict(own)))) as peers:
         try:
             backend = backend_for(name, [Capability(**json.loads(extra)) for extra in peers.extras])
         except ValueError as error:
             raise GroupError(name, "connect", None, str(error)) from error
-        host = _on_host(name, rank, size, PrefixStore("host", store), address, peers)
+        host = _on_host(member, PrefixStore("host", store), address, peers)
     log.info("group %s goes over %s", name, backend)
     if backend == "staged":
         return StagedGroup(host, device)
     kind = NcclGroup if backend == "nccl" else CupyGroup
-    below = PrefixStore("gpu", store)
-    return kind(name, _AXIS, rank, size, TIMEOUT, store=below, device=device, host=host, connect_timeout=TIMEOUT)
+    return kind(member, PrefixStore("gpu", store), device, host)
 
 
-def _introduced(name: str, rank: int, size: int, store: Store, extra: str = "") -> Introduction:
+def _introduced(member: GroupMember, store: Store, extra: str = "") -> Introduction:
     """Introduce the members of a group to one another. Raises GroupError."""
     try:
-        return introduce(store, rank, size, TIMEOUT, extra)
+        return introduce(store, member.rank, member.size, member.connect_timeout, extra)
     except (OSError, RuntimeError) as error:
-        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
+        raise GroupError(member.name, "connect", None, str(error) or type(error).__name__) from error
 
 
-def _on_host(name: str, rank: int, size: int, store: Store, address: str, peers: Introduction) -> Group:
+def _on_host(member: GroupMember, store: Store, address: str, peers: Introduction) -> Group:
     """Connect the members for tensors on the host. See ``cpu_group``."""
     if len(peers.nodes) == 1:
-        connect = functools.partial(peers.connect, peers.nodes[0])
-        return ShmGroup(name, _AXIS, rank, size, TIMEOUT, connect=connect, connect_timeout=TIMEOUT)
-    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
-    its: dict[str, Any] = {"store": store, "device": _gloo_device(address), "connect_timeout": TIMEOUT}
-    if len(peers.nodes) < size:
-        return HierarchicalGroup(name, _AXIS, rank, size, TIMEOUT, nodes=peers.nodes, connect_node=peers.connect, **its)
-    return GlooGroup(name, _AXIS, rank, size, TIMEOUT, **its)
+        return ShmGroup(member, functools.partial(peers.connect, peers.nodes[0]))
+    log.info("group %s: its members are on several nodes, so it goes over TCP", member.name)
+    device = _gloo_device(address)
+    if len(peers.nodes) < member.size:
+        return HierarchicalGroup(member, store, device, nodes=peers.nodes, connect_node=peers.connect)
+    return GlooGroup(member, store, device)
 
 
 @functools.cache

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from raypar.actors.collective.gpu import GpuGroup
-from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.watcher import IssuedOp
-from raypar.actors.tensors import row_size, staged
 
 # Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
@@ -57,84 +55,40 @@ class CupyGroup(GpuGroup):
     def _take(self, edge: _Lane, flat: Tensor) -> IssuedOp:
         return edge.issue(lambda comm, stream: self._recv_part(comm, _bytes(flat), 0, stream))
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        how = self._reduction(tensor, op, "all_reduce")
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        pointer, count = flat.data_ptr(), flat.numel()
-        transfer = self._all.issue(lambda comm, stream: comm.allReduce(pointer, pointer, count, *how, stream))
-        return self._issued(transfer, back, flat)
+    def _demand_reducible(self, tensor: Tensor, name: str) -> None:
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"group {self.name}: {name}: NCCL can't reduce {tensor.dtype}: use {', '.join(map(str, _DTYPES))}"
+            )
 
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        part = tensor.contiguous()
-        give, take = _bytes(part), _bytes(flat)
-        transfer = self._all.issue(
-            lambda comm, stream: comm.allGather(give.data_ptr(), take.data_ptr(), give.numel(), self._uint8, stream)
-        )
-        return self._issued(transfer, back, flat, part)
+    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp:
+        data = flat.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
+        return self._lane.issue(lambda comm, stream: comm.allReduce(*data, stream))
 
-    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        how = self._reduction(tensor, op, "reduce_scatter")
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        transfer = self._all.issue(
-            lambda comm, stream: comm.reduceScatter(source.data_ptr(), flat.data_ptr(), flat.numel(), *how, stream)
-        )
-        return self._issued(transfer, back, flat, source)
+    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp:
+        data = part.data_ptr(), flat.data_ptr(), _bytes(part).numel(), self._uint8
+        return self._lane.issue(lambda comm, stream: comm.allGather(*data, stream))
 
-    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        if not row_size(tensor):
-            return self._nothing()
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        give, take = dict(enumerate(source.split(ins))), dict(enumerate(flat.split(outs)))
-        return self._issued(self._exchange(give, take), back, flat, source)
+    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp:
+        data = source.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
+        return self._lane.issue(lambda comm, stream: comm.reduceScatter(*data, stream))
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        data = _bytes(flat)
-        pointer, count = data.data_ptr(), data.numel()
-        transfer = self._all.issue(
-            lambda comm, stream: comm.broadcast(pointer, pointer, count, self._uint8, root, stream)
-        )
-        return self._issued(transfer, back, flat)
+    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp:
+        return self._exchange(dict(enumerate(source.split(ins))), dict(enumerate(rows.split(outs))))
 
-    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        how = self._reduction(tensor, op, "reduce")
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        pointer, count = flat.data_ptr(), flat.numel()
-        transfer = self._all.issue(lambda comm, stream: comm.reduce(pointer, pointer, count, *how, root, stream))
-        return self._issued(transfer, back if self.rank == root else None, flat)
+    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp:
+        data = flat.data_ptr(), flat.data_ptr(), _bytes(flat).numel(), self._uint8
+        return self._lane.issue(lambda comm, stream: comm.broadcast(*data, root, stream))
 
-    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        part = tensor.contiguous()
-        if out is None or self.rank != root:
-            return self._issued(self._exchange({root: part}, {}), None, part)
-        flat, back = staged(out)
-        take = dict(enumerate(flat.view(-1).chunk(self.size)))
-        return self._issued(self._exchange({root: part}, take), back, flat, part)
+    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp:
+        data = flat.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
+        return self._lane.issue(lambda comm, stream: comm.reduce(*data, root, stream))
 
-    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        if tensor is None or self.rank != root:
-            return self._issued(self._exchange({}, {root: flat}), back, flat)
-        source = tensor.contiguous()
-        give = dict(enumerate(source.view(-1).chunk(self.size)))
-        return self._issued(self._exchange(give, {root: flat}), back, flat, source)
+    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp:
+        return self._exchange({root: part}, dict(enumerate(pieces)))
+
+    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp:
+        return self._exchange(dict(enumerate(pieces)), {root: flat})
 
     # --- NCCL's calls ---
 
@@ -152,8 +106,7 @@ class CupyGroup(GpuGroup):
             for peer, part in take.items():
                 self._recv_part(comm, _bytes(part), peer, stream)
 
-        lane: _Lane = self._all
-        return lane.issue(call)
+        return self._lane.issue(call)
 
     def _send_part(self, comm: Any, data: Tensor, peer: int, stream: int) -> None:
         if data.numel():
@@ -164,16 +117,18 @@ class CupyGroup(GpuGroup):
             comm.recv(data.data_ptr(), data.numel(), self._uint8, peer, stream)
 
     @property
+    def _lane(self) -> _Lane:
+        """The lane of the collectives."""
+        lane: _Lane = self._all
+        return lane
+
+    @property
     def _uint8(self) -> int:
         number: int = self._nccl.NCCL_UINT8
         return number
 
-    def _reduction(self, tensor: Tensor, op: ReduceOp, name: str) -> tuple[int, int]:
+    def _reduction(self, tensor: Tensor, op: ReduceOp) -> tuple[int, int]:
         """Return NCCL's constants for the dtype of a tensor and for a reduction."""
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"group {self.name}: {name}: NCCL can't reduce {tensor.dtype}: use {', '.join(map(str, _DTYPES))}"
-            )
         return getattr(self._nccl, _DTYPES[tensor.dtype]), getattr(self._nccl, _OPS[op])
 
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import Store
 
 FAN_IN: Final = 32  # children of a member
 _NAMED = 16  # missing ranks that a message names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective.exchange import gather_objects, pack_parts, unpacked
 

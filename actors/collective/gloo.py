@@ -17,23 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.exchanged_store import ExchangedStore
-from raypar.actors.collective.group import Finish, Group
-from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+from raypar.actors.collective.torch_options import options_of
 from raypar.actors.system_features import has_feature
 from raypar.actors.tensors import nbytes, row_size, staged
 
-_OPS: dict[ReduceOp, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
 _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
@@ -48,32 +41,21 @@ class GlooGroup(Group):
     """A group over ``torch.distributed.ProcessGroupGloo``. See ``Group`` for the other arguments.
 
     Args:
+        store: Where the members exchange addresses.
         device: The process's Gloo device (event loop and listener), shared by all its groups.
     """
 
-    def __init__(
-        self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        store: Store,
-        device: Any,
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(name, axis, rank, size, timeout, ledger)
+    def __init__(self, member: GroupMember, store: Store, device: Any) -> None:
+        super().__init__(member)
+        rank, size, seconds = member.rank, member.size, member.connect_timeout
         gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
-        options = gloo_options(device, timedelta(seconds=connect_timeout))
+        options = gloo_options(device, timedelta(seconds=seconds))
         self._pg: Any = None
         self._closes_late = has_feature("closing_connections")
         try:
-            self._pg = gloo(
-                ExchangedStore(PrefixStore("gloo", store), rank, size, connect_timeout), rank, size, options
-            )
-            self._pg.barrier().wait(timedelta(seconds=connect_timeout))
+            exchanged = ExchangedStore(PrefixStore("gloo", store), rank, size, seconds)
+            self._pg = gloo(exchanged, rank, size, options)
+            self._pg.barrier().wait(timedelta(seconds=seconds))
         except (RuntimeError, TimeoutError) as error:
             raise self.fault("connect", None, str(error).splitlines()[0]) from error
         self._pg.set_timeout(_NEVER)
@@ -100,9 +82,7 @@ class GlooGroup(Group):
         if self._is_small(tensor):
             return self._all_reduce_directly(tensor, op)
         flat, back = staged(tensor)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        return self._waiter(self._pg.allreduce([flat], options), back, flat)
+        return self._waiter(self._pg.allreduce([flat], options_of("Allreduce", op=op)), back, flat)
 
     def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
         """Send to every member and add in rank order.
@@ -149,38 +129,31 @@ class GlooGroup(Group):
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         flat, back = staged(tensor)
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        return self._waiter(self._pg.broadcast([flat], options), back, flat)
+        return self._waiter(self._pg.broadcast([flat], options_of("Broadcast", root=root)), back, flat)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         flat, back = staged(tensor)
         if self.rank != root:
             flat, back = flat.clone(), None  # Gloo uses the members' buffers as scratch space
-        options = c10d.ReduceOptions()
-        options.reduceOp, options.rootRank = _OPS[op], root
-        return self._waiter(self._pg.reduce([flat], options), back, flat)
+        return self._waiter(self._pg.reduce([flat], options_of("Reduce", root=root, op=op)), back, flat)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        if out is None or not tensor.numel():
-            part, pieces, back = tensor.contiguous().view(-1), [], None
-        else:
-            flat, back = staged(out)
-            part, pieces = tensor.contiguous().view(-1), [list(flat.view(-1).chunk(self.size))]
         if not tensor.numel():
             return self._waiter(self._pg.barrier(), None)
-        options = c10d.GatherOptions()
-        options.rootRank = root
+        part, options = tensor.contiguous().view(-1), options_of("Gather", root=root)
+        if out is None:
+            return self._waiter(self._pg.gather([], [part], options), None, part)
+        flat, back = staged(out)
+        pieces = [list(flat.view(-1).chunk(self.size))]
         return self._waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        flat, back = staged(out)
-        pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
         if not out.numel():
             return self._waiter(self._pg.barrier(), None)
-        options = c10d.ScatterOptions()
-        options.rootRank = root
-        return self._waiter(self._pg.scatter([flat.view(-1)], pieces, options), back, flat, pieces)
+        flat, back = staged(out)
+        pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
+        work = self._pg.scatter([flat.view(-1)], pieces, options_of("Scatter", root=root))
+        return self._waiter(work, back, flat, pieces)
 
     def _barrier(self) -> Finish:
         return self._waiter(self._pg.barrier(), None)

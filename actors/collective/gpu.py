@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.exchange import gather_objects
-from raypar.actors.collective.group import Edge, Finish, Group, Handle
-from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Handle
+from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.watcher import Issued, IssuedOp, Watcher, block_until_over
 from raypar.actors.errors import first_line
-from raypar.actors.tensors import staged
+from raypar.actors.tensors import row_size, staged
 
 
 class Communicator(Protocol):
@@ -49,25 +49,13 @@ class GpuGroup(Group):
     end.
 
     Args:
+        store: Where the members exchange addresses.
         device: A GPU with its index. No two members may share one.
         host: Group of the same members for tensors on the host, which is aborted with this one; None for no such group.
     """
 
-    def __init__(
-        self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        store: Store,
-        device: torch.device,
-        host: Group | None = None,
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(name, axis, rank, size, timeout, ledger)
+    def __init__(self, member: GroupMember, store: Store, device: torch.device, host: Group | None = None) -> None:
+        super().__init__(member)
         self.device = device
         self.host = self if host is None else host
         self._reason = "the group was aborted"
@@ -76,7 +64,7 @@ class GpuGroup(Group):
         self._open_ones: list[Communicator] = []  # those of the collectives and of the edges
         self._watcher = Watcher(self.fault)
         self._prepare()
-        self._open(store, connect_timeout)
+        self._open(store, member.connect_timeout)
 
     def _prepare(self) -> None:
         """Set up what a backend needs before it connects."""
@@ -155,6 +143,67 @@ class GpuGroup(Group):
 
         return super()._run(op, peer, sent, begin, *args)
 
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        self._demand_reducible(tensor, "all_reduce")
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        return self._issued(self._start_all_reduce(flat, op), back, flat)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        part = tensor.contiguous()
+        return self._issued(self._start_all_gather(flat.view(-1), part.view(-1)), back, flat, part)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        self._demand_reducible(tensor, "reduce_scatter")
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        source = tensor.contiguous()
+        return self._issued(self._start_reduce_scatter(flat.view(-1), source.view(-1), op), back, flat, source)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        if not row_size(tensor):
+            return self._nothing()
+        rows, back = staged(out)
+        source = tensor.contiguous()
+        return self._issued(self._start_all_to_all(rows, source, outs, ins), back, rows, source)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        return self._issued(self._start_broadcast(flat, root), back, flat)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        self._demand_reducible(tensor, "reduce")
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        return self._issued(self._start_reduce(flat, root, op), back if self.rank == root else None, flat)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        if not tensor.numel():
+            return self._nothing()
+        part = tensor.contiguous().view(-1)
+        if out is None or self.rank != root:
+            return self._issued(self._start_gather([], part, root), None, part)
+        flat, back = staged(out)
+        return self._issued(self._start_gather(flat.view(-1).chunk(self.size), part, root), back, flat, part)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        if tensor is None or self.rank != root:
+            return self._issued(self._start_scatter(flat.view(-1), [], root), back, flat)
+        source = tensor.contiguous()
+        pieces = source.view(-1).chunk(self.size)
+        return self._issued(self._start_scatter(flat.view(-1), pieces, root), back, flat, source)
+
     def _barrier(self) -> Finish:
         token = torch.zeros(1, device=self.device)
         issued = self._all_reduce(token, "sum")
@@ -195,6 +244,28 @@ class GpuGroup(Group):
     @abstractmethod
     def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
         """Start to receive a contiguous tensor over an edge."""
+
+    # The collectives, each with contiguous tensors that have elements; see ``Group`` for what they do.
+
+    def _demand_reducible(self, tensor: Tensor, name: str) -> None:
+        """Raise ValueError if the backend can't reduce tensors of this dtype, in the op of this name."""
+
+    @abstractmethod
+    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp: ...
+    @abstractmethod
+    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp: ...
+    @abstractmethod
+    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp: ...
+    @abstractmethod
+    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp: ...
+    @abstractmethod
+    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp: ...
+    @abstractmethod
+    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp: ...
+    @abstractmethod
+    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp: ...
+    @abstractmethod
+    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp: ...
 
     def _issued(self, transfer: IssuedOp, then: Callable[[], object] | None, *keep: object) -> Issued:
         return Issued(transfer, then, list(keep), self._on_device, self._demand_open)

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp
 from raypar.actors.tensors import nbytes, row_size
 
+TIMEOUT = 60.0  # seconds: of a wait and of connecting, until the owner sets its own
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
 
@@ -79,34 +81,53 @@ class Handle:
         self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
 
 
-class Group(ABC):
-    """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
+@dataclass(frozen=True)
+class GroupMember:
+    """This process as a member of a group.
 
-    Backends that connect over a store (Gloo, GPUs) take two more arguments: ``store``, where the members exchange
-    addresses and whose keys no earlier group may have used, and ``connect_timeout``, the seconds in which all members
-    must connect. Their constructors return once every member is connected, and raise GroupError if one is not
-    in time.
-
-    Args:
-        name: Run, axis, index and generation, for messages.
+    Attributes:
+        name: Run, axis, index and generation of the group, for messages.
         axis: Mesh axis under which the ledger counts the ops.
         rank: Rank of this member in the group.
         size: Number of members.
         timeout: Default deadline of a wait, in seconds.
+        connect_timeout: Seconds in which all members must connect.
         ledger: Where ops are counted; None for a new one.
+    """
+
+    name: str
+    axis: str
+    rank: int
+    size: int
+    timeout: float = TIMEOUT
+    connect_timeout: float = TIMEOUT
+    ledger: Ledger | None = None
+
+
+class Group(ABC):
+    """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
+
+    The constructors of backends that connect return once every member is connected, and raise GroupError if one is not
+    in time. Those that connect over a ``store`` (Gloo, GPUs) exchange addresses in it, under keys that no earlier group
+    may have used.
+
+    Args:
+        member: This process as a member of the group. The group has its name, axis, rank, size and timeout as
+            attributes.
 
     Attributes:
+        ledger: Where ops are counted.
         device: Device of the tensors that the ops take.
         host: Group of the same members for tensors on the host: small ones whose values the host needs at once.
         on_fault: Called once when an op fails, so that the owner can abort its other groups too. Only the ring
             neighbours of a dead member notice its death at once; all others learn of it through this call.
     """
 
-    def __init__(
-        self, name: str, axis: str, rank: int, size: int, timeout: float, ledger: Ledger | None = None
-    ) -> None:
-        self.name, self.axis, self.rank, self.size, self.timeout = name, axis, rank, size, timeout
-        self.ledger = ledger if ledger is not None else Ledger()
+    def __init__(self, member: GroupMember) -> None:
+        self.name, self.axis = member.name, member.axis
+        self.rank, self.size = member.rank, member.size
+        self.timeout = member.timeout
+        self.ledger = member.ledger if member.ledger is not None else Ledger()
         self.device = torch.device("cpu")
         self.host: Group = self
         self.on_fault: Callable[[], None] = self.abort

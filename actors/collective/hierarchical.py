@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective.gloo import GlooGroup
-from raypar.actors.collective.group import Finish, Group
-from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.group import Finish, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.links import PeerConnection
@@ -33,60 +33,46 @@ _STEPS, _ACROSS = 3, 1
 _NEVER = 86_400.0  # seconds: the deadline of an op is that of its wait, which closes the group
 
 
-class HierarchicalGroup(Group):
-    """A group over several nodes. See ``Group`` for the other arguments.
+class HierarchicalGroup(GlooGroup):
+    """A group over several nodes. See ``GlooGroup`` for the other arguments.
 
     Args:
         nodes: The ranks of each node, each in ascending order, ordered by their first.
         connect_node: Connects this member, within so many seconds, to the others of its node, whose ranks it is given,
             and returns a link per other member, by its index among them.
-        device: The process's Gloo device.
     """
 
     def __init__(
         self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
+        member: GroupMember,
+        store: Store,
+        device: Any,
         *,
         nodes: Sequence[Sequence[int]],
         connect_node: Callable[[Sequence[int], float], dict[int, PeerConnection]],
-        store: Store,
-        device: Any,
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
     ) -> None:
-        super().__init__(name, axis, rank, size, timeout, ledger)
+        self._node: ShmGroup | None = None
+        self._leaders: GlooGroup | None = None
+        self._line: _Line | None = None
+        super().__init__(member, PrefixStore("flat", store), device)
         self._num_nodes = len(nodes)
-        own = next(index for index, members in enumerate(nodes) if rank in members)
-        among, kept = nodes[own], {"connect_timeout": connect_timeout}
-        self._groups: list[Group] = []
-        over = {"device": device, **kept}
-        self._flat = self._joined(GlooGroup, rank, size, store=PrefixStore("flat", store), **over)
-        self._node: Group | None = None
+        own = next(index for index, ranks in enumerate(nodes) if member.rank in ranks)
+        among = nodes[own]
         if len(among) > 1:
-            connect = partial(connect_node, among)
-            self._node = self._joined(ShmGroup, among.index(rank), len(among), connect=connect, **kept)
-        self._leaders: Group | None = None
-        if among[0] == rank:
-            leaders = PrefixStore("leaders", store)
-            self._leaders = self._joined(GlooGroup, own, len(nodes), store=leaders, **over)
-        self._line = _Line(name)
-
-    def _joined(self, kind: Callable[..., Group], rank: int, size: int, **its: Any) -> Group:
-        """Join a group that this one is made of."""
-        group = kind(self.name, self.axis, rank, size, self.timeout, **its)
-        group.on_fault = self.abort
-        self._groups.append(group)
-        return group
+            on_node = replace(member, rank=among.index(member.rank), size=len(among), ledger=None)
+            self._node = ShmGroup(on_node, partial(connect_node, among))
+        if among[0] == member.rank:
+            of_node = replace(member, rank=own, size=len(nodes), ledger=None)
+            self._leaders = GlooGroup(of_node, PrefixStore("leaders", store), device)
+        self._line = _Line(member.name)
 
     def abort(self) -> None:
-        self._closed = True
-        for group in self._groups:
-            group.abort()
-        self._line.end()
+        super().abort()
+        for part in (self._node, self._leaders):
+            if part is not None:
+                part.abort()
+        if self._line is not None:
+            self._line.end()
 
     def _is_large(self, tensor: Tensor) -> bool:
         return nbytes(tensor) >= LARGE
@@ -94,7 +80,7 @@ class HierarchicalGroup(Group):
     def _all_reduce_bytes(self, tensor: Tensor) -> int:
         """Return the bytes that this member sends: its tensor to its leader; a leader, a ring's and the result."""
         if not self._is_large(tensor):
-            return self._flat._all_reduce_bytes(tensor)
+            return super()._all_reduce_bytes(tensor)
         if self._leaders is None:
             return nbytes(tensor)
         others = 0 if self._node is None else self._node.size - 1
@@ -102,9 +88,10 @@ class HierarchicalGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         if not self._is_large(tensor):
-            return self._flat._all_reduce(tensor, op)
+            return super()._all_reduce(tensor, op)
         whole, back = staged(tensor)
         pieces = whole.view(-1).split(_PIECE // whole.element_size())
+        assert self._line is not None
         return self._line.put(lambda: self._reduce_pieces(pieces, op), back)
 
     def _reduce_pieces(self, pieces: Sequence[Tensor], op: ReduceOp) -> None:
@@ -126,41 +113,6 @@ class HierarchicalGroup(Group):
         if self._node is None:
             return _done
         return self._node._broadcast(piece, 0) if step else self._node._reduce(piece, 0, op)
-
-    # --- all others are those of the flat group ---
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        return self._flat._all_gather(out, tensor)
-
-    def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
-        return self._flat._all_gather_parts(out, tensor, counts)
-
-    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        return self._flat._reduce_scatter(out, tensor, op)
-
-    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        return self._flat._all_to_all(out, tensor, outs, ins)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        return self._flat._broadcast(tensor, root)
-
-    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        return self._flat._reduce(tensor, root, op)
-
-    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        return self._flat._gather(out, tensor, root)
-
-    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        return self._flat._scatter(out, tensor, root)
-
-    def _barrier(self) -> Finish:
-        return self._flat._barrier()
-
-    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        return self._flat._send(tensor, dst, tag)
-
-    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        return self._flat._recv(tensor, src, tag)
 
 
 def _done(timeout: float) -> None:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from raypar.actors.autograd.torch_private import all_gather_flat, reduce_scatter_flat, set_timeout
 from raypar.actors.collective.gpu import GpuGroup
-from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.collective.torch_options import options_of
 from raypar.actors.collective.watcher import IssuedOp
-from raypar.actors.tensors import row_size, staged
 
-_OPS: dict[ReduceOp, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _NEVER = timedelta(days=1)  # torch's own timeout of an op; our deadlines are kept by the watcher
 # Multiprocessors (of 132 on an H100) that a waiting receive may occupy: it must leave the others to compute.
 _EDGE_CTAS = 4
@@ -59,81 +52,34 @@ class NcclGroup(GpuGroup):
     def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
         return _Work(edge.recv([flat], 0, 0))
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        return self._issued(_Work(self._all.allreduce([flat], options)), back, flat)
+    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp:
+        return _Work(self._all.allreduce([flat], options_of("Allreduce", op=op)))
 
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        part = tensor.contiguous()
-        work = all_gather_flat(self._all, flat.view(-1), part.view(-1))
-        return self._issued(_Work(work), back, flat, part)
+    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp:
+        return _Work(all_gather_flat(self._all, flat, part))
 
-    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        options = c10d.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]
-        work = reduce_scatter_flat(self._all, flat.view(-1), source.view(-1), options)
-        return self._issued(_Work(work), back, flat, source)
+    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp:
+        return _Work(reduce_scatter_flat(self._all, flat, source, options_of("ReduceScatter", op=op)))
 
-    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        if not row_size(tensor):
-            return self._nothing()
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        work = self._all.alltoall_base(flat, source, outs, ins)
-        return self._issued(_Work(work), back, flat, source)
+    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp:
+        return _Work(self._all.alltoall_base(rows, source, outs, ins))
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        return self._issued(_Work(self._all.broadcast([flat], options)), back, flat)
+    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp:
+        return _Work(self._all.broadcast([flat], options_of("Broadcast", root=root)))
 
-    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        flat, back = staged(tensor)
-        if self.rank != root:
-            back = None  # only the root gets a result
-        options = c10d.ReduceOptions()
-        options.reduceOp, options.rootRank = _OPS[op], root
-        return self._issued(_Work(self._all.reduce([flat], options)), back, flat)
+    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp:
+        return _Work(self._all.reduce([flat], options_of("Reduce", root=root, op=op)))
 
-    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
-        part = tensor.contiguous().view(-1)
-        options = c10d.GatherOptions()
-        options.rootRank = root
-        if out is None or self.rank != root:
-            return self._issued(_Work(self._all.gather([], [part], options)), None, part)
-        flat, back = staged(out)
-        pieces = list(flat.view(-1).chunk(self.size))
-        return self._issued(_Work(self._all.gather([pieces], [part], options)), back, flat, part)
+    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp:
+        return _Work(self._all.gather(_of_root(pieces), [part], options_of("Gather", root=root)))
 
-    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        if not out.numel():
-            return self._nothing()
-        flat, back = staged(out)
-        options = c10d.ScatterOptions()
-        options.rootRank = root
-        if tensor is None or self.rank != root:
-            return self._issued(_Work(self._all.scatter([flat.view(-1)], [], options)), back, flat)
-        source = tensor.contiguous()
-        pieces = list(source.view(-1).chunk(self.size))
-        return self._issued(_Work(self._all.scatter([flat.view(-1)], [pieces], options)), back, flat, source)
+    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp:
+        return _Work(self._all.scatter([flat], _of_root(pieces), options_of("Scatter", root=root)))
+
+
+def _of_root(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the pieces by device of the process, as torch takes them: none where this member is not the root."""
+    return [[*pieces]] if pieces else []
 
 
 class _Work:

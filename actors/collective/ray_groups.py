@@ -24,12 +24,12 @@ from ray.util.collective import types
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import Store
 
 from raypar.actors.collective import ray_private
-from raypar.actors.collective.connect import TIMEOUT, capability, cpu_group, gpu_group
+from raypar.actors.collective.connect import capability, cpu_group, gpu_group
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import TIMEOUT, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 
@@ -106,7 +106,7 @@ def close_together(groups: Mapping[str, Group]) -> None:
 def register_backends() -> None:
     """Register the backends in this process (driver or actor)."""
     for backend in (RayparCpu, RayparGpu):
-        if not ray_private.is_registered(backend.backend()):
+        if not hasattr(types.Backend, backend.backend()):  # a second registration is an error
             register_collective_backend(backend.backend(), backend)
 
 

@@ -1,4 +1,4 @@
-"""The private names of Ray that the actors use: its key-value store, and which collective backends it knows.
+"""The private names of Ray that the actors use: those of its key-value store.
 
 No other file of actors/ may name one, and a test says so (tests/test_house.py); the driver has a file of its own,
 raypar/cluster/ray_private.py. Every function says why Ray's public way will not do. Private names may change with every
@@ -9,18 +9,8 @@ so one that is gone fails at once. The names are those of Ray 2.60.
 from __future__ import annotations
 
 from ray.experimental import internal_kv
-from ray.util.collective.backend_registry import _global_registry
 
 _NAMESPACE = b"raypar"
-
-
-def is_registered(backend: str) -> bool:
-    """Return whether this process knows a backend of ``ray.util.collective``.
-
-    Ray has a public function that registers a backend, and none that asks for one; a second registration is an error.
-    Retry at upgrades.
-    """
-    return bool(_global_registry.is_registered(backend))
 
 
 def put(key: bytes, data: bytes, *, overwrite: bool = True) -> bool:

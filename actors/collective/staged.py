@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.gpu import demand_device
-from raypar.actors.collective.group import Finish, Group, Handle
+from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
 from raypar.actors.collective.reductions import ReduceOp
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ class StagedGroup(Group):
     """
 
     def __init__(self, inner: Group, device: torch.device) -> None:
-        super().__init__(inner.name, inner.axis, inner.rank, inner.size, inner.timeout, inner.ledger)
+        one = GroupMember(inner.name, inner.axis, inner.rank, inner.size, inner.timeout, ledger=inner.ledger)
+        super().__init__(one)
         self.device, self.host, self._inner = device, inner, inner
         if device.type == "cuda":
             _warn()

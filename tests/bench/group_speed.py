@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypar.actors.collective import ray_groups as groups
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, GroupMember
 from tests.bench.calm import calmly
 
 log = logging.getLogger(__name__)
@@ -75,13 +75,9 @@ class Member:
         self._groups: dict[str, Group] = {
             "raypar": groups.join(f"{name}/raypar", "dp", size, rank, _TIMEOUT),
             "gloo": GlooGroup(
-                f"{name}/gloo",
-                "dp",
-                rank,
-                size,
-                _TIMEOUT,
-                store=groups.KVStore(f"{name}/gloo"),
-                device=create_device(ray.util.get_node_ip_address()),
+                GroupMember(f"{name}/gloo", "dp", rank, size, _TIMEOUT),
+                groups.KVStore(f"{name}/gloo"),
+                create_device(ray.util.get_node_ip_address()),
             ),
         }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import raypar as rp
 from raypar.actors.collective import connect, nccl
 from raypar.actors.collective.gpu import ring
-from raypar.actors.collective.local import local_groups
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.device import Host
 from raypar.parity.verify import train_plainly
 from raypar.planner.formulas.flops import training_flops
@@ -35,6 +35,7 @@ from tests.gpu.first_hour.rows import _TEST_SECONDS, FOLDER, ROWS, Row
 from tests.gpu.first_hour.runner import NO_TIME, Runner
 from tests.gpu.first_hour.workloads import FULL, SMALL, flops_per_token, run_of, tokens_of
 from tests.gpu.ops import check_order, together
+from tests.support.local_groups import local_groups
 
 CPU = torch.device("cpu")
 MACHINE = {
@@ -199,7 +200,7 @@ def test_a_group_over_nccl_is_checked_and_timed(monkeypatch):
     for name in nccl._ENVIRONMENT:
         monkeypatch.setenv(name, "as it was")
     store = dist.HashStore()
-    groups = together(2, lambda rank: nccl.NcclGroup("g", "x", rank, 2, 30.0, store=store, device=CPU))
+    groups = together(2, lambda rank: nccl.NcclGroup(GroupMember("g", "x", rank, 2, 30.0), store, CPU))
     try:
         together(2, lambda rank: groups[rank].connect(ring(2)))
         found = together(2, lambda rank: check_group(groups[rank]))

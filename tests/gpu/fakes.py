@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from raypar.actors.collective.gloo import create_device
-from raypar.actors.collective.local import LocalHub
 from raypar.actors.collective.reductions import reduce_in_order
+from tests.support.local_groups import LocalHub
 
 PATIENCE = 30.0
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raypar.actors.collective import staged
-from raypar.actors.collective.local import local_groups
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
+from tests.support.local_groups import local_groups
 
 
 def staged_groups(size):

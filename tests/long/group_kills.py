@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, GroupMember
 from tests.support.introduced import shm_group
 
 DEADLINE = 1.0  # seconds that a wait may take
@@ -34,7 +34,7 @@ def join(transport: str, rank: int, size: int, folder: str) -> Group:
     store = dist.FileStore(f"{folder}/store", size)
     if transport == "shm":
         return shm_group("g", "dp", rank, size, DEADLINE, store=store)
-    return GlooGroup("g", "dp", rank, size, DEADLINE, store=store, device=create_device("127.0.0.1"))
+    return GlooGroup(GroupMember("g", "dp", rank, size, DEADLINE), store, create_device("127.0.0.1"))
 
 
 def work(group: Group, seed: int) -> None:

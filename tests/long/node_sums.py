@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from raypar.actors.collective.connect import cpu_group
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, GroupMember
 from tests.support.clusters import ROOT
 from tests.support.hosts import hosts_on_a_network, missing
 
@@ -33,7 +33,7 @@ def member(rank: int, host: str, own: str, mib: float, repeats: int) -> None:
     flat = dist.PrefixStore("flat", store)
     groups: dict[str, Group] = {
         "by node": cpu_group("by node", rank, MEMBERS, dist.PrefixStore("by node", store), own),
-        "flat": GlooGroup("flat", "dp", rank, MEMBERS, 60.0, store=flat, device=create_device(own)),
+        "flat": GlooGroup(GroupMember("flat", "dp", rank, MEMBERS), flat, create_device(own)),
     }
     told: dict[str, object] = {"class": type(groups["by node"]).__name__}
     for kind in ("by node", "flat") * 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from functools import partial
 
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.rendezvous import introduce
 
@@ -12,5 +13,5 @@ from raypar.actors.collective.shm.rendezvous import introduce
 def shm_group(name, axis, rank, size, timeout, *, store, connect_timeout=60.0):
     """A member of a group in which all members are on one node."""
     with closing(introduce(store, rank, size, connect_timeout)) as peers:
-        connect = partial(peers.connect, range(size))
-        return ShmGroup(name, axis, rank, size, timeout, connect=connect, connect_timeout=connect_timeout)
+        member = GroupMember(name, axis, rank, size, timeout, connect_timeout)
+        return ShmGroup(member, partial(peers.connect, range(size)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypar.actors.collective.local import local_groups
+from tests.support.local_groups import local_groups
 from tests.support.threads import in_threads
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.grid import grid_of
 from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
+from tests.support.local_groups import local_groups
 from tests.support.threads import in_threads
 
 GRIDS = ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import bytes_between, moves_between
+from tests.support.local_groups import local_groups
 from tests.support.team import Team
 from tests.support.threads import in_threads
 

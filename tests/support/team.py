@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import nn
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.device import place_of
 from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
@@ -22,6 +21,7 @@ from raypar.actors.worker.members import member_of
 from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.start.actor_plans import plans_of
+from tests.support.local_groups import local_groups
 from tests.support.threads import threads
 
 

@@ -13,8 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Finish, Group
-from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.links import INLINE, PeerConnection
@@ -37,24 +36,13 @@ class ShmGroup(Group):
         connect: Connects this member within so many seconds, and returns a link per other member, by rank.
     """
 
-    def __init__(
-        self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        connect: Callable[[float], dict[int, PeerConnection]],
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(name, axis, rank, size, timeout, ledger)
-        self._others = [peer for peer in range(size) if peer != rank]
-        self._issued, self._box = 0, Mailbox(rank, {})
-        deadline = time.monotonic() + connect_timeout
+    def __init__(self, member: GroupMember, connect: Callable[[float], dict[int, PeerConnection]]) -> None:
+        super().__init__(member)
+        self._others = [peer for peer in range(member.size) if peer != member.rank]
+        self._issued, self._box = 0, Mailbox(member.rank, {})
+        deadline = time.monotonic() + member.connect_timeout
         try:
-            self._box = Mailbox(rank, connect(connect_timeout))
+            self._box = Mailbox(member.rank, connect(member.connect_timeout))
             self._barrier()(max(0.0, deadline - time.monotonic()))
         except (OSError, RuntimeError) as error:
             raise self.fault("connect", None, str(error) or type(error).__name__) from error

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import Store
 
 from raypar.actors.collective.exchange import gather_objects, left, ranks
 from raypar.actors.collective.shm.links import PeerConnection

@@ -15,6 +15,7 @@ from raypar.actors.collective import ray_groups, ray_private
 from raypar.actors.collective.exchange import FAN_IN, children, gather_objects
 from raypar.actors.collective.exchanged_store import ExchangedStore
 from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.ray_groups import KVStore
 
 DEADLINE = 20.0
@@ -255,7 +256,7 @@ def test_a_gloo_group_asks_the_shared_store_twice(monkeypatch):
 
     def member(rank):
         client.begin(rank)
-        return GlooGroup("g", "x", rank, 3, 10.0, store=KVStore("g", 3), device=device, connect_timeout=DEADLINE)
+        return GlooGroup(GroupMember("g", "x", rank, 3, 10.0, DEADLINE), KVStore("g", 3), device)
 
     for group in together(range(3), member).values():
         group.abort()

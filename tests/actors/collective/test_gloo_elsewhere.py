@@ -14,6 +14,7 @@ import torch.distributed as dist
 from raypar.actors.collective import gloo
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.group import GroupMember
 from tests.support.simulated_macos.sitecustomize import UvGroup
 
 
@@ -29,7 +30,7 @@ def pair(monkeypatch):
     monkeypatch.setattr(gloo.dist, "ProcessGroupGloo", UvGroup.over(dist.ProcessGroupGloo))
     monkeypatch.setattr(gloo, "has_feature", lambda feature: False)
     device, store = create_device("127.0.0.1"), dist.HashStore()
-    members = both(lambda rank: GlooGroup("g", "x", rank, 2, 20.0, store=store, device=device))
+    members = both(lambda rank: GlooGroup(GroupMember("g", "x", rank, 2, 20.0), store, device))
     yield members
     for rank, member in enumerate(members):
         member._pg.close(1 - rank)

@@ -16,6 +16,7 @@ from raypar.actors.collective.cupy_nccl import CupyGroup
 from raypar.actors.collective.cupy_nccl import has_cupy_nccl as has_cupy
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gpu import ring
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.nccl import NcclGroup
 from tests.gpu import fakes
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
@@ -40,7 +41,7 @@ def make(request, monkeypatch):
         cls = CLASSES[request.param]
 
         def member(rank):
-            group = cls("g", "x", rank, size, timeout, store=store, device=CPU, connect_timeout=10.0)
+            group = cls(GroupMember("g", "x", rank, size, timeout, 10.0), store, CPU)
             group.connect(ring(size) if edges is None else edges)
             return group
 
@@ -249,7 +250,7 @@ def test_a_tensor_on_another_device_is_refused_before_anything_is_sent(make):
 
 def test_a_member_that_does_not_come_is_an_error_within_the_connect_timeout(make):
     with pytest.raises(GroupError, match="group alone: connect failed"):
-        CupyGroup("alone", "x", 0, 2, 9.0, store=dist.HashStore(), device=CPU, connect_timeout=0.3)
+        CupyGroup(GroupMember("alone", "x", 0, 2, 9.0, 0.3), dist.HashStore(), CPU)
 
 
 # --- without NCCL -----------------------------------------------------------------------------------------------------

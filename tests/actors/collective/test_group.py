@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.ledger import Ledger, LedgerEntry
-from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
 from tests.support.introduced import shm_group
+from tests.support.local_groups import FailingGroup, LocalHub, local_groups
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 REDUCED = {
@@ -41,7 +42,7 @@ def gloo_groups(axis, size, timeout=30.0, store=None, names=None):
 
     def member(rank):
         prefix = dist.PrefixStore(name, store)
-        return GlooGroup(name, axis, rank, size, timeout, store=prefix, device=device(), connect_timeout=20.0)
+        return GlooGroup(GroupMember(name, axis, rank, size, timeout, 20.0), prefix, device())
 
     return together(size, member)
 
@@ -528,7 +529,7 @@ def test_a_fault_closes_the_owners_other_groups_once(backend):
 def test_a_member_that_does_not_come_is_an_error_within_the_connect_timeout():
     start = time.monotonic()
     with pytest.raises(GroupError, match=r"group alone: connect failed: rank 1 of 2 did not come within 0.5 s"):
-        GlooGroup("alone", "x", 0, 2, 9.0, store=dist.HashStore(), device=device(), connect_timeout=0.5)
+        GlooGroup(GroupMember("alone", "x", 0, 2, 9.0, 0.5), dist.HashStore(), device())
     assert time.monotonic() - start < 3
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from raypar.actors.collective import connect, hierarchical
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.rendezvous import introduce
@@ -31,11 +32,11 @@ def device():
 
 def groups_on(nodes, timeout=30.0, name="h"):
     store, size = dist.HashStore(), sum(map(len, nodes))
-    its = {"nodes": nodes, "store": store, "device": device(), "connect_timeout": 20.0}
 
     def member(rank):
         with closing(introduce(dist.PrefixStore("introduced", store), rank, size, 20.0)) as peers:
-            return HierarchicalGroup(name, "dp", rank, size, timeout, connect_node=peers.connect, **its)
+            own = GroupMember(name, "dp", rank, size, timeout, 20.0)
+            return HierarchicalGroup(own, store, device(), nodes=nodes, connect_node=peers.connect)
 
     return together(size, member)
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.collective.redistribution import redistribute
 from raypar.actors.collective.routes import route, split_dim
+from tests.support.local_groups import local_groups
 from tests.support.logical import together
 from tests.support.threads import in_threads
 

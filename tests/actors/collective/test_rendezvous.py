@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.rendezvous import Introduction, Registration, introduce
@@ -188,7 +189,7 @@ def test_a_member_whose_place_only_others_want_is_named_in_time(caplog):
     connect = partial(peers[0].connect, range(3))
     begin = time.monotonic()
     with pytest.raises(GroupError, match=r"connect failed: ranks 1, 2 did not connect in time"):
-        ShmGroup("g", "x", 0, 3, 5.0, connect=connect, connect_timeout=0.3)
+        ShmGroup(GroupMember("g", "x", 0, 3, 5.0, 0.3), connect)
     assert 0.3 <= time.monotonic() - begin < SOON
     for one in peers:
         one.close()

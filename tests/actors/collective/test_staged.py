@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
 from raypar.actors.collective.staged import StagedGroup
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
+from tests.support.local_groups import FailingGroup, LocalHub, local_groups
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.gpt import GPTModel
@@ -26,6 +25,7 @@ from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.reporting.report import losses_of, mean_loss
+from tests.support.local_groups import local_groups
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team
 from tests.support.tensor_teams import agrees

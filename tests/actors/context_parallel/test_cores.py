@@ -7,13 +7,13 @@ from typing import get_args
 import pytest
 import torch
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.context_parallel.cores import context_core
 from raypar.actors.context_parallel.ring_attention import View
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi
 from raypar.actors.specs.types import Context
+from tests.support.local_groups import local_groups
 from tests.support.logical import together
 from tests.support.threads import in_threads
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
@@ -23,6 +22,7 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.reporting.report import losses_of, mean_loss
 from raypar.schedules.action import COMPUTE, Action, Op
+from tests.support.local_groups import local_groups
 from tests.support.replicas import CLOSE, LAYOUTS, MODES, SHARED, UNEQUAL, agrees, classes, labels, shared
 from tests.support.team import Team, batch, linears, mse
 

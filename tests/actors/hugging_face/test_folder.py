@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 import raypar as rp
-from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
 from raypar.actors.hugging_face.folder import read_json
@@ -21,6 +20,7 @@ from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.config.toml import load_run
+from tests.support.local_groups import local_groups
 from tests.support.threads import in_threads
 
 CONFIG = {

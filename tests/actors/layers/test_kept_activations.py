@@ -11,7 +11,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.device import Host
 from raypar.actors.models.build import build_model
@@ -31,6 +30,7 @@ from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold 
     kept,
     one_thread,
 )
+from tests.support.local_groups import local_groups
 from tests.support.threads import in_threads
 
 

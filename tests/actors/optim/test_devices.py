@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import raypar as rp
 from raypar.actors.collective.gpu import demand_device
-from raypar.actors.collective.local import LocalGroup, local_groups
 from raypar.actors.optim.step import Updater
+from tests.support.local_groups import LocalGroup, local_groups
 from tests.support.team import Team
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")

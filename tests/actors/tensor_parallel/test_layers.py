@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypar.actors.collective import autograd as ops
-from raypar.actors.collective.local import local_groups
 from raypar.actors.layers.dropout import DropoutOfShard
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
@@ -27,6 +26,7 @@ from raypar.actors.tensor_parallel.linear import (
 )
 from raypar.actors.tensor_parallel.megatron import megatron_styles
 from raypar.actors.worker.build.parallelize import Parallelizer
+from tests.support.local_groups import local_groups
 from tests.support.logical import together
 from tests.support.threads import in_threads
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from raypar.actors.collective.autograd import copy_to
-from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.user_plan import plan_faults
@@ -21,6 +20,7 @@ from raypar.actors.tensor_parallel.sequence import SharedCopy
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
+from tests.support.local_groups import local_groups
 from tests.support.own_layers import cross_entropy, mse, own_generator, team_of
 from tests.support.snapshots import loaded, read
 from tests.support.team import Team

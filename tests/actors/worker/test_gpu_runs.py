@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raypar.actors.collective import nccl
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.local import LocalGroup, LocalHub, local_groups
+from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.device import Cuda, Host
 from raypar.actors.errors import ActionError
@@ -22,6 +22,7 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.optim import AdamW
 from tests.gpu import fakes
 from tests.gpu.ops import together
+from tests.support.local_groups import LocalGroup, LocalHub, local_groups
 from tests.support.team import Team, linears
 
 ROOT = Path(__file__).parents[3]
@@ -96,7 +97,7 @@ class NcclTeam(Team):
         hosts, store = local_groups(axis, size, 10.0), dist.HashStore()
 
         def member(rank):
-            return NcclGroup("g", axis, rank, size, 10.0, store=store, device=CPU, host=hosts[rank])
+            return NcclGroup(GroupMember("g", axis, rank, size, 10.0), store, CPU, hosts[rank])
 
         return together(size, member)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, GroupMember
 from tests.gpu.first_hour.outcome import Report
 from tests.gpu.ops import check_every_op, check_nothing, check_order
 
@@ -94,7 +94,7 @@ class Member:
             os.environ.update(one_gpu_environment(rank))  # before NCCL is first used in this process
             device = torch.device("cuda", 0)  # of those that Ray shows this actor
             torch.cuda.set_device(device)
-            self._group = NcclGroup(name, "dp", rank, size, _TIMEOUT, store=store, device=device)
+            self._group = NcclGroup(GroupMember(name, "dp", rank, size, _TIMEOUT), store, device)
             self._group.connect(ring(size))
         else:
             torch.set_num_threads(1)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import GPT, Llama
@@ -25,6 +24,7 @@ from raypar.planner.sizes.tensors import held_tensors
 from raypar.schedules.catalog import build
 from raypar.schedules.formatting import short_count
 from raypar.schedules.passes.lower import lower
+from tests.support.local_groups import local_groups
 from tests.support.on_grid import groups_on
 from tests.support.threads import in_threads
 

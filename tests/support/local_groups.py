@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Finish, Group, Handle
+from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 
 
@@ -81,7 +81,7 @@ class LocalGroup(Group):
 
     def __init__(self, hub: LocalHub, axis: str, rank: int, size: int, timeout: float = 30.0) -> None:
         self._hub, self._issued = hub, 0
-        super().__init__(f"local/{axis}", axis, rank, size, timeout)
+        super().__init__(GroupMember(f"local/{axis}", axis, rank, size, timeout))
 
     def abort(self) -> None:
         self._closed = True

@@ -1,0 +1,33 @@
+"""The options of torch's collective ops, as ProcessGroupGloo and ProcessGroupNCCL take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from raypar.actors.collective.reductions import ReduceOp
+
+_OPS: dict[ReduceOp, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+def options_of(kind: str, *, root: int | None = None, op: ReduceOp | None = None) -> Any:
+    """Return the options of a collective op.
+
+    Args:
+        kind: The op as torch spells it, such as "Allreduce".
+        root: Rank of its root; None if it has none.
+        op: Its reduction; None if it has none.
+    """
+    options = getattr(c10d, f"{kind}Options")()
+    if root is not None:
+        options.rootRank = root
+    if op is not None:
+        options.reduceOp = _OPS[op]
+    return options
