@@ -20,11 +20,11 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values, cast_floating
 
-_KEPT = 16  # microbatches of examples that are kept: an actor asks for inputs, targets and extents apart
+_MOST_CACHED = 16  # microbatches: an actor reads the inputs, targets and extents of each in separate calls
 
 
 class BatchSource(Protocol):
-    """Batches as pure functions of (step, microbatch, dp), so any actor may ask for any batch in any order."""
+    """Batches as pure functions of (step, microbatch, dp), so any actor can read any batch in any order."""
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         """Return the inputs of a microbatch, for the first stage."""
@@ -67,17 +67,17 @@ class ExampleSource:
 
     def __init__(self, batches: ExampleBatches, *, packing: bool) -> None:
         self._batches, self._packing = batches, packing
-        self._kept = lru_cache(_KEPT)(self._batches.batch)
+        self._cached = lru_cache(_MOST_CACHED)(self._batches.batch)
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return (self._kept(program, step, microbatch, dp)[0],)
+        return (self._cached(program, step, microbatch, dp)[0],)
 
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return (self._kept(program, step, microbatch, dp)[1],)
+        return (self._cached(program, step, microbatch, dp)[1],)
 
     def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        found = self._kept(program, step, microbatch, dp)[2]
-        return found if self._packing else found._replace(starts=None)
+        extents = self._cached(program, step, microbatch, dp)[2]
+        return extents if self._packing else extents._replace(starts=None)
 
 
 class FunctionSource:
@@ -85,7 +85,7 @@ class FunctionSource:
 
     def __init__(self, spec: Batches) -> None:
         self._spec = spec
-        self._kept = lru_cache(_KEPT)(self._extents)  # every layer asks for them
+        self._cached_extents = lru_cache(_MOST_CACHED)(self._extents)  # every layer reads them
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         return self._pair(program, step, microbatch, dp)[0]
@@ -94,7 +94,7 @@ class FunctionSource:
         return self._pair(program, step, microbatch, dp)[1]
 
     def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        return Extents() if self._spec.lengths is None else self._kept(program, step, microbatch, dp)
+        return Extents() if self._spec.lengths is None else self._cached_extents(program, step, microbatch, dp)
 
     def _extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
         assert self._spec.lengths is not None
@@ -110,14 +110,14 @@ class FunctionSource:
 
 @dataclass(frozen=True)
 class Renumbered:
-    """A user's batch function where other replicas divide the microbatches of a step than those that it is made for.
+    """A user's batch function in a run with another number of replicas than the function was written for.
 
-    Microbatches keep their numbers in the whole step: it is asked for the same ones.
+    Microbatches keep their numbers within the whole step, so the function generates the same ones.
 
     Args:
         fn: The function of (step, microbatch, dp).
-        made_for: Number of replicas that it is made for.
-        dp: Number of replicas that there are.
+        made_for: Number of replicas that the function was written for.
+        dp: Number of replicas of the run.
     """
 
     fn: Callable[[int, int, int], tuple[Any, Any]]
@@ -146,7 +146,7 @@ def pair_of(batch: object) -> tuple[Values, Values]:
 
 
 class LengthError(ValueError):
-    """A function for lengths returned what are no lengths of a batch's sequences."""
+    """The user's ``lengths`` function returned invalid lengths of a batch's sequences."""
 
 
 def lengths_of(fn: Callable[..., object], inputs: Values, targets: Values) -> Tensor:
@@ -158,7 +158,7 @@ def lengths_of(fn: Callable[..., object], inputs: Values, targets: Values) -> Te
         targets: The targets.
 
     Raises:
-        LengthError: It returns something else.
+        LengthError: The function returned anything but a length of 0 to S for each sequence.
     """
     found = fn(*(values if len(values) > 1 else values[0] for values in (inputs, targets)))
     batch, seq = inputs[0].shape[:2]
@@ -202,7 +202,7 @@ class ContextSource:
 
 
 class SlicedSource:
-    """Slices of every input and target (B, S, ...) of another source along the sequence. It is asked by their numbers.
+    """Slices of every input and target (B, S, ...) of another source along the sequence, numbered across microbatches.
 
     Args:
         source: Source of the whole sequences.
@@ -237,8 +237,8 @@ class CastSource:
 
     Args:
         source: The source.
-        dtype: That dtype.
-        targets: Whether floating-point targets have it, too.
+        dtype: The dtype.
+        targets: Whether floating-point targets are cast, too.
     """
 
     def __init__(self, source: BatchSource, dtype: torch.dtype, *, targets: bool = False) -> None:
@@ -328,7 +328,7 @@ class TokenMean:
     def auxiliary(self, scale: float = 1.0) -> float:
         """Return the weight of a microbatch's auxiliary losses, which are means over the microbatches of the step.
 
-        Where the step's gradients are corrected, it is to be divided by that ``correction``.
+        Divide it by ``correction`` where the step's gradients are multiplied by that.
 
         Args:
             scale: Factor of the loss.

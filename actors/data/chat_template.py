@@ -22,12 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raypar.actors.data.example_shapes import ExampleError, ExampleText, Span
 
-_BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # no characters: no text has them
+_BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # noncharacters of Unicode: no text has them
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 
 
 class _Generation(Extension):
-    """The block ``{% generation %}`` of transformers' templates, around what a model is to write."""
+    """The block ``{% generation %}`` of transformers' templates, around the text that a model generates."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own spelling)
 
@@ -45,17 +45,17 @@ class _Generation(Extension):
 class ChatTemplate:
     """A chat template.
 
-    What of a conversation is learned is what stands in the template's blocks ``{% generation %}``. Without these, it is
-    what the whole text has of each answer, up to and with the special token that ends it.
+    A model learns the text in the template's blocks ``{% generation %}``. If there are none, it learns each answer as
+    it appears in the whole text, including the special token that ends it.
 
     Args:
         source: The template; or several by name, of which ``tool_use`` is for conversations with tools, and ``default``
             for others.
-        tokens: The special tokens that it may name, such as ``eos_token``.
+        tokens: The special tokens that the template may use, by name, such as ``eos_token``.
         special: All special tokens that may end an answer.
 
     Raises:
-        ExampleError: It is no template.
+        ExampleError: The template has a syntax error.
     """
 
     def __init__(self, source: str | Mapping[str, str], tokens: Mapping[str, str], special: Sequence[str] = ()) -> None:
@@ -79,11 +79,11 @@ class ChatTemplate:
         return self._text([_plain(message) for message in messages], more, prompts=True)
 
     def ends_answers(self) -> bool:
-        """Return whether a special token ends an answer, and not just the marker of what follows."""
+        """Return whether a special token ends an answer, and not just the marker of the next message."""
         talk = [{"role": role, "content": f"{role}s"} for role in ("user", "assistant", "user")]
         try:
             found = self.written(talk, [1])
-        except ExampleError:  # it takes other conversations
+        except ExampleError:  # the template refuses this conversation
             return True
         return any(self._is_ended(found.text[start:stop]) for start, stop in found.learned)
 
@@ -135,9 +135,9 @@ class ChatTemplate:
                 yield from spans[counts[number - 1] if number else 0 : counts[number]]
 
     def _answer(self, text: str, messages: Sequence[Mapping[str, Any]], number: int, more: Mapping[str, Any]) -> Span:
-        """Return what the whole text has of an answer, up to and with the special token that ends it.
+        """Return the span of an answer in the whole text, including the special token that ends it.
 
-        It is what is another text where the answer is another one.
+        It is found as the part of the text that changes when the answer is replaced.
         """
         other = {**messages[number], "content": _OTHER}
         for name in ("tool_calls", *_REASONING):
@@ -148,24 +148,24 @@ class ChatTemplate:
                 f"has message {number}, an answer that is not found in what the chat template writes of the whole "
                 "conversation: mark it there with {% generation %} ... {% endgeneration %}, as data.template"
             )
-        at = changed.index(_OTHER)
-        start = _alike(text, changed[:at])
-        stop = len(text) - _alike(text[start:][::-1], changed[at + 1 :][::-1])
+        position = changed.index(_OTHER)
+        start = _common_prefix(text, changed[:position])
+        stop = len(text) - _common_prefix(text[start:][::-1], changed[position + 1 :][::-1])
         try:
             upto = messages[:number]
-            before, head = (self._text(upto, more, prompts=asks) if upto else "" for asks in (False, True))
-        except ExampleError:  # of a part of a conversation
+            before, head = (self._text(upto, more, prompts=prompts) if upto else "" for prompts in (False, True))
+        except ExampleError:  # the template refuses a part of a conversation
             before = head = ""
         if head != before and text.startswith(head) and len(head) <= start:
             start = len(head)
         return start, self._end_of(text, start, stop)
 
     def _end_of(self, text: str, start: int, stop: int) -> int:
-        """Return where an answer ends: behind the special token that ends it, if one does.
+        """Return where an answer ends: after its special token at the end, if it has one.
 
         Args:
             text: The whole conversation.
-            start, stop: Where its own text is.
+            start, stop: The span of the answer's text.
         """
         if self._is_ended(text[start:stop]):
             return start + len(text[start:stop].rstrip())
@@ -175,14 +175,14 @@ class ChatTemplate:
 
     @cached_property
     def _begins(self) -> frozenset[str]:
-        """The special tokens with which messages begin, which end none."""
+        """The special tokens that begin messages, and so end none."""
         found = set[str]()
         for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
             talk, before = [{"role": role, "content": "a"} for role in roles], ""
             for count in range(1, len(talk) + 1):
                 try:
                     upto = self._text(talk[:count], {})
-                except ExampleError:  # it takes other conversations
+                except ExampleError:  # the template refuses this conversation
                     break
                 found.add(self._token_at(upto, len(before)) if upto.startswith(before) else "")
                 before = upto
@@ -191,20 +191,25 @@ class ChatTemplate:
     def _is_ended(self, text: str) -> bool:
         return text.rstrip().endswith(self._special or (_OTHER,))
 
-    def _token_at(self, text: str, place: int) -> str:
-        """Return the special token that begins at a place of a text; "" if none does."""
-        return max((one for one in self._special if text.startswith(one, place)), key=len, default="")
+    def _token_at(self, text: str, position: int) -> str:
+        """Return the special token that begins at a position of a text; "" if none does."""
+        return max((token for token in self._special if text.startswith(token, position)), key=len, default="")
 
 
 def _compiled(source: str) -> JinjaTemplate:
-    """Compile a template, with what transformers gives it. Raises ExampleError."""
+    """Compile a template with the filters and functions of transformers. Raises ExampleError."""
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:
         return environment.from_string(source)
-    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # Python's, of what jinja2 has written
+    except (
+        TemplateError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # of Python: jinja2 generates Python source
         why = "nested too deeply" if isinstance(error, RecursionError | MemoryError) else error
         raise ExampleError(f"template: the chat template is broken ({why}): give another one") from error
 
@@ -216,21 +221,21 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
-def _alike(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    places = (place for place, (ours, theirs) in enumerate(zip(one, other, strict=False)) if ours != theirs)
-    return next(places, min(len(one), len(other)))
+def _common_prefix(first: str, second: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    differences = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differences, min(len(first), len(second)))
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """Return the text without marks, and where they were."""
-    parts, marks, at = list[str](), list[int](), 0
+    """Return the text without marks, and the spans that they enclosed."""
+    parts, marks, length = list[str](), list[int](), 0
     for part in re.split(f"([{_BEGIN}{_END}])", text):
         if part in (_BEGIN, _END):
-            marks.append(at)
+            marks.append(length)
         else:
             parts.append(part)
-            at += len(part)
+            length += len(part)
     return "".join(parts), [*zip(marks[::2], marks[1::2], strict=False)]
 
 

@@ -1,7 +1,7 @@
-"""Conversion of data in several processes: blocks of bytes in, what they are converted to out, in the same order.
+"""Conversion of data in several processes: blocks of bytes in, converted blocks out, in the same order.
 
-A block is converted by itself, so the results are the same for any number of processes. The processes are children of
-this one. They are no ``multiprocessing`` ones, which would run the user's script again.
+Each block is converted independently, so the results are the same for any number of processes. The processes are
+children of this one. They are not started by ``multiprocessing``, which would run the user's script again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from raypar.actors.host_cores import num_cores
 
-_WORTH = 4 << 20  # bytes that keep a process busy for longer than it takes to start
+_BYTES_PER_PROCESS = 4 << 20  # at least: so many keep a process busy for longer than it takes to start
 _MOST_PROCESSES = 32  # the parent reads, hashes and writes for all of them
-_AHEAD = 2  # blocks a process that wait for it, or for those before them
-_SECONDS, _SLOWEST = 120.0, 20_000.0  # that a block may take, and bytes a second besides
+_AHEAD = 2  # queued blocks per process
+_SECONDS, _SLOWEST = 120.0, 20_000.0  # deadline of a block: seconds, plus its bytes at so many a second
 _END = 5.0  # seconds that a process may take to end
-_PATIENCE = 1.5  # of the parent, which tells of what its threads do not
+_PARENT_FACTOR = 1.5  # of the deadline: the parent waits longer than its threads, and reports if they do not
 _AGAIN = "see whether it is stopped or the machine swaps, and begin again"
 _DONE, _FAILED = b"+", b"-"  # how an answer begins
 _CHILD = (
@@ -38,11 +38,11 @@ _CHILD = (
 
 
 class ConversionError(ValueError):
-    """A process that converts has ended, or does not answer. The text says what helps."""
+    """A conversion process has ended, or does not answer. The text says how to fix it."""
 
 
 class BlockConverter(Protocol):
-    """Converts blocks: a dataclass of plain fields, which another process can make again."""
+    """Converts blocks: a dataclass of plain fields, which another process can construct from JSON."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -52,24 +52,24 @@ class BlockConverter(Protocol):
 
 Converted: TypeAlias = Generator[bytes, None, None]
 Convert: TypeAlias = Callable[[BlockConverter, Iterable[bytes], int], Converted]
-"""Converts blocks of so many bytes in all, and yields what they are converted to, in order.
+"""Converts blocks of so many bytes in total, and yields the converted blocks in order.
 
 Raises ValueError for a block that can't be converted, and ConversionError."""
 
 
 def by_size(conversion: BlockConverter, blocks: Iterable[bytes], size: int) -> Converted:
-    """Convert in this process what is small, and the rest in one process for each core.
+    """Convert small data in this process, and larger data in one process for each core.
 
     Args:
-        conversion: What is done with each block.
+        conversion: Converts each block.
         blocks: The blocks.
-        size: Their bytes, about.
+        size: Bytes of all blocks, approximately.
 
     Raises:
         ValueError: A block can't be converted.
         ConversionError: A process has ended or does not answer.
     """
-    count = min(num_cores(), size // _WORTH, _MOST_PROCESSES)
+    count = min(num_cores(), size // _BYTES_PER_PROCESS, _MOST_PROCESSES)
     yield from map(conversion, blocks) if count < 2 else in_processes(conversion, blocks, count)
 
 
@@ -77,13 +77,13 @@ def in_processes(conversion: BlockConverter, blocks: Iterable[bytes], count: int
     """Convert blocks in child processes, which end with the last block, or when the caller stops.
 
     Args:
-        conversion: What is done with each block.
-        blocks: The blocks. They are read a few ahead.
+        conversion: Converts each block.
+        blocks: The blocks. A few are read ahead.
         count: Number of processes.
 
     Raises:
         ValueError: A block can't be converted.
-        ConversionError: A process has ended or does not answer. It says which and why.
+        ConversionError: A process has ended or does not answer; the text says which and why.
     """
     idle, waiting = SimpleQueue[_Process](), deque[Future[bytes]]()
 
@@ -96,7 +96,7 @@ def in_processes(conversion: BlockConverter, blocks: Iterable[bytes], count: int
 
     def first() -> bytes:
         try:
-            return waiting.popleft().result(_AHEAD * _PATIENCE * longest)
+            return waiting.popleft().result(_AHEAD * _PARENT_FACTOR * longest)
         except TimeoutError as error:
             raise ConversionError(f"what converts data does not answer: {_AGAIN}") from error
 
@@ -121,7 +121,7 @@ def in_processes(conversion: BlockConverter, blocks: Iterable[bytes], count: int
 
 
 def _seconds(block: bytes) -> float:
-    """Return how long a block may take."""
+    """Return the deadline of a block in seconds."""
     return _SECONDS + len(block) / _SLOWEST
 
 
@@ -129,19 +129,19 @@ class _Process:
     """A child process that converts blocks.
 
     Args:
-        conversion: What it does with each block.
+        conversion: Converts each block.
     """
 
     def __init__(self, conversion: BlockConverter) -> None:
         self._pipe, other = Pipe()
-        self._said = TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self._output = TemporaryFile()  # noqa: SIM115  (as long as the process)
         kind = type(conversion)
-        words = json.dumps(sys.path), str(other.fileno()), kind.__module__, kind.__name__
+        arguments = json.dumps(sys.path), str(other.fileno()), kind.__module__, kind.__name__
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *words, json.dumps(asdict(conversion))],
+            [sys.executable, "-c", _CHILD, *arguments, json.dumps(asdict(conversion))],
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._output,
+            stderr=self._output,
             pass_fds=[other.fileno()],
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # there is a process for each core
         )
@@ -152,11 +152,11 @@ class _Process:
         try:
             self._pipe.send_bytes(block)
             if not self._pipe.poll(seconds := _seconds(block)):
-                told = f"process {self._child.pid}, which converts data, has not answered for {seconds:.0f} s"
-                raise ConversionError(f"{told}: {_AGAIN}")
+                process = f"process {self._child.pid}, which converts data,"
+                raise ConversionError(f"{process} has not answered for {seconds:.0f} s: {_AGAIN}")
             answer = self._pipe.recv_bytes()
         except (OSError, EOFError) as error:
-            raise ConversionError(self._told_end()) from error
+            raise ConversionError(self._end_message()) from error
         if answer[:1] == _FAILED:
             raise ValueError(answer[1:].decode())
         return answer[1:]
@@ -167,16 +167,16 @@ class _Process:
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(_END)
         self._pipe.close()
-        self._said.close()
+        self._output.close()
 
-    def _told_end(self) -> str:
-        """Say how the process has ended, and what it said last."""
+    def _end_message(self) -> str:
+        """Describe how the process has ended, with the last line of its output."""
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(_END)
         code = self._child.returncode
         if code is None or code >= 0:
-            self._said.seek(0)
-            *_, last = [b"", *(line for line in self._said.read().splitlines() if line.strip())]
+            self._output.seek(0)
+            *_, last = [b"", *(line for line in self._output.read().splitlines() if line.strip())]
             how = f"with exit code {code}" if not last else f"with exit code {code} ({last.decode(errors='replace')})"
         else:
             names = {one.value: one.name for one in signal.Signals}

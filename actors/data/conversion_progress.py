@@ -1,4 +1,4 @@
-"""How far a conversion of data is: a bar on a terminal, log lines elsewhere."""
+"""Progress of a data conversion: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
-_WORTH = 8 << 20  # bytes that take so long that somebody wants to know
-_EVERY = 10.0  # seconds between two lines
+_LEAST_BYTES = 8 << 20  # fewer are converted before a bar is of use
+_INTERVAL = 10.0  # seconds between two lines
 
 
 @contextmanager
 def conversion_progress(size: int) -> Iterator[Callable[[int], None]]:
-    """Show how much is read, within the block.
+    """Show how many bytes are read, during the ``with`` block.
 
     Args:
         size: Bytes of all files.
@@ -24,18 +24,18 @@ def conversion_progress(size: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function to call with the number of further bytes that were read.
     """
-    if size < _WORTH:
+    if size < _LEAST_BYTES:
         yield lambda more: None
     elif sys.stderr.isatty():
-        with _bar(size) as told:
-            yield told
+        with _bar(size) as advance:
+            yield advance
     else:
-        yield _Lines(size).told
+        yield _Lines(size).advance
 
 
 @contextmanager
 def _bar(size: int) -> Iterator[Callable[[int], None]]:
-    # imported here: it takes 50 ms, and nothing is shown of what is small
+    # imported here: it takes 50 ms, and small conversions show nothing
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -52,11 +52,11 @@ class _Lines:
         self._size, self._read = size, 0
         self._began = self._last = time.monotonic()
 
-    def told(self, more: int) -> None:
-        """Count bytes that were read, and say how far this is if it is time to."""
+    def advance(self, more: int) -> None:
+        """Count bytes that were read, and log a line if the last one is old enough."""
         self._read += more
         now = time.monotonic()
-        if now - self._last >= _EVERY:
+        if now - self._last >= _INTERVAL:
             self._last, speed = now, self._read / (now - self._began)
             left = max(0, self._size - self._read) / speed
             log.info("converted %.0f%%, %.1f MB/s, %.0f s left", 100 * self._read / self._size, speed / 1e6, left)

@@ -1,9 +1,9 @@
 """Batches of examples as pure functions of (step, microbatch, dp), packed into sequences.
 
-A sequence is made of pieces: examples, or parts of those texts that are longer. Every token that an example has is in
-one sequence, as an input and, where it is learned, as the target of the one before it. A conversation that is longer
-than a sequence is cut. Which pieces share a sequence is the same in all epochs; their order is another one in each. Of
-several sets of examples each has epochs of its own.
+A sequence consists of pieces: whole examples, or parts of texts that are longer than a sequence. Every token of an
+example is in one sequence, as an input and, if it is learned, as the target of the token before it. A conversation that
+is longer than a sequence is truncated. The pieces of a sequence are the same in all epochs; the order of sequences is
+shuffled in each. Every set of examples has independent epochs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from raypar.actors.data.example_files import Converted
 from raypar.actors.data.example_sets import example_sets
 from raypar.actors.data.mixing import mixed, shares_of
-from raypar.actors.data.packing import Int64s, Packed, apart, pack_best_fit
+from raypar.actors.data.packing import Int64s, Packed, one_per_sequence, pack_best_fit
 from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import shuffled
 from raypar.actors.data.tokenizer import Tokenizer, fix_of_vocab
@@ -37,8 +37,8 @@ class Row(NamedTuple):
     Attributes:
         inputs: Token ids (S,).
         targets: The next token of each that is learned, else -100, (S,).
-        starts: Of each token, the place of the first one of its example, (S,).
-        length: How many tokens are not padding.
+        starts: For each token, the position of the first token of its example, (S,).
+        length: Number of tokens before the padding.
     """
 
     inputs: Int64s
@@ -52,10 +52,10 @@ class ExamplePieces:
     """The pieces of some examples.
 
     Attributes:
-        firsts: The place of the first token of each piece, among all of the converted ones.
-        lengths: How many tokens of each are inputs; the one behind these is the last target.
-        cut: Number of conversations that are cut.
-        dropped: Number of examples in which nothing is learned.
+        firsts: The position of each piece's first token, among all converted tokens.
+        lengths: Number of tokens of each that are inputs; the token after these is the last target.
+        cut: Number of conversations that are truncated.
+        dropped: Number of examples without a learned token.
     """
 
     firsts: Int64s
@@ -78,25 +78,25 @@ class ExampleSequences:
         self._from, self._seq = converted, seq
         self.pieces = _pieces(converted, chosen, seq)
         lengths = self.pieces.lengths
-        self._packed: Packed = pack_best_fit(lengths, seq) if packing else apart(len(lengths))
+        self._packed: Packed = pack_best_fit(lengths, seq) if packing else one_per_sequence(len(lengths))
 
     def __len__(self) -> int:
         return len(self._packed.ends)
 
     def row(self, number: int) -> Row:
-        """Return a sequence. What is left of it is padding: an example of its own, of token 0, that nothing learns."""
+        """Return a sequence. It is padded with token 0; the padding is a separate example without targets."""
         inputs, targets = np.zeros(self._seq, np.int64), np.full(self._seq, IGNORED, np.int64)
-        starts, at = np.zeros(self._seq, np.int64), 0
+        starts, end = np.zeros(self._seq, np.int64), 0
         for piece in self._packed.of(number).tolist():
             first, length = int(self.pieces.firsts[piece]), int(self.pieces.lengths[piece])
-            place = slice(at, at + length)
-            inputs[place] = self._from.ids[first : first + length]
+            span = slice(end, end + length)
+            inputs[span] = self._from.ids[first : first + length]
             following = self._from.ids[first + 1 : first + length + 1].astype(np.int64)
-            targets[place] = np.where(self._from.learned[first + 1 : first + length + 1], following, IGNORED)
-            starts[place] = at
-            at += length
-        starts[at:] = at
-        return Row(inputs, targets, starts, at)
+            targets[span] = np.where(self._from.learned[first + 1 : first + length + 1], following, IGNORED)
+            starts[span] = end
+            end += length
+        starts[end:] = end
+        return Row(inputs, targets, starts, end)
 
 
 class Mixture:
@@ -108,7 +108,7 @@ class Mixture:
 
     Attributes:
         parts: These sequences.
-        shares: How many samples of a block each set has, (n,).
+        shares: Number of samples of each set in a block, (n,).
     """
 
     def __init__(self, parts: Mapping[str, ExampleSequences], weights: Sequence[float]) -> None:
@@ -125,8 +125,8 @@ class Mixture:
         Args:
             samples: Their numbers, (n,).
             seed: Seed of the order.
-            ordered: Whether the sequences of a set come in order, and again after the last; else in a new order in each
-                epoch.
+            ordered: Whether the sequences of a set come in order, the same in each epoch; else each epoch shuffles
+                them anew.
         """
         return [
             self._sets[part].row(_of_epoch(sample, len(self._sets[part]), seed, ordered=ordered))
@@ -159,10 +159,10 @@ class ExampleBatches:
         """Return the inputs and the targets of a microbatch, each (B, S) int64, and where documents and padding are.
 
         Args:
-            program: "train", or another one, which takes examples for validation.
+            program: "train"; any other program reads examples for validation.
             step: The step.
-            microbatch: The microbatch of the replica.
-            dp: The replica.
+            microbatch: Index of the microbatch in the replica.
+            dp: Index of the replica.
         """
         import torch  # imported here because the driver uses this module without torch
 
@@ -206,7 +206,7 @@ def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = No
         spec: The data.
         seq: Tokens of a sequence.
         vocab: The model's token ids are 0 to vocab - 1.
-        folder: The folder of Hugging Face that the model is from; None if it is from none.
+        folder: The Hugging Face folder from which the model is read; None if there is none.
     """
     try:
         both = example_sets(spec)
@@ -226,13 +226,13 @@ def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = No
 
 
 def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:
-    """Return which of a set's sequences a sample of the set is."""
+    """Return the index of the set's sequence that a sample of the set is."""
     epoch, position = divmod(sample, size)
     return position if ordered else int(shuffled(np.array([position]), np.array([epoch]), size, seed)[0])
 
 
 def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
-    """Cut examples into pieces of at most ``seq`` inputs, and leave out those in which nothing is learned."""
+    """Cut examples into pieces of at most ``seq`` inputs, and drop pieces without a learned token."""
     firsts, lengths, cut, dropped = list[int](), list[int](), 0, 0
     ends, learned = converted.ends, converted.learned
     for example in chosen.tolist():
@@ -241,15 +241,15 @@ def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
         last = end - 1 if is_text else min(end - 1, first + seq)
         cut += last < end - 1
         parts = [(at, min(seq, last - at)) for at in range(first, last, seq)]
-        kept = [(at, size) for at, size in parts if learned[at + 1 : at + size + 1].any()]
-        dropped += not kept
-        firsts += [at for at, _ in kept]
-        lengths += [size for _, size in kept]
+        pieces = [(at, size) for at, size in parts if learned[at + 1 : at + size + 1].any()]
+        dropped += not pieces
+        firsts += [at for at, _ in pieces]
+        lengths += [size for _, size in pieces]
     return ExamplePieces(np.array(firsts, np.int64), np.array(lengths, np.int64), cut, dropped)
 
 
 def _unlearned(converted: Converted, chosen: Int64s, spec: Examples, seq: int) -> str:
-    """Say that there is no target in any example, and show the first one."""
+    """Return the message that no example has a target, with the first example."""
     example = int(chosen[0])
     first = int(converted.ends[example - 1]) if example else 0
     ids = converted.ids[first : int(converted.ends[example])][: seq + 1]

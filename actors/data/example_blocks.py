@@ -1,7 +1,7 @@
-"""Files of examples in blocks: read one after the other, and taken apart again, in this process or another one.
+"""Files of examples in blocks: read in order by this process, and parsed by the process that converts them.
 
-A block is a line of JSON, which says what it is and where it is from, and some bytes behind it: lines of a .jsonl file,
-a list in JSON, or a record batch of Arrow. So examples are parsed where they are converted.
+A block is a line of JSON, with its kind, file and position, followed by its bytes: lines of a .jsonl file, a list in
+JSON, or a record batch of Arrow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypar.actors.files import open_named
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _EXAMPLES = 1000  # of a block, at most
-_BYTES = 1 << 20  # about as many, if examples are long
+_BYTES = 1 << 20  # of a block of long examples, approximately
 _MOST_LINE = 1 << 26  # bytes of an example
 _PYARROW = "needs the pyarrow package: pip install 'raypar[datasets]'"
 
@@ -25,8 +25,8 @@ class FoundExample(NamedTuple):
     """An example of a block.
 
     Attributes:
-        where: Where it is, for messages.
-        record: What was read, or the ExampleError that says why it can't be.
+        where: Its file and number, for messages.
+        record: The parsed example, or an ExampleError if it can't be parsed.
     """
 
     where: str
@@ -92,7 +92,7 @@ def _block(kind: str, file: str, body: bytes, *, example: int = 1, line: int = 1
 
 
 def _lines(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield the lines of a file in blocks, which know the numbers of their first line and example."""
+    """Yield the lines of a file in blocks, each with the numbers of its first line and example."""
     example = line = 1
     with open_named(file) as source:
         while lines := [*_some(source.readline)]:
@@ -104,7 +104,7 @@ def _lines(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def _some(readline: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Yield the lines of a block. A part of a line that is too long ends it, as does the end of the file."""
+    """Yield the lines of a block. It ends at the end of the file, or with the first part of a line that is too long."""
     size = 0
     for _ in range(_EXAMPLES):
         if not (line := readline(_MOST_LINE)):
@@ -123,7 +123,7 @@ def _parsed(raw: bytes, where: str, named: str) -> FoundExample:
 
 
 def _json(file: Path) -> Iterator[bytes]:
-    """Yield the values of a JSON file, whose list is several, in blocks."""
+    """Yield the values of a JSON file in blocks: the items of a list, or the one value."""
     try:
         with open_named(file) as source:
             found = json.loads(source.read())
@@ -146,9 +146,9 @@ def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
         from pyarrow import parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise ExampleError(f"{file.name} {_PYARROW}") from error
-    size, told, example = file.stat().st_size, 0, 1
+    size, reported, example = file.stat().st_size, 0, 1
     try:
-        with open_named(file):  # which pyarrow would wait for, if it is a pipe
+        with open_named(file):  # refuses a pipe, on which pyarrow would wait
             pass
         if file.suffix == ".parquet":
             opened = parquet.ParquetFile(file)
@@ -165,9 +165,9 @@ def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
                 yield _block("rows", file.name, sink.getvalue().to_pybytes(), example=example)
                 example += batch.num_rows
             now = size * (example - 1) // rows if rows else source.tell()
-            read(now - told)
-            told = now
-    except (pyarrow.ArrowException, OSError) as error:  # OSError is what a file gets that ends early
+            read(now - reported)
+            reported = now
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: the file is truncated
         raise ExampleError(f"{file.name} is broken, or of another kind ({error}): copy or save it again") from error
 
 

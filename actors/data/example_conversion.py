@@ -1,4 +1,4 @@
-"""The conversion of examples: blocks of them to token ids and masks, each by itself."""
+"""The conversion of examples: each block to token ids and masks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raypar.actors.data.example_shapes import ExampleError, ExampleText, example
 from raypar.actors.data.tokenizer import Mask, Tokenizer
 from raypar.actors.specs.data import Learned
 
-MOST_TOLD = 5  # examples that are named for what is wrong with them
-Wrong: TypeAlias = dict[str, tuple[str, int]]  # by what is wrong, the first example that has it, and how many have
+MOST_NAMED = 5  # faulty examples that a message names
+ExampleFaults: TypeAlias = dict[str, tuple[str, int]]  # by fault: its first example, and the number of its examples
 
 
 class Tokens(NamedTuple):
@@ -26,17 +26,17 @@ class Tokens(NamedTuple):
 
     Attributes:
         lengths: Number of tokens of each.
-        ids: Their ids, one example after the other.
-        learned: 1 for each that is a target, else 0.
-        read: Number of examples in the block, with those that are wrong.
-        faults: What is wrong: of each kind the first example that has it, and how many have.
+        ids: Token ids of all examples, concatenated.
+        learned: 1 for each token that is a target, else 0.
+        read: Number of examples in the block, including faulty ones.
+        faults: By fault, its first example and the number of its examples.
     """
 
     lengths: Sequence[int]
     ids: npt.NDArray[np.unsignedinteger[Any]]
     learned: Mask
     read: int
-    faults: Wrong
+    faults: ExampleFaults
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class ExampleConversion:
 
     def __call__(self, block: bytes) -> bytes:
         """Return the tokens of a block, for ``tokens``. Raises ExampleError if the tokenizer or a package fails."""
-        faults = Wrong()
+        faults = ExampleFaults()
         found = [*self.opened.tokenized([*self._written(block, faults)])]
         read = len(found) + sum(count for _, count in faults.values())
-        first = dict(islice(faults.items(), MOST_TOLD + 1))
+        first = dict(islice(faults.items(), MOST_NAMED + 1))
         head = json.dumps({"lengths": [len(one.ids) for one in found], "read": read, "faults": first})
         ids = [one.ids.astype(self.dtype).tobytes() for one in found]
         return b"".join([head.encode(), b"\n", *ids, *(one.learned.tobytes() for one in found)])
 
     def tokens(self, answer: bytes) -> Tokens:
-        """Return what a call has returned as arrays."""
+        """Return the result of a call as arrays."""
         raw, _, body = answer.partition(b"\n")
         head, dtype = json.loads(raw), np.dtype(self.dtype)
         count = sum(head["lengths"])
@@ -83,8 +83,8 @@ class ExampleConversion:
         """Numpy's name of the dtype of the ids: "<u2" or "<u4"."""
         return "<u2" if self.opened.num_ids <= 1 << 16 else "<u4"
 
-    def _written(self, block: bytes, faults: Wrong) -> Iterator[ExampleText]:
-        """Yield the examples of a block as text. What is wrong is added to ``faults``."""
+    def _written(self, block: bytes, faults: ExampleFaults) -> Iterator[ExampleText]:
+        """Yield the examples of a block as text. Faults are added to ``faults``."""
         template, end = self.opened.template, self.opened.end
         for where, record in examples_in(block):
             if isinstance(record, ExampleError):
@@ -96,27 +96,27 @@ class ExampleConversion:
                 add_fault(faults, str(error), f"{where} ")
 
 
-def add_fault(faults: Wrong, why: str, where: str, count: int = 1) -> None:
-    """Count something that is wrong with examples.
+def add_fault(faults: ExampleFaults, why: str, where: str, count: int = 1) -> None:
+    """Count a fault of examples.
 
     Args:
-        faults: What was wrong before.
-        why: What it is.
-        where: The first of the examples that have it.
-        count: How many have.
+        faults: The faults so far; updated.
+        why: The fault.
+        where: The first example that has it.
+        count: Number of examples that have it.
     """
     first, before = faults.get(why, (where, 0))
     faults[why] = first, before + count
 
 
-def told_of(faults: Wrong, read: int) -> list[str]:
-    """Say what is wrong, each kind once; of many the first ones.
+def fault_lines(faults: ExampleFaults, read: int) -> list[str]:
+    """Return one line for each fault; the first ``MOST_NAMED`` if there are many.
 
     Args:
-        faults: What is wrong.
-        read: Number of examples that were looked at.
+        faults: The faults.
+        read: Number of examples that were read.
     """
     return [
         f"{where}{why}" + (f" (and {count - 1} more of the {read} examples that were read)" if count > 1 else "")
-        for why, (where, count) in islice(faults.items(), MOST_TOLD)
+        for why, (where, count) in islice(faults.items(), MOST_NAMED)
     ]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
 from raypar.actors.data.example_blocks import SUFFIXES, blocks_of_examples
-from raypar.actors.data.example_conversion import MOST_TOLD, ExampleConversion, Wrong, add_fault, told_of
+from raypar.actors.data.example_conversion import MOST_NAMED, ExampleConversion, ExampleFaults, add_fault, fault_lines
 from raypar.actors.data.example_shapes import ExampleError
 from raypar.actors.data.packing import Int64s
 from raypar.actors.data.saved_dataset import is_saved, shards_of, splits_in
@@ -34,7 +34,7 @@ from raypar.actors.specs.data import Examples
 
 log = logging.getLogger(__name__)
 
-_ANNOUNCED = set[Path]()  # entries whose conversion was logged; one that fails is tried again by the next check
+_ANNOUNCED = set[Path]()  # entries whose conversion was logged; a failed one is repeated by the next check
 _FORMAT = 2  # part of every key: raise it when the conversion changes
 
 
@@ -55,8 +55,8 @@ class Converted:
     """Examples as tokens.
 
     Attributes:
-        ids: The ids of all examples, one after the other, a read-only memory map.
-        learned: 1 for each that is a target, else 0.
+        ids: The token ids of all examples, concatenated, a read-only memory map.
+        learned: 1 for each token that is a target, else 0.
         ends: Number of tokens up to the end of each example.
         facts: Their properties.
     """
@@ -73,30 +73,30 @@ def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by
     Args:
         setting: What the user calls this path ("path" or "val_path"), for messages.
         path: A file, folder, glob, or folder of ``datasets.save_to_disk``.
-        spec: The data, for its tokenizer, template, cache folder, and what is learned.
+        spec: The data, for its tokenizer, template, ``learn`` and cache folder.
         convert: Converts blocks of the files.
 
     Raises:
-        TextError: All faults of the path, the tokenizer and the first examples that are wrong.
+        TextError: All faults of the path, the tokenizer and the first faulty examples.
     """
     conversion = ExampleConversion(spec.tokenizer, spec.template, spec.learn)
     try:
         tokenizer = conversion.opened
-        tokenizer.template  # noqa: B018  (read here, so that what is wrong with it is told once)
+        tokenizer.template  # noqa: B018  (read here, so that its fault is reported once)
     except ExampleError as error:
         raise TextError([str(error)]) from error
     try:
         files = files_of(setting, path)
-        home = _entry(files, spec, tokenizer)
-        facts = _read_facts(home)
+        entry = _entry(files, spec, tokenizer)
+        facts = _read_facts(entry)
         if facts is None:
-            home.parent.mkdir(parents=True, exist_ok=True)
-            if home not in _ANNOUNCED:
-                _ANNOUNCED.add(home)
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            if entry not in _ANNOUNCED:
+                _ANNOUNCED.add(entry)
                 count = "1 file" if len(files) == 1 else f"{len(files)} files"
                 log.info("converting %s %r to tokens, once: %s", setting, path, count)
-            facts = _convert(files, conversion, home, convert)
-            write_whole(home.with_suffix(".json"), [memoryview(json.dumps(asdict(facts), indent=1).encode())])
+            facts = _convert(files, conversion, entry, convert)
+            write_whole(entry.with_suffix(".json"), [memoryview(json.dumps(asdict(facts), indent=1).encode())])
     except TextError as error:
         raise TextError([f"{setting}: {one}" for one in error.faults]) from error
     except ConversionError as error:
@@ -105,14 +105,15 @@ def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by
         raise TextError([f"{setting}: {path!r} can't be converted ({error.strerror or error}): repair that"]) from error
     except ValueError as error:
         raise TextError([f"{setting}: {error}"]) from error
-    ids = np.memmap(home.with_suffix(".ids"), np.dtype(facts.dtype), mode="r")
-    learned = np.memmap(home.with_suffix(".learned"), np.uint8, mode="r")
-    return Converted(ids, learned, np.fromfile(home.with_suffix(".ends"), "<i8"), facts)
+    ids = np.memmap(entry.with_suffix(".ids"), np.dtype(facts.dtype), mode="r")
+    learned = np.memmap(entry.with_suffix(".learned"), np.uint8, mode="r")
+    return Converted(ids, learned, np.fromfile(entry.with_suffix(".ends"), "<i8"), facts)
 
 
 def has_entry(setting: str, path: str, spec: Examples) -> bool:
-    """Return whether the cache has the examples of a path, so that to open them writes nothing; True if it can't be
-    known.
+    """Return whether the cache has the examples of a path, so that opening them writes nothing.
+
+    Returns True if the path or the tokenizer can't be read.
 
     Args:
         setting: "path" or "val_path".
@@ -128,7 +129,7 @@ def has_entry(setting: str, path: str, spec: Examples) -> bool:
 
 
 def _entry(files: Sequence[Path], spec: Examples, tokenizer: Tokenizer) -> Path:
-    """Return where the cache has examples, without a suffix. Raises OSError."""
+    """Return the path of a cache entry, without a suffix. Raises OSError."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(repr((_FORMAT, stats, tokenizer.key, spec.learn)).encode()).hexdigest()[:32]
     folder = expanded(spec.cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute()
@@ -139,11 +140,11 @@ def files_of(setting: str, path: str) -> list[Path]:
     """List the files that a path names, sorted.
 
     Args:
-        setting: "path", or "val_path", which takes another split of a saved dataset.
+        setting: "path", or "val_path", for which a saved dataset must name a split.
         path: A file, folder, glob, or folder of ``datasets.save_to_disk``.
 
     Raises:
-        ExampleError: There is none, or one is of a kind that is not read.
+        ExampleError: There is no file, or one has a suffix that is not in ``SUFFIXES``.
     """
     target = expanded(path)
     if target.is_file():
@@ -166,13 +167,13 @@ def files_of(setting: str, path: str) -> list[Path]:
     return found
 
 
-def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, convert: Convert) -> ExampleFacts:
-    """Write the tokens of all examples. Raises TextError with the first ones that are wrong, ValueError or OSError."""
+def _convert(files: Sequence[Path], conversion: ExampleConversion, entry: Path, convert: Convert) -> ExampleFacts:
+    """Write the tokens of all examples. Raises TextError with the first faulty ones, ValueError or OSError."""
     digest, ends = hashlib.sha256(conversion.opened.key.encode()), list[int]()
-    total, max_id, read, faults = 0, 0, 0, Wrong()
+    total, max_id, read, faults = 0, 0, 0, ExampleFaults()
     size = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
-        ids, learned = (stack.enter_context(WholeFile(home.with_suffix(end))) for end in (".ids", ".learned"))
+        ids, learned = (stack.enter_context(WholeFile(entry.with_suffix(end))) for end in (".ids", ".learned"))
         blocks = blocks_of_examples(files, stack.enter_context(conversion_progress(size)))
         for answer in stack.enter_context(closing(convert(conversion, blocks, size))):
             found = conversion.tokens(answer)
@@ -188,23 +189,23 @@ def _convert(files: Sequence[Path], conversion: ExampleConversion, home: Path, c
             read += found.read
             for why, (where, count) in found.faults.items():
                 add_fault(faults, why, where, count)
-            if sum(count for _, count in faults.values()) > MOST_TOLD:
+            if sum(count for _, count in faults.values()) > MOST_NAMED:
                 break
         if faults or not ends:
-            raise TextError(told_of(faults, read) or ["it has no examples"])
+            raise TextError(fault_lines(faults, read) or ["it has no examples"])
         if not total:
             raise TextError([f"none of its {len(ends):,} examples has a token: give texts that are not empty"])
         ids.commit()
         learned.commit()
-    write_whole(home.with_suffix(".ends"), [memoryview(np.array(ends, "<i8").tobytes())])
+    write_whole(entry.with_suffix(".ends"), [memoryview(np.array(ends, "<i8").tobytes())])
     return ExampleFacts(conversion.dtype, len(ends), total, max_id, conversion.opened.num_ids, digest.hexdigest())
 
 
-def _read_facts(home: Path) -> ExampleFacts | None:
-    """Read the JSON file of an entry; None if there is no whole entry."""
+def _read_facts(entry: Path) -> ExampleFacts | None:
+    """Read the JSON file of an entry; None if the entry is missing or incomplete."""
     try:
-        facts = ExampleFacts(**json.loads(home.with_suffix(".json").read_bytes()))
-        sizes = [home.with_suffix(end).stat().st_size for end in (".ids", ".learned", ".ends")]
+        facts = ExampleFacts(**json.loads(entry.with_suffix(".json").read_bytes()))
+        sizes = [entry.with_suffix(end).stat().st_size for end in (".ids", ".learned", ".ends")]
     except (OSError, ValueError, TypeError):
         return None
     whole = [facts.tokens * np.dtype(facts.dtype).itemsize, facts.tokens, facts.examples * 8]

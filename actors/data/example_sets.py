@@ -1,4 +1,4 @@
-"""Sets of examples: which of a path's are for training and which for validation, and how much each set counts."""
+"""Sets of examples: the split of each path into training and validation examples, and the weight of each set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExampleSet(NamedTuple):
     """A set of examples.
 
     Attributes:
-        setting: What the user calls its path.
+        setting: The user's name of its path, such as "val_path".
         converted: All examples of the path.
         chosen: Indices of those that belong to the set.
         weight: Its weight.
@@ -57,8 +57,8 @@ def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, 
     if spec.val_path is None:
         for path, one in opened.items():
             if max(1, round(one.facts.examples * spec.val_fraction)) >= one.facts.examples:
-                told = f"{names[path]}: it has {one.facts.examples} example, and needs two, one for validation"
-                faults.append(f"{told}: give more, or val_path")
+                few = f"it has {one.facts.examples} example, and needs two, one for validation"
+                faults.append(f"{names[path]}: {few}: give more, or val_path")
     if faults:
         raise TextError([*dict.fromkeys(faults)])
     if val is not None and spec.val_path is not None:
@@ -73,7 +73,7 @@ def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, 
 
 
 def are_converted(spec: Examples) -> bool:
-    """Return whether the cache has all of the data, so that to open it writes nothing; True if it can't be opened.
+    """Return whether the cache has all of the data, so that opening it writes nothing; True if it can't be opened.
 
     Args:
         spec: The data.
@@ -82,7 +82,7 @@ def are_converted(spec: Examples) -> bool:
 
 
 def missing_files(spec: Examples) -> list[str]:
-    """Return which paths of the data name no files that are read, without a look into the files.
+    """Return a fault for each path of the data that names no readable files. The files are not opened.
 
     Args:
         spec: The data.
@@ -97,14 +97,14 @@ def missing_files(spec: Examples) -> list[str]:
 
 
 def _settings(spec: Examples) -> list[tuple[str, str]]:
-    """Return the paths of the data, each after what the user calls it."""
+    """Return (the user's name, path) for each path of the data."""
     one = spec.path if isinstance(spec.path, str) else None
     train = [(f"path[{path!r}]", path) for path in spec.path] if one is None else [("path", one)]
     return [*train, *([] if spec.val_path is None else [("val_path", spec.val_path)])]
 
 
 def _weight_faults(weights: Mapping[str, float]) -> list[str]:
-    """Return what is wrong with the weights of sets of examples."""
+    """Return the faults of the weights of sets of examples."""
     if not weights:
         return ["path: it names nothing: give a file, or files with their weights"]
     whole = float_sum(weights.values())

@@ -1,4 +1,4 @@
-"""The shapes that an example for fine-tuning may have, and which parts of its text are learned."""
+"""The shapes of examples for fine-tuning, and the parts of their text that are learned."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-Span: TypeAlias = tuple[int, int]  # of characters: the first, and the one behind the last
+Span: TypeAlias = tuple[int, int]  # of characters: the first, and the one after the last
 SHAPES = "text, messages, or prompt and completion"
 
 
 class ExampleError(ValueError):
-    """An example that has no shape, or that the template does not take."""
+    """An example that has none of the shapes, or that the template refuses."""
 
 
 class ExampleText(NamedTuple):
@@ -19,8 +19,8 @@ class ExampleText(NamedTuple):
 
     Attributes:
         text: The text.
-        learned: The parts of it whose tokens are targets.
-        is_chat: Whether a template has written it, with all special tokens.
+        learned: The spans whose tokens are targets.
+        is_chat: Whether a template has written the text, with all special tokens.
     """
 
     text: str
@@ -40,14 +40,14 @@ class Template(Protocol):
             **more: Further values for the template, such as tools.
 
         Raises:
-            ExampleError: The template does not take it.
+            ExampleError: The template refuses it.
         """
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """Write a conversation up to where the assistant answers; see ``example_as_text``."""
 
     def ends_answers(self) -> bool:
-        """Return whether a special token ends an answer, and not just the marker of what follows."""
+        """Return whether a special token ends an answer, and not just the marker of the next message."""
 
 
 def example_as_text(record: Any, template: Template | None, end: str, *, learns_all: bool) -> ExampleText:
@@ -56,11 +56,11 @@ def example_as_text(record: Any, template: Template | None, end: str, *, learns_
     Args:
         record: The example, unchanged from its file.
         template: The chat template; None if there is none.
-        end: What a text and a completion end with, a special token; "" for nothing.
+        end: The special token to append to a text and a completion; "" for none.
         learns_all: Whether all tokens are targets.
 
     Raises:
-        ExampleError: It has none of the shapes, or there is no template for it.
+        ExampleError: It has none of the shapes, or needs a template and there is none.
     """
     if not isinstance(record, Mapping):
         raise ExampleError(f"is {_brief(record)}: an example is an object with {SHAPES}")
@@ -85,7 +85,7 @@ def example_as_text(record: Any, template: Template | None, end: str, *, learns_
 def _completed(
     prompt: Any, completion: Any, template: Template | None, end: str, record: Mapping[str, Any]
 ) -> ExampleText:
-    """Write a prompt and what completes it: two texts, or two lists of messages."""
+    """Write a prompt and its completion: two texts, or two lists of messages."""
     if isinstance(prompt, str) and isinstance(completion, str):
         text = prompt + completion + end
         return ExampleText(text, [(len(prompt), len(text))])
@@ -95,7 +95,7 @@ def _completed(
 
 
 def _chat(messages: Any, first: int, template: Template | None, record: Mapping[str, Any]) -> ExampleText:
-    """Write a conversation, of which the assistant's messages from the index ``first`` on are learned."""
+    """Write a conversation. The assistant's messages from index ``first`` on are learned."""
     if not isinstance(messages, list) or not messages:
         raise ExampleError(f"has messages {_brief(messages)}: they are a list with one at least")
     for number, message in enumerate(messages):
@@ -113,7 +113,7 @@ def _chat(messages: Any, first: int, template: Template | None, record: Mapping[
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Return tools and the like, which some files have as JSON. Raises ExampleError."""
+    """Return tools, documents or template arguments, which some files have as JSON. Raises ExampleError."""
     try:
         if isinstance(value, str):
             return json.loads(value)
@@ -123,5 +123,5 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _brief(value: Any) -> str:
-    told = repr(value)
-    return told if len(told) < 60 else f"{told[:57]}..."
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."

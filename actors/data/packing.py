@@ -1,4 +1,4 @@
-"""Packing: which examples share a sequence. Pure arithmetic on lengths."""
+"""Packing: which examples share a sequence. It is computed from lengths alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Packed(NamedTuple):
     """Pieces in sequences.
 
     Attributes:
-        pieces: Indices of the pieces, those of a sequence one after the other.
-        ends: How many pieces there are up to the end of each sequence.
+        pieces: Indices of the pieces, sorted by sequence.
+        ends: Number of pieces up to the end of each sequence.
     """
 
     pieces: Int64s
@@ -28,7 +28,7 @@ class Packed(NamedTuple):
 
 
 def pack_best_fit(lengths: Int64s, size: int) -> Packed:
-    """Put pieces into as few sequences as best-fit decreasing finds: the longest first, where least room is left.
+    """Pack pieces into sequences by best-fit decreasing: the longest first, each where it leaves the least free space.
 
     Args:
         lengths: The length of each piece, 1 to ``size``.
@@ -37,26 +37,26 @@ def pack_best_fit(lengths: Int64s, size: int) -> Packed:
     Source: Johnson 1973, "Near-optimal bin packing algorithms"; Dósa 2007: at most 11/9 of the fewest, and 2/3 of one.
     """
     rows: list[list[int]] = []
-    open_by_room: list[list[int]] = [[] for _ in range(size + 1)]
-    has_room = 0  # a bit for each room that some sequence has
+    open_by_space: list[list[int]] = [[] for _ in range(size + 1)]
+    has_space = 0  # bit n is set if a sequence has n free tokens
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
-        if fits := has_room >> length:
-            room = (fits & -fits).bit_length() - 1 + length
-            row = open_by_room[room].pop()
-            if not open_by_room[room]:
-                has_room &= ~(1 << room)
+        if fits := has_space >> length:
+            space = (fits & -fits).bit_length() - 1 + length
+            row = open_by_space[space].pop()
+            if not open_by_space[space]:
+                has_space &= ~(1 << space)
         else:
-            room, row = size, len(rows)
+            space, row = size, len(rows)
             rows.append([])
         rows[row].append(piece)
-        if left := room - length:
-            open_by_room[left].append(row)
-            has_room |= 1 << left
+        if left := space - length:
+            open_by_space[left].append(row)
+            has_space |= 1 << left
     pieces = np.array([piece for row in rows for piece in row], np.int64)
     return Packed(pieces, np.cumsum([len(row) for row in rows], dtype=np.int64))
 
 
-def apart(count: int) -> Packed:
-    """Give each of some pieces a sequence of its own."""
+def one_per_sequence(count: int) -> Packed:
+    """Put each piece into a separate sequence."""
     return Packed(np.arange(count, dtype=np.int64), np.arange(1, count + 1, dtype=np.int64))

@@ -1,7 +1,7 @@
-"""Folders that ``datasets.save_to_disk`` of Hugging Face has written: which files hold the examples of a split.
+"""Folders of Hugging Face's ``datasets.save_to_disk``: the files that hold the examples of a split.
 
-A dataset is a folder with a state.json that names its shards, files in the stream format of Arrow. Several splits are a
-folder with a dataset_dict.json that names them, each a folder below it.
+A dataset is a folder with a state.json that names its shards, files in the stream format of Arrow. A dataset with
+several splits is a folder with a dataset_dict.json that names them, and a subfolder for each.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def is_saved(folder: Path) -> bool:
 
 
 def shards_of(folder: Path, *, trains: bool) -> list[Path]:
-    """Return the files of a dataset in order; of several splits those of "train".
+    """Return the files of a dataset in order: those of the split "train", if it has several.
 
     Args:
         folder: The folder, for which ``is_saved`` is true.
         trains: Whether the examples are for training; else a split must be named.
 
     Raises:
-        ExampleError: A file is missing or says what can't be, or there is no such split.
+        ExampleError: A file is missing or invalid, or there is no such split.
     """
     if (folder / _SPLITS).is_file():
         splits = splits_in(folder)
@@ -53,8 +53,8 @@ def shards_of(folder: Path, *, trains: bool) -> list[Path]:
     if strange := [name for name in names if name != Path(name).name or name in ("", "..")]:
         raise ExampleError(f"{str(folder / _STATE)!r} names {strange[0]!r}, which leaves the folder: save it again")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        told = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ExampleError(f"{str(folder)!r} lacks {told}, of {len(names)} files: copy the folder again")
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ExampleError(f"{str(folder)!r} lacks {listed}, of {len(names)} files: copy the folder again")
     return [folder / name for name in names]
 
 

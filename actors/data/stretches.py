@@ -1,4 +1,4 @@
-"""Stretches of a text's tokens: those for validation, drawn over all of the text, and those for training between them.
+"""Stretches of a text's tokens: those for validation, drawn from the whole text, and those for training between them.
 
 Imports no torch.
 """
@@ -18,17 +18,17 @@ from raypar.actors.data.text_conversion import Tokens
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 _MOST_BLOCKS = 100  # for validation
-_WINDOWS = 4  # of a block at the least, if there are several
+_WINDOWS = 4  # of a block, at least, if there are several blocks
 
 
 @dataclass(frozen=True, eq=False)  # == on arrays gives no bool
 class Stretches:
-    """Stretches of tokens, each of which is cut into windows by itself: no window has tokens of two.
+    """Stretches of tokens. Windows are cut from one stretch each: no window has tokens of two.
 
     Attributes:
-        tokens: Those of the whole text, 1-d. Nothing is read until windows are taken.
-        firsts: Where each stretch begins, (n,), in order.
-        lengths: How many tokens each has, (n,).
+        tokens: The tokens of the whole text, 1-d. None are read until windows are taken.
+        firsts: Position of each stretch's first token, (n,), in order.
+        lengths: Number of tokens of each stretch, (n,).
     """
 
     tokens: Tokens
@@ -51,8 +51,8 @@ class TokenWindows:
     Args:
         stretches: The stretches.
         seq: Tokens of a sequence.
-        across: Whether to take a window of each stretch in turn, the first ones, then the second ones, and so on; else
-            all windows of the first stretch come first.
+        across: Whether windows are taken from the stretches in turn: the first of each, then the second of each, and so
+            on. Else all windows of the first stretch come first.
     """
 
     def __init__(self, stretches: Stretches, seq: int, *, across: bool = False) -> None:
@@ -65,7 +65,7 @@ class TokenWindows:
         return int(self._counts.sum())
 
     def starts(self, numbers: Int64s) -> Int64s:
-        """Return where windows begin among the tokens of the whole text.
+        """Return the position of each window's first token in the whole text.
 
         Args:
             numbers: Their numbers, 0 to ``len(self) - 1``.
@@ -80,7 +80,7 @@ class TokenWindows:
 
     @cached_property
     def _in_turn(self) -> Int64s:
-        """Of every window, taken in turn: its number in its stretch, and the stretch, (2, windows)."""
+        """The windows taken from the stretches in turn, (2, windows): number in the stretch, index of the stretch."""
         stretch = np.repeat(np.arange(len(self._counts)), self._counts)
         number = np.arange(len(self)) - self._before[stretch]
         order = np.lexsort((stretch, number))
@@ -90,15 +90,15 @@ class TokenWindows:
 def drawn_blocks(
     tokens: Tokens, share: float, seq: int, draw: Callable[[Int64s], Int64s]
 ) -> tuple[Stretches, Stretches]:
-    """Divide tokens into those for training and blocks for validation, which are drawn over all of the text.
+    """Divide tokens into those for training and blocks for validation, which are drawn from the whole text.
 
-    The text is cut into as many equal parts as there are blocks, at most 100, and a block lies anywhere in each part.
+    The text is cut into equal parts, at most 100, and one block is drawn at a random position of each part.
 
     Args:
         tokens: All tokens.
         share: Share of the tokens for validation.
         seq: Tokens of a sequence. Blocks have some windows each if there are enough tokens.
-        draw: Returns a random number below 2**63 for each number of a block, always the same.
+        draw: Returns a pseudorandom number below 2**63 for each block number, the same at each call.
 
     Returns:
         The stretches for training, and those for validation.
@@ -113,5 +113,5 @@ def drawn_blocks(
         firsts = np.array([len(tokens) - length], np.int64)
     lengths = np.full_like(firsts, length)
     begins, stops = np.append(0, firsts + lengths), np.append(firsts, len(tokens))
-    kept = stops > begins
-    return Stretches(tokens, begins[kept], (stops - begins)[kept]), Stretches(tokens, firsts, lengths)
+    filled = stops > begins
+    return Stretches(tokens, begins[filled], (stops - begins)[filled]), Stretches(tokens, firsts, lengths)

@@ -1,4 +1,4 @@
-"""The conversion of text: chunks to token ids, each by itself, so that several processes can share the chunks."""
+"""The conversion of text: each chunk to token ids, independently, so that several processes can share the chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def tokenizer_file(path: str) -> Path:
-    """Return the tokenizers JSON file that a path means: itself, or that in a folder of Hugging Face."""
+    """Return the tokenizers JSON file of a path: the path itself, or tokenizer.json in a Hugging Face folder."""
     found = expanded(path)
     return found / "tokenizer.json" if found.is_dir() else found
 

@@ -62,7 +62,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class _Entry:
-    """The place of a path's tokens in the cache."""
+    """A path's files, and the cache files of its tokens."""
 
     files: list[SourceFile]
     is_bin: bool  # already token ids: mapped in place; the cache keeps only their facts
@@ -72,7 +72,7 @@ class _Entry:
 
 
 def is_converted(text: Text) -> bool:
-    """Return whether the cache has the tokens of a text, so that to open it writes nothing; True if it can't be opened.
+    """Return whether the cache has the tokens of a text, so that opening it writes nothing; True if it can't be opened.
 
     Args:
         text: The text.
@@ -115,7 +115,7 @@ def open_tokens(
             raise TextError(faults)
         try:
             taken = files if entry.is_bin else [file for file in files if file.size and is_text(file)]
-            log.info("converting %s %r to tokens, once: %s", setting, path, _told(files, taken))
+            log.info("converting %s %r to tokens, once: %s", setting, path, _conversion_size(files, taken))
             if not entry.is_bin:
                 _warn_of_encodings(path, taken)
                 facts = _convert(taken, conversion, entry.tokenizer or "", data, convert)
@@ -132,7 +132,7 @@ def open_tokens(
 
 
 def _entry(setting: str, path: str, tokenizer: str | None, cache: str | None, faults: list[str]) -> _Entry:
-    """Find where the cache has the tokens of a path. Faults are appended to ``faults``."""
+    """Find the cache entry of a path. Faults are appended to ``faults``."""
     folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
     is_bin = path.endswith(".bin")
     files = source_files(setting, path, folder, faults)
@@ -142,8 +142,8 @@ def _entry(setting: str, path: str, tokenizer: str | None, cache: str | None, fa
     return _Entry(files, is_bin, tokenizer_sha, data, folder / f"{key}.json")
 
 
-def _told(files: list[SourceFile], taken: list[SourceFile]) -> str:
-    """Say how many files and bytes are converted, and how many files are left out."""
+def _conversion_size(files: list[SourceFile], taken: list[SourceFile]) -> str:
+    """Return the number of files and bytes that are converted, and of files that are skipped, as text."""
     count = "1 file" if len(taken) == 1 else f"{len(taken)} files"
     size = f"{count}, {sum(file.size for file in taken):,} bytes"
     read = {file.name for file in taken}
@@ -154,17 +154,17 @@ def _told(files: list[SourceFile], taken: list[SourceFile]) -> str:
 
 
 def _warn_of_encodings(path: str, taken: list[SourceFile]) -> None:
-    """Log a warning that names files that are learned though they are not UTF-8."""
+    """Log a warning that names the files that are learned although they are not UTF-8."""
     wrong = {file.name: why for file in taken if not file.named and (why := why_no_text(file))}
     files = [file for file in taken if file.name in wrong]
     if files:
         many = "1 file of it is" if len(files) == 1 else f"{len(files)} files of it are"
-        told = _named(files, lambda file: wrong[file.name])
-        log.warning("%r: %s not UTF-8, and learned with the wrong characters: %s", path, many, told)
+        named = _named(files, lambda file: wrong[file.name])
+        log.warning("%r: %s not UTF-8, and learned with the wrong characters: %s", path, many, named)
 
 
 def _named(files: list[SourceFile], why: Callable[[SourceFile], str]) -> str:
-    """Name the first files, each with what is said of it, and count the others."""
+    """Name the first files, each with its reason, and count the remaining ones."""
     more = f"; and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
     return "; ".join(f"{file.name} {why(file)}" for file in files[:_MOST_NAMED]) + more
 
@@ -186,7 +186,7 @@ def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
 def _convert(
     files: list[SourceFile], conversion: TextConversion, tokenizer_sha: str, data: Path, convert: Convert
 ) -> Facts:
-    """Write the tokens of text files, one after the other, to ``data``. Needs memory for a few chunks only."""
+    """Write the tokens of text files, concatenated, to ``data``. Needs memory for a few chunks only."""
     sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
     size = sum(file.size for file in files)
     with WholeFile(data) as out, conversion_progress(size) as read:

@@ -1,4 +1,4 @@
-"""The files that a text is made of: found, read, and cut into chunks. The standard library alone is needed."""
+"""The files of a text: found, read, and cut into chunks. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from raypar.actors.files import expanded, open_named
 
 SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
-_HEAD = 64 << 10  # bytes of a named file that are looked at, to tell whether it is text
+_HEAD = 64 << 10  # bytes of a named file that are checked to be text
 _SPACES = b"\t\n\v\f\r\x1a\x1b"
 _CHUNK = 1 << 20  # bytes read and encoded at a time
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
@@ -41,7 +41,7 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
         setting: What the user calls this path ("path" or "val_path"), for messages.
         path: A file, folder, glob or "stdlib" (see ``Text.path``).
         cache: The folder of the converted tokens.
-        faults: Gets what is wrong with the path.
+        faults: Faults of the path are appended to it.
     """
     files: list[SourceFile] = []
     try:
@@ -82,13 +82,13 @@ def _listed(root: Path, names: Iterable[str], target: Path | None = None) -> Ite
 
 
 def is_text(file: SourceFile) -> bool:
-    """Return whether a file that is not empty is read: those that the user has named, and those without a NUL."""
+    """Return whether a nonempty file is read: the user has named it, or its first 8 KiB have no NUL."""
     with open_named(file.path) as source:
         return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
 
 
 def why_skipped(file: SourceFile) -> str:
-    """Return why a file below a folder or a glob is not read, and what to do."""
+    """Return why a file below a folder or a glob is skipped, with the fix."""
     if not file.size:
         return "is empty"
     if file.path.suffix == ".bin":
@@ -97,7 +97,7 @@ def why_skipped(file: SourceFile) -> str:
 
 
 def unreadable_reason(error: Exception) -> str:
-    """Say why a file can't be read, without the number and the path that Python's text has too."""
+    """Return why a file can't be read, without the errno and the path of Python's text."""
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -108,7 +108,7 @@ def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[
 
     Args:
         file: The file.
-        sources: A hash that gets all of its bytes.
+        sources: A hash that is updated with all bytes of the file.
         last: Whether no other file follows.
 
     Raises:
@@ -137,7 +137,7 @@ def file_blocks(file: SourceFile) -> Iterator[bytes]:
 
 
 def why_no_text(file: SourceFile) -> str:
-    """Return why a file is no UTF-8 text, by its first 64 KiB, and what to do; "" if it is."""
+    """Return why a file is no UTF-8 text, judged by its first 64 KiB, with the fix; "" if it is."""
     with open_named(file.path) as source:
         head = source.read(_HEAD)
     zeros = head.count(0)

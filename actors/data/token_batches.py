@@ -41,7 +41,7 @@ class Corpus:
     Attributes:
         train: Stretches of a 1-d read-only memory map of uint8 (bytes), uint16 (``.bin`` and small tokenizers) or
             uint32.
-        val: Likewise.
+        val: Stretches for validation, in the same form.
         vocab: Number of possible ids: 256 for bytes, the tokenizer's size, or max_id + 1 for ``.bin``.
         max_id: Largest id that occurs.
         fingerprint: sha256 of the sources (relative names, sizes, contents), the tokenizer and the split. It is equal
@@ -61,7 +61,7 @@ def open_corpus(text: Text, seq: int, convert: Convert = by_size) -> Corpus:
     Args:
         text: The text.
         seq: Tokens of a sequence.
-        convert: Converts chunks of files that the cache has not.
+        convert: Converts chunks of files that are not in the cache.
 
     Raises:
         TextError: All faults of the text; ``text_faults`` returns them instead.
@@ -90,7 +90,7 @@ def text_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> 
         text: The user's text.
         seq: Tokens per sequence.
         vocab: The model's token ids are 0 to vocab - 1.
-        folder: The folder of Hugging Face that the model is from; None if it is from none.
+        folder: The Hugging Face folder from which the model is read; None if there is none.
     """
     parts, faults = _open_parts(text)
     for setting, (_, facts) in parts.items():
@@ -105,7 +105,7 @@ def text_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> 
 
 
 def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], seq: int) -> Iterator[str]:
-    """Yield a fault for each part of the text that does not fill a window of tokens, with sizes that would fit."""
+    """Yield a fault for each part of the text that is shorter than a window of tokens, with sizes that would fit."""
     window = seq + 1
     few = f"fewer than one window of model.seq + 1 = {window}"
     lengths = [len(stretches) for stretches in _divided(text, parts, seq)]
@@ -126,12 +126,12 @@ def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], seq: int)
 
 
 def _shorter(length: int) -> str:
-    """Name the longest sequences of which a part of the text fills a window."""
+    """Return the fix that sets the longest seq whose window fits the text."""
     return f", or set model.seq to {length - 1}" if length > 1 else ""
 
 
 def _tokens(count: int) -> str:
-    """Spell a number of tokens."""
+    """Return a number of tokens as text."""
     return "1 token" if count == 1 else f"{count} tokens"
 
 
@@ -146,7 +146,7 @@ def _fraction_faults(text: Text) -> list[str]:
 
 
 def _open_parts(text: Text, convert: Convert = by_size) -> tuple[dict[str, tuple[Tokens, Facts]], list[str]]:
-    """Open path and val_path. Returns those that could be opened, by setting, and all faults."""
+    """Open path and val_path. Return the tokens that could be opened, by setting, and all faults."""
     faults = _fraction_faults(text)
     parts: dict[str, tuple[Tokens, Facts]] = {}
     for setting, path in _paths(text).items():
@@ -185,7 +185,7 @@ class TokenBatches:
 
     so a step takes the same samples however microbatches * num_dp is divided. Sample n is window ``n % W`` in the
     shuffled order of epoch ``n // W``: each window comes once per epoch, in a new order every time (see ``shuffled``).
-    Validation windows come one of each stretch in turn, and start again after the last.
+    Validation windows are taken from the stretches in turn, and start again after the last one.
 
     Every method returns int64 tensors of shape (micro_batch_size, seq). Labels are the tokens shifted by one.
     """
@@ -289,10 +289,10 @@ def shuffled(position: Int64s, epoch: Int64s, size: int, seed: int) -> Int64s:
     b = -(-size // a)
     key = _mix(_mix(np.full(epoch.shape, seed % 2**64, np.uint64)) ^ epoch.astype(np.uint64))
     keys = [_mix(key + np.uint64(number)) for number in range(_ROUNDS)]
-    place = _feistel(position.astype(np.uint64), keys, a, b)
-    while (outside := place >= size).any():
-        place = np.where(outside, _feistel(place, keys, a, b), place)
-    return place.astype(np.int64)
+    permuted = _feistel(position.astype(np.uint64), keys, a, b)
+    while (outside := permuted >= size).any():
+        permuted = np.where(outside, _feistel(permuted, keys, a, b), permuted)
+    return permuted.astype(np.int64)
 
 
 def _feistel(number: UInt64s, keys: list[UInt64s], a: int, b: int) -> UInt64s:
@@ -305,9 +305,9 @@ def _feistel(number: UInt64s, keys: list[UInt64s], a: int, b: int) -> UInt64s:
 
 
 def _mix(number: UInt64s) -> UInt64s:
-    """Apply one step of SplitMix64 (Steele et al.
+    """Apply one step of SplitMix64: each input bit flips half of the output bits. Wraps at 2**64.
 
-    2014): each input bit flips half of the output bits. Wraps at 2**64.
+    Source: Steele et al. 2014.
     """
     number = number + np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,6 @@
-"""A tokenizer in a folder of Hugging Face: text to ids and back, special tokens, and its chat template.
+"""A tokenizer in a Hugging Face folder: text to ids and back, special tokens, its chat template, bytes of each id.
 
 It needs the tokenizers package, and for a chat template jinja2; both are imported where they are used.
-
-How many bytes of text every id of a tokenizer stands for, by which losses a token become bits a byte.
 """
 
 from __future__ import annotations
@@ -22,49 +20,33 @@ from raypar.actors.data.example_shapes import ExampleError, ExampleText, Templat
 from raypar.actors.files import expanded, open_named, read_named
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
-
-
 Mask: TypeAlias = npt.NDArray[np.uint8]
-
+Sizes: TypeAlias = npt.NDArray[np.int64]
 
 _FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-
-
-_ENDS = ("generation_config.json", "config.json")  # which say what ids end a text
-
-
+_CONFIGS = ("generation_config.json", "config.json")  # files with the ids that end a text
 _NAMED_TEMPLATES = "additional_chat_templates"
-
-
 _SPECIAL = "special_tokens_map.json"
-
-
-_MOST_BYTES = 1 << 30
-
-
-Sizes = npt.NDArray[np.int64]
-
+_MOST_BYTES = 1 << 30  # of a file
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of SentencePiece that is one byte
-
-
 _SPACE = "\u2581"  # of SentencePiece
-
-
-_WRITTEN = {"Metaspace", "ByteFallback"}  # decoders of tokens that are written as the text is, but for spaces
+_LITERAL = {"Metaspace", "ByteFallback"}  # decoders of tokens that are spelled as in the text, but for spaces
 
 
 def bytes_of_ids(model: Any) -> Sizes | None:
-    """Return the bytes that each id of a tokenizer stands for; special tokens stand for none.
+    """Return the number of bytes of text of each token id, to convert losses per token to bits per byte.
+
+    Special tokens have none.
 
     Args:
         model: The tokenizer of the tokenizers package.
 
     Returns:
-        The numbers (ids,); None if the tokens do not say: those of WordPiece, say, leave spaces out.
+        The numbers of bytes (ids,); None if they do not follow from the tokens: WordPiece, say, leaves spaces out.
     """
-    told = json.loads(model.to_str())
-    decoders = [*_decoders(told.get("decoder"))]
+    settings = json.loads(model.to_str())
+    decoders = [*_decoders(settings.get("decoder"))]
     kinds = {one["type"] for one in decoders}
     spaces = any(one["type"] == "Replace" and _SPACE in json.dumps(one, ensure_ascii=False) for one in decoders)
     vocab: dict[str, int] = model.get_vocab()
@@ -72,12 +54,12 @@ def bytes_of_ids(model: Any) -> Sizes | None:
     if "ByteLevel" in kinds:
         for token, number in vocab.items():
             sizes[number] = len(token)  # a character for each byte
-    elif kinds & _WRITTEN or spaces:
+    elif kinds & _LITERAL or spaces:
         for token, number in vocab.items():
             sizes[number] = 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
     else:
         return None
-    for added in told.get("added_tokens") or ():
+    for added in settings.get("added_tokens") or ():
         sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return sizes
 
@@ -97,8 +79,8 @@ class Tokenized(NamedTuple):
     """An example as tokens.
 
     Attributes:
-        ids: Their ids (n,).
-        learned: 1 for those that are targets, else 0, (n,).
+        ids: Token ids (n,).
+        learned: 1 for tokens that are targets, else 0, (n,).
     """
 
     ids: Ids
@@ -106,15 +88,15 @@ class Tokenized(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What the post-processor of a tokenizer.json puts around a text.
+    """The ids that the post-processor of a tokenizer.json adds around a text.
 
     Attributes:
-        front: Ids in front, such as that of ``<bos>``.
-        behind: Ids behind.
+        front: Ids before the text, such as that of ``<bos>``.
+        end: Ids after the text.
     """
 
     front: tuple[int, ...]
-    behind: tuple[int, ...]
+    end: tuple[int, ...]
 
 
 class Tokenizer:
@@ -125,16 +107,16 @@ class Tokenizer:
         template: File with a chat template; None for the folder's.
 
     Attributes:
-        num_ids: Its ids are below that.
+        num_ids: Its ids are 0 to num_ids - 1.
 
     Raises:
         ExampleError: A file can't be read, or a package is missing.
     """
 
     def __init__(self, path: str | None, template: str | None = None) -> None:
-        home = None if path is None else expanded(path)
-        self._folder = home if home is None or home.is_dir() else home.parent
-        self._file = home if home is None or not home.is_dir() else home / _FILE
+        given = None if path is None else expanded(path)
+        self._folder = given if given is None or given.is_dir() else given.parent
+        self._file = given if given is None or not given.is_dir() else given / _FILE
         self._settings = self._read_json(_SETTINGS)
         self._source = self._read_template(template)
         self._model = None if self._file is None else _model(self._file)
@@ -160,11 +142,11 @@ class Tokenizer:
     def end(self) -> str:
         """The token that ends a text; "" if there is none.
 
-        It is the folder's ``eos_token``, else what its configurations say, else what the post-processor puts behind.
+        It is the folder's ``eos_token``, else that of its configurations, else the last id of the post-processor.
         """
         if "eos_token" in self.tokens or self._model is None:
             return self.tokens.get("eos_token", "")
-        found = (self._model.id_to_token(one) for one in (*self._told_ends(), *reversed(self.added.behind)))
+        found = (self._model.id_to_token(one) for one in (*self._configured_ends(), *reversed(self.added.end)))
         return next((token for token in found if token is not None), "")
 
     @cached_property
@@ -176,22 +158,22 @@ class Tokenizer:
 
     @cached_property
     def added(self) -> Added:
-        """The ids that the post-processor puts around a text."""
+        """The ids that the post-processor adds around a text."""
         if self._model is None:
             return Added((), ())
         found = self._model.encode("a")
-        inner = [place for place, is_special in enumerate(found.special_tokens_mask) if not is_special] or [0]
+        inner = [i for i, is_special in enumerate(found.special_tokens_mask) if not is_special] or [0]
         return Added(tuple(found.ids[: inner[0]]), tuple(found.ids[inner[-1] + 1 :]))
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The ids that end a generated text: that of ``end``, and those that the folder's configurations say."""
+        """The ids that end a generated text: that of ``end``, and those of the folder's configurations."""
         own = None if self._model is None or not self.end else self._model.token_to_id(self.end)
-        return frozenset([*([own] if isinstance(own, int) else []), *self._told_ends()])
+        return frozenset([*([own] if isinstance(own, int) else []), *self._configured_ends()])
 
     @cached_property
     def id_bytes(self) -> Sizes | None:
-        """The bytes (ids,) that each id stands for; see ``bytes_of_ids``."""
+        """The number of bytes (ids,) of each id's text; see ``bytes_of_ids``."""
         return np.ones(self.num_ids, np.int64) if self._model is None else bytes_of_ids(self._model)
 
     @cached_property
@@ -215,8 +197,8 @@ class Tokenizer:
     def tokenized(self, examples: Sequence[ExampleText]) -> Iterator[Tokenized]:
         """Yield examples as tokens; several are encoded in parallel.
 
-        A token is a target if any of its characters is learned. Around a text is what the post-processor puts in
-        front, once; what it puts behind is left out, since a text has its end already.
+        A token is a target if any of its characters is learned. The post-processor's ids are added in front of a text,
+        once; those at the end are left out, since a text has its end token already.
         """
         if self._model is None:
             yield from map(_as_bytes, examples)
@@ -233,15 +215,15 @@ class Tokenizer:
             yield Tokenized(np.array(found.ids[own], np.uint32), learned)
 
     def encoded(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text, in which special tokens may be written; none is added."""
+        """Return the ids of a text, which may contain special tokens; none is added."""
         if self._model is None:
             return tuple(text.encode())
         return tuple(self._model.encode(text, add_special_tokens=False).ids)
 
     def prompted(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text to go on with: behind what the post-processor puts in front, and without an end.
+        """Return the ids of a prompt: with the post-processor's ids in front, and without those at the end.
 
-        A text that begins with that already, as one that a chat template wrote, gets it once.
+        A text that has those in front already, such as the text of a chat template, does not get them again.
         """
         if self._model is None:
             return self.encoded(text)
@@ -249,13 +231,13 @@ class Tokenizer:
         return tuple(ids[self._own(ids)])
 
     def _own(self, ids: Sequence[int]) -> slice:
-        """Return which ids, of a text and what the post-processor adds, belong to a text: once those in front."""
-        front, behind = self.added
+        """Return which ids of a post-processed text to keep: not those at the end, and those in front once."""
+        front, end = self.added
         has_two = bool(front) and tuple(ids[len(front) : 2 * len(front)]) == front
-        return slice(len(front) if has_two else 0, len(ids) - len(behind))
+        return slice(len(front) if has_two else 0, len(ids) - len(end))
 
     def decoded(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Return the text of ids, special tokens too unless these are to be left out; of bytes, ids below 256."""
+        """Return the text of ids, with special tokens if ``special``. Of bytes, ids from 256 on are left out."""
         if self._model is None:
             return bytes(one for one in ids if one < 256).decode(errors="replace")
         text: str = self._model.decode(list(ids), skip_special_tokens=not special)
@@ -265,10 +247,10 @@ class Tokenizer:
         assert self._model is not None
         return iter(self._model.encode_batch(list(texts), add_special_tokens=special) if texts else [])
 
-    def _told_ends(self) -> list[int]:
-        """Return the ids that the folder's configurations say to end a text."""
-        told = (self._read_json(name).get("eos_token_id") for name in _ENDS)
-        return [one for ids in told for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+    def _configured_ends(self) -> list[int]:
+        """Return the ids that end a text by the folder's configurations."""
+        values = (self._read_json(name).get("eos_token_id") for name in _CONFIGS)
+        return [one for ids in values for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
     def _read_json(self, name: str) -> Mapping[str, Any]:
         """Read a file of the folder that holds an object; {} if there is none. Raises ExampleError."""
@@ -281,9 +263,9 @@ class Tokenizer:
         return found if isinstance(found, dict) else {}
 
     def _read_template(self, template: str | None) -> str | dict[str, str] | None:
-        """Return the source of the chat template: the file's that is given, the folder's, or those of its settings.
+        """Return the source of the chat template: of the file ``template``, else of the folder's files or settings.
 
-        As in transformers, files of the folder, of which several have names, go before its settings.
+        As in transformers, template files of the folder take precedence over its settings.
         """
         if template is not None:
             return _template_text(expanded(template))
@@ -344,11 +326,11 @@ def _as_bytes(example: ExampleText) -> Tokenized:
 
 
 def fix_of_vocab(num_ids: int, folder: str | None) -> str:
-    """Return what to do where a tokenizer has larger ids than a model: the embedding of a folder has its own size.
+    """Return the fix for a tokenizer with larger ids than the model's embedding.
 
     Args:
-        num_ids: The number of ids that the data can have.
-        folder: The folder of Hugging Face that the model is from; None if it is from none.
+        num_ids: Number of possible ids of the data.
+        folder: The Hugging Face folder from which the model is read; None if there is none.
     """
     if folder is None:
         return f"set model.vocab to {num_ids}, or use a tokenizer with fewer ids"

@@ -15,15 +15,15 @@ from raypar.actors.tensors import nbytes
 class Bucket:
     """Parameters of one stage and one dtype whose gradients are communicated as one flat tensor.
 
-    The flat tensor holds all gradients, and behind them one flag for each parameter: 1 if the parameter has a gradient,
-    else 0. The flags are summed over the replicas with the gradients. They tell a parameter that no replica used (its
-    gradient stays None, as in one process) from a parameter whose gradient is zero.
+    The flat tensor holds all gradients, and after them one flag for each parameter: 1 if the parameter has a gradient,
+    else 0. The flags are summed over the replicas with the gradients. They distinguish a parameter that no replica used
+    (its gradient stays None, as in one process) from a parameter whose gradient is zero.
 
     Args:
         stage: Number of the stage.
         owner: Index of the Reducer's channel that the gradients go to.
         parameters: The parameters by logical name, in the order of the flat tensor.
-        strides: The strides of the gradients of sharded parameters, which show theirs only while they are whole.
+        strides: The strides of the gradients of sharded parameters; they are known only while a parameter is gathered.
 
     Attributes:
         elements: Number of elements of all parameters together, without the flags.
@@ -60,7 +60,7 @@ class Bucket:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """dtype in which their gradients are added up."""
+        """dtype in which the gradients are accumulated."""
         return self._like.grad_dtype or self._like.dtype
 
     @torch.no_grad()
@@ -73,26 +73,26 @@ class Bucket:
             name: Logical name of the parameter.
             flat: The bucket's flat tensor (size,).
         """
-        parameter, place = self.parameters[name], self.place(name, flat)
-        if parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
-            parameter.grad = place.copy_(parameter.grad)
+        parameter, view = self.parameters[name], self.view(name, flat)
+        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(parameter.grad)
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
-        """Complete the flat tensor (size,) for the reduction: set the flags, and zeros for each missing gradient.
+        """Complete the flat tensor (size,) for the reduction: set the flags, and fill missing gradients with zeros.
 
         Afterwards every ``parameter.grad`` is a view of ``flat``.
         """
-        made = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
-        flat[self.elements :].copy_(made, non_blocking=True)  # don't block: a GPU still runs the backward
+        flags = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
+        flat[self.elements :].copy_(flags, non_blocking=True)  # don't block: a GPU still runs the backward
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                parameter.grad = self.place(name, flat).zero_()
+                parameter.grad = self.view(name, flat).zero_()
             else:
                 self.move_in(name, flat)
 
     def zeros(self) -> Tensor:
-        """Return a flat tensor (size,) of zeros, that is, without any gradient."""
+        """Return a flat tensor (size,) of zeros: no parameter has a gradient."""
         return self._like.new_zeros(self.size)
 
     def adopt(self, flat: Tensor) -> None:
@@ -109,15 +109,15 @@ class Bucket:
         The gradient of a parameter that no replica used is None.
         """
         for name, uses in zip(self.parameters, flat[self.elements :].tolist(), strict=True):
-            yield name, self.place(name, flat) if uses else None
+            yield name, self.view(name, flat) if uses else None
 
-    def room(self) -> Tensor:
+    def empty_weights(self) -> Tensor:
         """Return an uninitialised flat tensor (elements,) for the weights."""
         return self._like.new_empty(self.elements)
 
     def weights(self) -> Tensor:
         """Return a new flat tensor (elements,) with a copy of the weights."""
-        flat = self.room()
+        flat = self.empty_weights()
         self.read_into(flat)
         return flat
 
@@ -125,15 +125,15 @@ class Bucket:
     def read_into(self, flat: Tensor) -> None:
         """Copy the weights into a flat tensor (elements,)."""
         for name, parameter in self.parameters.items():
-            self.place(name, flat).copy_(parameter)
+            self.view(name, flat).copy_(parameter)
 
     @torch.no_grad()
-    def settle(self, flat: Tensor) -> None:
+    def move_weights(self, flat: Tensor) -> None:
         """Move the weights into a flat tensor (elements,): each parameter's data becomes a view of it."""
         for name, parameter in self.parameters.items():
-            parameter.data = self.place(name, flat).copy_(parameter)
+            parameter.data = self.view(name, flat).copy_(parameter)
 
-    def disown(self) -> None:
+    def drop_gradients(self) -> None:
         """Set all gradients to None, because another actor holds their sum."""
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -142,12 +142,12 @@ class Bucket:
     def load(self, flat: Tensor) -> None:
         """Copy the weights from a flat tensor (elements,) into the parameters."""
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.place(name, flat))
+            parameter.copy_(self.view(name, flat))
 
-    def place(self, name: str, flat: Tensor) -> Tensor:
-        """Return the view of a flat tensor that belongs to a parameter, in the parameter's shape.
+    def view(self, name: str, flat: Tensor) -> Tensor:
+        """Return a parameter's part of a flat tensor, as a view in the parameter's shape.
 
-        It has the strides of a gradient that torch would allocate, because optimizers rely on them.
+        It has the strides that torch would allocate for the gradient, because optimizers rely on them.
         """
         start, stride = self._where[name]
         return flat.as_strided(self.parameters[name].shape, stride, start)
@@ -162,13 +162,13 @@ def pack(
 ) -> list[Bucket]:
     """Group the parameters of a stage into buckets.
 
-    The buckets of one owner do not depend on the parameters of other owners, so a parameter server, which sees only its
-    own, builds the same buckets as the workers.
+    The buckets of one owner do not depend on the parameters of other owners, so a parameter server, which has only the
+    parameters that it owns, builds the same buckets as the workers.
 
     Args:
         stage: Number of the stage.
         parameters: The stage's parameters by logical name, in the order in which the forward uses them. A backward
-            makes their gradients from last to first, so the buckets are filled in that order.
+            computes their gradients from last to first, so the buckets are filled in that order.
         owner_of: The owner (channel) of each parameter. All parameters of a bucket have one owner and one dtype.
         limit: Largest size of a bucket's gradients in bytes. A parameter larger than this is a bucket by itself.
         strides: The strides of the gradients of sharded parameters.

@@ -1,21 +1,21 @@
-"""How much memory of a kind is held, and how much was held at the most."""
+"""The present and the largest number of bytes of one kind of memory."""
 
 from __future__ import annotations
 
 
 class HighWater:
-    """Bytes that are held now, and the most since a step began.
+    """Bytes that are allocated now, and the most since a step began (the high-water mark).
 
     Attributes:
-        now: Bytes that are held now.
-        most: The most bytes that were held since ``begin``.
+        now: Bytes that are allocated now.
+        most: The most bytes that were allocated since ``begin``.
     """
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
     def begin(self) -> None:
-        """Begin a step, with what is held now."""
+        """Begin a step: reset ``most`` to the present bytes."""
         self.most = self.now
 
     def add(self, change: int) -> None:

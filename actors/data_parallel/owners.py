@@ -1,4 +1,4 @@
-"""The owners of parameters: each is updated by one of the actors that hold it."""
+"""The owners of parameters: for each parameter, the one of its replicas that updates it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 class Owners:
     """The owners of the parameters of one pipeline rank, by number.
 
-    First come those of weights that all replicas hold, then those of experts that are divided over actors. An owner of
-    experts stands for one actor in each group of replicas of experts.
+    The owners of weights that all replicas hold come first, then those of experts that are divided over actors. An
+    owner of experts denotes one actor in each group of replicas of experts.
 
     Attributes:
-        of: The owner of each parameter of the model, by logical name. Of experts, only those on this actor's part of
-            the mesh are right for it.
-        own: The owners that this actor is.
+        of: The owner of each parameter of the model, by logical name. For experts, only the entries of the experts on
+            this actor's part of the mesh are valid.
+        own: Numbers of the owners that are this actor.
         num_dense: Number of owners of weights that all replicas hold.
         count: Number of all owners.
         experts: Logical names of the experts' parameters, if experts are divided over actors.
@@ -30,16 +30,16 @@ class Owners:
     experts: frozenset[str]
 
     def rank(self, name: str) -> int:
-        """Return the rank of a parameter's owner in the group of those who share out such parameters."""
+        """Return the rank of a parameter's owner in the group of replicas that divide such parameters."""
         return self.of[name] - (self.num_dense if name in self.experts else 0)
 
     def is_own(self, name: str) -> bool:
-        """Return whether this actor updates a parameter; nobody updates a frozen one."""
+        """Return whether this actor updates a parameter; no actor updates a frozen one."""
         return self.of.get(name) in self.own
 
 
 def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
-    """Assign each parameter to an owner so that the owners hold about equally many bytes.
+    """Assign each parameter to an owner so that the owners have about the same number of bytes.
 
     Parameters are assigned whole, the largest first, each to the owner with the fewest bytes so far.
 
@@ -53,7 +53,7 @@ def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
     loads = [(0, owner) for owner in range(owners)]
     owner_of = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, owner = loads[0]  # of those with as few bytes the first one
+        load, owner = loads[0]  # the first of the owners with the fewest bytes
         heapq.heapreplace(loads, (load + sizes[name], owner))
         owner_of[name] = owner
     return owner_of

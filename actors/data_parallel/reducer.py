@@ -23,27 +23,27 @@ from raypar.schedules.float_sum import float_sum
 
 
 class Channel(NamedTuple):
-    """The operations that sum the gradients of one owner over the replicas; with a single one, they do nothing.
+    """The operations that sum the gradients of one owner over the replicas; no-ops if there is one replica.
 
     Attributes:
         start: Starts the reduction of a flat tensor (n,) in place: an all_reduce, or a reduce to one server or replica.
-        tell: Starts the same operation for a small tensor on the host.
+        sum_on_host: Starts the same operation for a small tensor on the host.
         empty: Allocates a flat tensor, given the number of elements and the dtype, that ``start`` can communicate
             without a copy.
-        here: Whether this actor gets the sum.
-        finish: With hybrid sharding, starts the sum over the owners of the same weights, once a step and behind all
+        gets_sum: Whether this actor gets the sum.
+        finish: With hybrid sharding, starts the sum over the owners of the same weights, once a step after all
             reductions; else None.
     """
 
     start: Callable[[Tensor], Waitable]
-    tell: Callable[[Tensor], Waitable]
+    sum_on_host: Callable[[Tensor], Waitable]
     empty: Callable[[int, torch.dtype], Tensor]
-    here: bool
+    gets_sum: bool
     finish: Callable[[Tensor], Waitable] | None = None
 
 
 class Complete:
-    """An operation on a tensor that is complete from its start on, because there is nothing to do."""
+    """An operation on a tensor that is complete at once, because there is one replica."""
 
     def __init__(self, tensor: Tensor) -> None:
         pass
@@ -59,11 +59,11 @@ class _Transfer:
     Attributes:
         number: The bucket's number.
         bucket: The bucket.
-        flat: Its flat tensor, (elements of the bucket,); None once it has arrived.
-        handle: The reduction under way.
+        flat: Its flat tensor, (elements of the bucket,); None once the reduction is complete.
+        handle: Handle of the reduction.
         num_bytes: Bytes of the flat tensor.
-        start: When the reduction was started, a mark of the device's clock (``ComputeDevice.mark``).
-        end: When the wait for it returned, likewise.
+        start: Start of the reduction, a mark of the device's clock (``ComputeDevice.mark``).
+        end: Return of the wait for it, a mark of the same clock.
     """
 
     number: int
@@ -75,7 +75,7 @@ class _Transfer:
     end: float = 0.0
 
 
-_MOST_LENT = 2  # reductions under way whose flat tensors are given back: more of them would cost more memory
+_MOST_FLATS = 2  # concurrent reductions whose flat tensors are freed; more would need more memory
 
 
 class Reducer:
@@ -85,80 +85,81 @@ class Reducer:
     directly in the memory that is reduced.
 
     A stage is reduced once a step, or in several rounds, each of which ends with a REDUCE_GRAD of the stage. Flat
-    tensors are kept for the whole run, or (``lends``) are lent from a bucket's first gradient until it is reduced.
-    Then actors that do not get the sum hold no gradients afterwards, and the owner adds up the sums of all rounds.
+    tensors are kept for the whole run, or (``frees_buckets``) are allocated at a bucket's first gradient and freed
+    after its reduction. Then actors that do not get the sum hold no gradients, and the owner adds up the sums of all
+    rounds.
 
-    Buckets are started in one fixed order, because all members of a group must call its collectives in the same order,
-    and gradients may become complete in another order. Only the end of a backward shows that a parameter has no
-    gradient, see ``flush``.
+    Buckets are started in one fixed order, because all members of a group must call its collectives in the same order;
+    gradients may become complete in another order. That a parameter has no gradient is known only at the end of a
+    backward, see ``flush``.
 
     Args:
         buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
-            makes the gradients.
+            computes the gradients.
         channels: The channel of each bucket owner.
-        place: The device that computes the gradients. Its clock times the transfers.
+        device: The device that computes the gradients. Its clock times the transfers.
         sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
-        lends: Whether flat tensors are lent; with several rounds they are in any case.
+        frees_buckets: Whether flat tensors are freed after each reduction; with several rounds they always are.
 
     Attributes:
         sums: The sums that this actor gets.
-        lent: The bytes of gradients in flat tensors that are lent; None if they are kept for the whole run.
+        bucket_bytes: The bytes of gradients in flat tensors that are freed; None if they are kept for the whole run.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
-    Rajbhandari et al. 2020, "ZeRO", section 5.2 (P_os+g) for ``lends``.
+    Rajbhandari et al. 2020, "ZeRO", section 5.2 (P_os+g) for ``frees_buckets``.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         channels: Sequence[Channel],
-        place: ComputeDevice,
+        device: ComputeDevice,
         sums: GradientSums,
         rounds: Sequence[int] | None = None,
         *,
-        lends: bool = False,
+        frees_buckets: bool = False,
     ) -> None:
-        self._buckets, self._channels, self._place, self.sums = buckets, channels, place, sums
+        self._buckets, self._channels, self._device, self.sums = buckets, channels, device, sums
         stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
         self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
-        self._lends = lends or len(set(stages)) < len(stages)
-        self.lent = HighWater() if self._lends else None
-        self._flats = [None if self._lends else self._empty(number) for number in range(len(buckets))]
+        self._frees_buckets = frees_buckets or len(set(stages)) < len(stages)
+        self.bucket_bytes = HighWater() if self._frees_buckets else None
+        self._flats = [None if self._frees_buckets else self._empty(number) for number in range(len(buckets))]
         self.begin()
 
     def begin(self) -> None:
-        """Open a step, and drop what an interrupted step left behind."""
+        """Begin a step, and drop the state of an interrupted one."""
         self._missing: list[set[Tensor]] = [set(self._buckets[number].parameters.values()) for number in self._order]
-        self._places: list[list[int]] = [[] for _ in self._buckets]  # by bucket, in the order, of rounds still to end
-        for place, number in enumerate(self._order):
-            self._places[number].append(place)
+        self._positions: list[list[int]] = [[] for _ in self._buckets]  # by bucket, of open rounds
+        for position, number in enumerate(self._order):
+            self._positions[number].append(position)
         self._transfers: list[_Transfer] = []
         self._arrived = 0  # number of transfers that were waited for
         self.sums.begin()
         self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
-        if self.lent is not None:
+        if self.bucket_bytes is not None:
             self._flats = [None] * len(self._buckets)
-            self.lent.add(-self.lent.now)
-            self.lent.begin()
+            self.bucket_bytes.add(-self.bucket_bytes.now)
+            self.bucket_bytes.begin()
 
     @contextmanager
     def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Hook the parameters of a stage for the time of one backward: its first, its last, or both in one.
+        """Hook the parameters of a stage during one backward: its first, its last, or both in one.
 
-        In the first backward of a round, each gradient is moved into its bucket's flat tensor as soon as it is made. In
-        the last backward of a round each gradient is complete when it is made, and each complete bucket is started.
+        In the first backward of a round, each gradient is moved into its bucket's flat tensor once it is computed.
+        In the last backward of a round each gradient is then complete, and each complete bucket is started.
 
         Args:
             stage: Number of the stage.
             last: Whether this is the stage's last backward of the round.
-            left: Parameters whose gradients this backward still has to make; None means all. The gradients of the other
-                parameters are treated as made already.
+            left: Parameters whose gradients this backward computes; None means all. The gradients of all other
+                parameters are treated as computed already.
 
         Raises:
             RuntimeError: A parameter got a second gradient in the last backward after its bucket was started.
         """
-        arrived = self._complete if last else self._made
+        arrived = self._complete if last else self._move_in
         with ExitStack() as hooks:
             for number, bucket in enumerate(self._buckets):
                 for name, parameter in bucket.parameters.items() if bucket.stage == stage else ():
@@ -169,13 +170,14 @@ class Reducer:
                         arrived(number, name, parameter)
             yield
 
-    def places(self, stage: int) -> dict[Tensor, Callable[[], Tensor]]:
-        """Return for each parameter of a stage what returns the view of a flat tensor, of its shape, for its gradient.
+    def gradient_views(self, stage: int) -> dict[Tensor, Callable[[], Tensor]]:
+        """Return, for each parameter of a stage, a function that returns the view of a flat tensor for its gradient.
 
-        Parameters whose gradients are added up in another dtype have none. A flat tensor may be lent only then.
+        The view has the parameter's shape; a call allocates the flat tensor if need be. Parameters whose gradients are
+        accumulated in another dtype have no function.
         """
         return {
-            parameter: partial(self._place_in, number, name)
+            parameter: partial(self._view, number, name)
             for number, bucket in enumerate(self._buckets)
             if bucket.stage == stage and bucket.grad_dtype == bucket.dtype
             for name, parameter in bucket.parameters.items()
@@ -184,8 +186,8 @@ class Reducer:
     def flush(self, stage: int) -> None:
         """Note that the last backward of a stage's round is over, and start the complete buckets."""
         for number, bucket in enumerate(self._buckets):
-            if bucket.stage == stage and self._places[number]:
-                self._missing[self._places[number].pop(0)].clear()
+            if bucket.stage == stage and self._positions[number]:
+                self._missing[self._positions[number].pop(0)].clear()
         self._start()
 
     def finish(self) -> None:
@@ -209,7 +211,7 @@ class Reducer:
         self.sums.hand_over()
 
     def settle(self, *, whole: bool = False) -> None:
-        """Wait for all started reductions of a step that is given up, and ignore their results.
+        """Wait for all started reductions of an aborted step, and ignore their results.
 
         They must finish, because every other replica has started them too.
 
@@ -232,16 +234,16 @@ class Reducer:
         Args:
             tensor: A tensor of any shape and dtype.
         """
-        self._channels[0].tell(tensor).wait()
+        self._channels[0].sum_on_host(tensor).wait()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are lent, of the sums."""
-        return sum(bucket.num_bytes for bucket in self._buckets) if self.lent is None else self.sums.num_bytes
+        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are freed, of the sums."""
+        return sum(bucket.num_bytes for bucket in self._buckets) if self.bucket_bytes is None else self.sums.num_bytes
 
     @property
     def names(self) -> frozenset[str]:
-        """Logical names of the parameters whose gradients it reduces."""
+        """Logical names of the parameters whose gradients are reduced."""
         return frozenset(name for bucket in self._buckets for name in bucket.parameters)
 
     @property
@@ -257,12 +259,12 @@ class Reducer:
 
     @property
     def overlap(self) -> float | None:
-        """Fraction of the communication time that was hidden behind compute, from 0 to 1. None if there are no buckets.
+        """Fraction of the communication time that overlapped with compute, from 0 to 1. None if there are no buckets.
 
         It is 1 - (seconds spent on starting buckets and waiting for them) / (seconds in which at least one bucket was
         being reduced). A second in which several buckets are being reduced counts once.
         """
-        when, under_way, reached = self._place.seconds, 0.0, 0.0
+        when, under_way, reached = self._device.seconds, 0.0, 0.0
         for transfer in self._transfers:
             start, end = when(transfer.start), when(transfer.end)
             under_way += max(0.0, end - max(reached, start))
@@ -276,65 +278,65 @@ class Reducer:
         return self._channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
 
     def _flat(self, number: int) -> Tensor:
-        """Return the flat tensor of a bucket, which may be lent only now."""
+        """Return the flat tensor of a bucket; allocate it if need be."""
         flat = self._flats[number]
         if flat is None:
             flat = self._flats[number] = self._empty(number)
-            if self.lent is not None:
-                self.lent.add(self._buckets[number].num_bytes)
+            if self.bucket_bytes is not None:
+                self.bucket_bytes.add(self._buckets[number].num_bytes)
         return flat
 
-    def _place_in(self, number: int, name: str) -> Tensor:
+    def _view(self, number: int, name: str) -> Tensor:
         """Return the view of a bucket's flat tensor for the gradient of a parameter."""
-        return self._buckets[number].place(name, self._flat(number))
+        return self._buckets[number].view(name, self._flat(number))
 
-    def _made(self, number: int, name: str, parameter: Tensor) -> None:
+    def _move_in(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a gradient into bucket ``number``."""
         self._buckets[number].move_in(name, self._flat(number))
 
     def _complete(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a complete gradient into bucket ``number``, and start the buckets that are complete now."""
-        place = self._places[number][0]
-        if place < len(self._transfers):
+        position = self._positions[number][0]
+        if position < len(self._transfers):
             raise RuntimeError(
                 f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._made(number, name, parameter)
-        self._missing[place].discard(parameter)
+        self._move_in(number, name, parameter)
+        self._missing[position].discard(parameter)
         self._start()
 
     def _start(self) -> None:
         """Start the complete buckets, in order, up to the first one that is not complete."""
-        while (place := len(self._transfers)) < len(self._order) and not self._missing[place]:
-            number = self._order[place]
-            bucket, flat, start = self._buckets[number], self._flat(number), self._place.mark()
+        while (position := len(self._transfers)) < len(self._order) and not self._missing[position]:
+            number = self._order[position]
+            bucket, flat, start = self._buckets[number], self._flat(number), self._device.mark()
             bucket.fill(flat)
             handle = self._channels[bucket.owner].start(flat)
             self._transfers.append(_Transfer(number, bucket, flat, handle, nbytes(flat), start))
-            self._spent.append((start, self._place.mark()))
-            if self._lends:
-                bucket.disown()
+            self._spent.append((start, self._device.mark()))
+            if self._frees_buckets:
+                bucket.drop_gradients()
                 self._flats[number] = None
-                self._collect(_MOST_LENT)
+                self._collect(_MOST_FLATS)
 
     def _collect(self, most: int) -> None:
-        """Wait for the oldest reductions until at most ``most`` are under way, and keep or add up what arrives here."""
+        """Wait for the oldest reductions until at most ``most`` are left, and add the sums that this actor gets."""
         while len(self._transfers) - self._arrived > most:
             transfer = self._transfers[self._arrived]
             assert transfer.flat is not None
             transfer.end = self._wait(transfer.handle)
             number, flat, transfer.flat = transfer.number, transfer.flat, None
-            if self._channels[transfer.bucket.owner].here:
+            if self._channels[transfer.bucket.owner].gets_sum:
                 self.sums.add(number, flat)
             self._arrived += 1
-            if self.lent is not None:
-                self.lent.add(-transfer.bucket.num_bytes)
+            if self.bucket_bytes is not None:
+                self.bucket_bytes.add(-transfer.bucket.num_bytes)
 
     def _wait(self, handle: Waitable) -> float:
         """Wait for a communication, and return the mark of its end."""
-        before = self._place.mark()
+        before = self._device.mark()
         handle.wait()
-        after = self._place.mark()
+        after = self._device.mark()
         self._spent.append((before, after))
         return after

@@ -19,7 +19,7 @@ from raypar.actors.models.unregistered import unregistered
 def fixed_weights(
     layers: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]
 ) -> set[str]:
-    """Find the weights that must stay where they are, because another tensor of the layers shares their memory.
+    """Find the weights whose memory must not move, because another tensor of the layers shares it.
 
     Args:
         layers: Every layer of this actor.
@@ -27,21 +27,21 @@ def fixed_weights(
         owner_of: The replica that updates each of them.
 
     Returns:
-        The logical names of those weights.
+        The logical names of these weights.
 
     Raises:
         ValueError: Two weights have elements in common and are updated by different replicas.
     """
     modules = [module for layer in layers for module in layer.modules()]
     tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
-    there = Counter(map(storage_id, tensors.values()))
+    uses = Counter(map(storage_id, tensors.values()))
     fixed = defaultdict[int, list[str]](list)  # storage -> logical names
     for name, parameter in parameters.items():
-        if there[storage_id(parameter)] > 1:
+        if uses[storage_id(parameter)] > 1:
             fixed[storage_id(parameter)].append(name)
     for names in fixed.values():
         if len({owner_of[name] for name in names}) > 1:
-            _demand_apart({name: parameters[name] for name in names}, owner_of)
+            _demand_disjoint({name: parameters[name] for name in names}, owner_of)
     return {name for names in fixed.values() for name in names}
 
 
@@ -50,7 +50,7 @@ class CheckedTensor(NamedTuple):
 
     Attributes:
         layer: Index of the layer.
-        name: What to call the tensor.
+        name: Name of the tensor in messages.
         tensor: The tensor.
     """
 
@@ -60,7 +60,7 @@ class CheckedTensor(NamedTuple):
 
 
 def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tuple[CheckedTensor, CheckedTensor]]:
-    """Find the trainable parameters that have elements in common with another tensor that layers refer to.
+    """Find the trainable parameters that share elements with another tensor of the layers.
 
     Args:
         names: Logical name of each layer.
@@ -98,7 +98,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(_bytes_of(other, marks).any())
 
 
-def _demand_apart(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]) -> None:
+def _demand_disjoint(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]) -> None:
     """Raise ValueError if weights of one storage with different owners have elements in common."""
     names = list(weights)
     storage = weights[names[0]].untyped_storage()
@@ -122,11 +122,11 @@ def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:
 
 
 class UnequalReplicasError(RuntimeError):
-    """The replicas do not have the same weights, or have not made the same of the same microbatch."""
+    """The replicas have different weights, or have computed different results of the same microbatch."""
 
 
 class OtherInputsError(UnequalReplicasError):
-    """A replica has got other inputs than others that compute the same microbatch: the cause is elsewhere."""
+    """A replica got different inputs than the others that compute the same microbatch: the cause is elsewhere."""
 
 
 def digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -139,7 +139,7 @@ def digest(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def gathered(own: bytes, group: Group) -> list[bytes]:
-    """Return the bytes of every member of a group, which are as many as the own ones, a multiple of 8."""
+    """Gather the bytes of every member of a group; all members give equally many, a multiple of 8."""
     words = torch.frombuffer(bytearray(own), dtype=torch.int64)
     found = torch.empty(group.size * len(words), dtype=torch.int64)
     group.host.all_gather(found, words).wait()
@@ -152,12 +152,12 @@ def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], 
     Args:
         digests: Digests of this member's weights, see ``digest``.
         group: The members to compare with.
-        labels: What to call each member in the error message, by rank.
-        when: When in the run they are compared, as "in step 3"; None before the first step.
+        labels: Name of each member in the error message, by rank.
+        when: Time of the check, as "in step 3"; None before the first step.
 
     Raises:
-        UnequalReplicasError: The weights of some members are not those of most others, or of rank 0 if there is no
-            majority. Every member raises it.
+        UnequalReplicasError: The weights of some members differ from those of the majority, or from those of rank 0 if
+            there is no majority. Every member raises it.
     """
     rows = gathered(hashlib.sha256(b"".join(digests)).digest(), group)
     ((usual, count),) = Counter(rows).most_common(1)

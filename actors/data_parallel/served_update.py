@@ -34,9 +34,9 @@ class ServedUpdate:
             ballot: The votes of the replicas (unused: the servers count them).
 
         Returns:
-            Nothing that is known here: the servers report the norm and the learning rate.
+            An empty ``Updated``: the servers report the norm and the learning rate.
         """
-        flats = [bucket.room() for bucket in self._buckets]
+        flats = [bucket.empty_weights() for bucket in self._buckets]
         groups = [self._groups[bucket.owner] for bucket in self._buckets]
         handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Make the layers of an actor unit by unit, and move their weights into shards."""
+"""Build the layers of an actor unit by unit, and move their weights into shards."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from raypar.actors.tensors import dtype_of
 
 
 class Sharder:
-    """Makes the layers of an actor unit by unit, so that no more than one unit is whole at a time, and shards them.
+    """Builds the layers of an actor unit by unit and shards them, so that at most one unit is whole at a time.
 
     A unit is some consecutive layers of the model's body, or one other layer, such as an embedding or a head. A weight
     that several layers of the actor share is a unit by itself.
 
     Args:
         model: The model.
-        make: Makes the layers with these indices, with their initial weights, in ``modules``.
-        modules: The layers that were made, by index.
-        same: For each copy of a tied weight that needs no memory of its own, the parameter on this actor that it is the
-            same as.
+        make: Builds the layers with these indices, with their initial weights, and adds them to ``modules``.
+        modules: The layers that are built, by index.
+        same: For each copy of a tied weight that shares the memory of a parameter of this actor, that parameter.
         owners: Who updates each parameter.
-        groups: The actor's groups by key: "gather" are the replicas among which parameters are sharded, "edp.gather"
-            those of experts that are divided over actors. Where there is none, each actor has all of them.
-        rest: Where shards are kept.
-        home: Where masters are kept.
+        groups: The actor's groups by key: "gather" has the replicas among which parameters are sharded, "edp.gather"
+            those of experts that are divided over actors. Without a group, each actor has all of the parameters.
+        shard_storage: Storage of the shards.
+        master_storage: Storage of the masters.
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
-        is_own: Whether the layers are the user's own, which may use their weights in unusual ways.
+        is_own: Whether the layers are the user's, which may use their weights in unusual ways.
 
     Attributes:
         shards: The parameters that this actor keeps, by logical name, in the dtype in which layers compute.
-        masters: What the optimizer updates, by logical name: these shards, or fp32 masters of them.
+        masters: The tensors that the optimizer updates, by logical name: these shards, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
 
@@ -56,8 +55,8 @@ class Sharder:
         same: Mapping[str, str],
         owners: Owners,
         groups: Mapping[str, Group],
-        rest: OffloadStorage,
-        home: OffloadStorage,
+        shard_storage: OffloadStorage,
+        master_storage: OffloadStorage,
         layers: int,
         precision: Precision,
         *,
@@ -68,22 +67,22 @@ class Sharder:
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
         self._precision, self._is_own = precision, is_own
-        self._rest, self._home = rest, home
+        self._shard_storage, self._master_storage = shard_storage, master_storage
         self.shards: dict[str, nn.Parameter] = {}
         self.masters: dict[str, nn.Parameter] = {}
         self.gathered = HighWater()
 
     def shard(self, layers: Sequence[int]) -> StageWeights:
-        """Make the layers of a stage and shard their weights."""
+        """Build the layers of a stage and shard their weights."""
         units: list[Unit] = []
         uses: list[list[int]] = []
         tiles: list[list[int]] = []
         for members in self._groups(layers):
-            initial = self._made(members)
+            initial = self._built(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
             experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
-            if "edp.gather" not in self._replicas and not self._rest.is_apart:
+            if "edp.gather" not in self._replicas and not self._shard_storage.is_apart:
                 self._keep(experts, initial)  # no other actor has them
                 experts = {}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]
@@ -113,8 +112,8 @@ class Sharder:
         yield from (body[start : start + self._layers] for start in range(0, len(body), self._layers))
         yield from ([index] for index in layers if index >= self._model.body.stop)
 
-    def _made(self, members: Sequence[int]) -> dict[str, Tensor]:
-        """Make the layers of a unit, cast them, and return the owned weights as they were before, by logical name."""
+    def _built(self, members: Sequence[int]) -> dict[str, Tensor]:
+        """Build the layers of a unit, cast them, and return the owned weights before the cast, by logical name."""
         self._make(members)
         modules = [self._modules[index] for index in members]
         if not self._precision.is_half:
@@ -125,30 +124,30 @@ class Sharder:
         return {name: weight for name, weight in initial.items() if self._owners.is_own(name)}
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
-        """Shard parameters, which the same actors hold, as a unit, and keep the masters of the owned ones."""
+        """Shard parameters that the same actors hold as a unit, and create the masters of the owned ones."""
         key = "gather" if self._owners.experts.isdisjoint(parameters) else "edp.gather"
         ranks = {name: self._owners.rank(name) for name in parameters}
-        unit = Unit(parameters, ranks, self._replicas.get(key), self._rest, self.gathered)
+        unit = Unit(parameters, ranks, self._replicas.get(key), self._shard_storage, self.gathered)
         self._keep(unit.shards, initial)
         return unit
 
     def _keep(self, shards: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
-        """Keep shards, or parameters that are whole all the time, and the masters of the owned ones."""
+        """Keep shards, or parameters that are always whole, and create the masters of the owned ones."""
         self.shards |= shards
         for name, shard in shards.items():
             if self._owners.is_own(name):
-                self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._home)
+                self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._master_storage)
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:
-        """Add the parameters of a layer that no other one shares to ``own``, and return the units of the others."""
+        """Add the parameters of a layer that no other layer shares to ``own``, and return the units of shared ones."""
         tied = []
         for inner, parameter in self._modules[index].named_parameters():
             name = f"{self._model.names[index]}.{inner}"
-            home = self._same.get(name, name)
-            if home in self._shared and parameter.requires_grad:
-                if home not in self._tied:
-                    self._tied[home] = self._unit({home: parameter}, initial)
-                tied.append(self._tied[home])
+            source = self._same.get(name, name)
+            if source in self._shared and parameter.requires_grad:
+                if source not in self._tied:
+                    self._tied[source] = self._unit({source: parameter}, initial)
+                tied.append(self._tied[source])
             elif parameter.requires_grad and tile_of(name) is None:
                 own[name] = parameter
         return tied

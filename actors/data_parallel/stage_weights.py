@@ -1,18 +1,24 @@
-"""When the sharded weights of a stage are whole: in a window, layer by layer or all at once."""
+"""The windows in which the sharded weights of a stage are gathered, and a guard against any other use of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from raypar.actors.autograd.torch_private import num_writes, storage_id
+from raypar.actors.autograd.torch_private import (
+    DispatchMode,
+    argument_names,
+    leaves_of,
+    num_writes,
+    storage_id,
+    written_arguments,
+)
 from raypar.actors.data_parallel.units import Unit
-from raypar.actors.data_parallel.weight_guard import WeightGuard
 from raypar.actors.models.tiled import TiledLinear
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.tensors import Values
@@ -20,23 +26,80 @@ from raypar.schedules.action import Action, Op
 
 Pass = Literal["forward", "backward", "both"]
 
+_ONLY_WHILE = "with zero 3 the weights of a layer are there only while the layer runs"
+
+
+class WeightGuard(DispatchMode):
+    """Mode in which an op that reads a freed weight, or writes into a whole one, raises ValueError.
+
+    Args:
+        units: The units of the weights.
+    """
+
+    only_looks = True
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__()
+        self._units, self._is_off = units, False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Return a context without checks, to gather and free weights."""
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_off and not getattr(func, "is_view", True):
+            values = dict(zip(argument_names(func), args, strict=False)) | kwargs
+            written = {name: values.pop(name) for name in written_arguments(func) if name in values}
+            for tensor in leaves_of((values, written)):
+                if isinstance(tensor, Tensor):
+                    self._demand_whole(tensor)
+            for tensor in leaves_of(written):
+                if isinstance(tensor, Tensor) and (name := self._name_of(tensor)[0]) is not None:
+                    raise ValueError(
+                        f"{name} is written to, and {_ONLY_WHILE}, so the change would be lost: let the forward "
+                        "compute with a changed copy, keep the value in a buffer, or set zero to 2"
+                    )
+        return func(*args, **kwargs)
+
+    def _demand_whole(self, tensor: Tensor) -> None:
+        name, unit = self._name_of(tensor)
+        if unit is not None and not unit.is_ready:
+            raise ValueError(
+                f"{name} is used while it is not there: {_ONLY_WHILE}. Hand what a layer makes to later layers as its "
+                "outputs only, and register a weight in every layer that uses it; or keep weights until the backward, "
+                "reshard_after_forward=False, or set zero to 2"
+            )
+
+    def _name_of(self, tensor: Tensor) -> tuple[str | None, Unit | None]:
+        """Return the logical name and the unit of the weight whose memory a tensor has; None if there is none."""
+        for unit in self._units:
+            if (name := unit.name_of(tensor)) is not None:
+                return name, unit
+        return None, None
+
 
 class StageWeights:
-    """Opens and closes the sharded weights of a stage, as the UNSHARD and RESHARD of a schedule tell.
+    """Gathers and frees the sharded weights of a stage, at the UNSHARD and RESHARD of a schedule.
 
-    Between ``open`` and ``close``, a window, the stage's layers may be used. A window for a single pass over the layers
-    streams: each unit is gathered just before the first layer that uses it, while the layer before computes, and freed
-    behind the last one. The unit behind the next one is read from the disk, if it is there. A window for more holds all
-    units until it is closed.
+    A window is the time between ``open`` and ``close``, in which the stage's layers may be used. A window for a single
+    pass over the layers streams: each unit is gathered just before the first layer that uses it, while the previous
+    layer computes, and freed after the last one. The unit after the next one is prefetched from the disk, if it is
+    there. A window for several passes holds all units until it is closed.
 
-    All replicas must gather in the same order. So in a window that streams the order is fixed in advance, and units of
+    All replicas must gather in the same order. So the order of a window that streams is fixed in advance, and units of
     layers that were skipped are gathered too.
 
     Args:
         units: All units of the stage's parameters.
-        uses: For each layer of the stage, the indices of the units that it uses all the time.
-        tiles: For each layer, the indices of the units of its tiles, each used for one product; none if None.
-        is_guarded: Whether layers may use weights in unusual ways, so that their first passes are to be guarded.
+        uses: For each layer of the stage, the indices of the units that it uses during its whole pass.
+        tiles: For each layer, the indices of the units of its tiles, each used for one product; None if none has tiles.
+        is_guarded: Whether to check the layers' use of weights, because they may use them in unusual ways.
 
     Attributes:
         num_bytes: Bytes of the stage's parameters when they are whole.
@@ -58,11 +121,13 @@ class StageWeights:
         self._tiles = [tuple(cut) for cut in tiles or ([],) * len(uses)]
         *self._starts, self._total = accumulate((1 + len(cut) for cut in self._tiles), initial=0)
         self._kind: Pass | None = None
-        self._visits: list[tuple[int, ...]] | None = None  # units of each visit of a layer in turn; None: all are held
-        self._at = -1  # the visit under way
+        self._visits: list[tuple[int, ...]] | None = (
+            None  # units of each visit of a layer in turn; None: all units are held
+        )
+        self._at = -1  # the present visit
         self._is_open = False
         self._first_backward = 0  # index of the first visit of the backward
-        self._given: dict[int, int] = {}  # of the inputs of the layer that runs, by id, how often they were written to
+        self._input_writes: dict[int, int] = {}  # number of writes to each input of the running layer, by id
 
     def open(self, kind: Pass | None) -> None:
         """Open a window and start to gather.
@@ -75,14 +140,14 @@ class StageWeights:
             self._plan(kind)
 
     def start(self, kind: Pass) -> None:
-        """Begin a pass over the layers. A window that was opened for another single pass is planned anew."""
+        """Begin a pass over the layers. A window that was opened for another single pass is planned again."""
         if self._visits is not None and (self._kind != kind or self._at >= 0):
             self._finish()
             self._plan(kind)
 
     def forward(self, layer: int, inputs: Values) -> None:
         """Prepare for the forward of a layer with some inputs: wait until its weights are whole."""
-        self._given = {id(value): num_writes(value) for value in inputs}
+        self._input_writes = {id(value): num_writes(value) for value in inputs}
         self._enter(self._uses[layer], self._starts[layer])
 
     def backward(self, layer: int) -> None:
@@ -90,7 +155,7 @@ class StageWeights:
         self._enter(self._uses[layer], self._backward_visit(layer))
 
     def watch_tiles(self, layer: int, linears: Sequence[TiledLinear]) -> None:
-        """Have the tiled linear layers of a layer, in the order of its tiles, gather each tile when it is used."""
+        """Hook the tiled linear layers of a layer, in the order of its tiles, to gather each tile when it is used."""
         first = 0
         for linear in linears:
             linear.before = partial(self._forward_tile, layer, first)
@@ -98,17 +163,17 @@ class StageWeights:
             first += sum(1 for _ in linear.children())
 
     def _forward_tile(self, layer: int, first: int, number: int) -> None:
-        planned = self._kind != "backward"  # else a layer is run again in its backward
+        planned = self._kind != "backward"  # else the layer is recomputed in its backward
         self._enter_tile(layer, first + number, self._starts[layer] + 1 + first + number if planned else None)
 
     def _watch_tile(self, layer: int, first: int, number: int, output: Tensor) -> None:
         if output.requires_grad:
             tile = first + number
-            behind = len(self._tiles[layer]) - tile
-            output.register_hook(lambda gradient: self._enter_tile(layer, tile, self._backward_visit(layer) + behind))
+            offset = len(self._tiles[layer]) - tile
+            output.register_hook(lambda gradient: self._enter_tile(layer, tile, self._backward_visit(layer) + offset))
 
     def _enter_tile(self, layer: int, tile: int, visit: int | None) -> None:
-        """Prepare for the product of a tile, in a visit of the plan; None if it is not planned."""
+        """Prepare for the product of a tile. ``visit`` is its number in the plan; None if it is not planned."""
         index, cut = self._tiles[layer][tile], self._tiles[layer]
         used = (*self._uses[layer], index)
         if visit is not None or self._visits is None:
@@ -122,17 +187,17 @@ class StageWeights:
         return self._first_backward + self._total - self._starts[layer] - 1 - len(self._tiles[layer])
 
     def watch(self, layer: int, outputs: Values) -> Values:
-        """Prepare for the backward of a layer as soon as the gradient of one of its outputs is there.
+        """Hook the outputs of a layer to prepare for its backward when the first gradient of an output is computed.
 
-        Call it at once after the layer, while the inputs that ``forward`` was told still exist. Inputs that the layer
-        hands on as they are have no backward in it.
+        Call it directly after the layer, while the inputs of ``forward`` still exist. Inputs that the layer returns
+        unchanged have no backward in it.
 
         Returns:
-            The outputs; those that are in the memory of a weight, which may be freed before they are read, are copied.
+            The outputs; an output in the memory of a weight is copied, because that may be freed before it is read.
         """
         outputs = tuple([value.clone() if storage_id(value) in self._memory else value for value in outputs])
         for output in outputs:
-            if output.requires_grad and self._given.get(id(output)) != num_writes(output):
+            if output.requires_grad and self._input_writes.get(id(output)) != num_writes(output):
                 output.register_hook(lambda gradient: self.backward(layer))
         return outputs
 
@@ -141,13 +206,13 @@ class StageWeights:
         return nullcontext() if self._guard is None else self._guard
 
     def close(self) -> None:
-        """Close the window: gather what is left of its order, and free everything."""
+        """Close the window: gather the remaining units of its order, and free all units."""
         if self._is_open:
             self._finish()
             self._is_open = False
 
     def _plan(self, kind: Pass | None) -> None:
-        """Plan the visits of a window, and start to gather what comes first."""
+        """Plan the visits of a window, and start to gather the units of the first one."""
         self._kind, self._at = kind, -1
         layers = list(zip(self._uses, self._tiles, strict=True))
         forward = [visit for used, cut in layers for visit in (used, *((*used, one) for one in cut))]
@@ -160,18 +225,18 @@ class StageWeights:
             self.units[index].gather(self)
 
     def _enter(self, used: Sequence[int], visit: int, unused: Sequence[int] = ()) -> None:
-        """Go on to a visit, free units that are ``unused``, and wait until the units that it uses are whole."""
+        """Advance to a visit, free the ``unused`` units, and wait until the units that it uses are whole."""
         with nullcontext() if self._guard is None else self._guard.off():
             if self._visits is not None:
-                self._go_on(self._visits, visit)
+                self._advance(self._visits, visit)
             for index in unused:
                 self.units[index].free(self)
             for index in used if self._is_open else ():
-                self.units[index].gather(self)  # whole, unless a layer is run once more than planned
+                self.units[index].gather(self)  # whole already, unless a layer runs once more than planned
                 self.units[index].wait()
 
-    def _go_on(self, visits: Sequence[tuple[int, ...]], visit: int) -> None:
-        """Go on to a visit: free what it does not use, and start to gather for it and for the next one."""
+    def _advance(self, visits: Sequence[tuple[int, ...]], visit: int) -> None:
+        """Advance to a visit: free the units that it does not use, and start to gather for it and for the next one."""
         while self._at < visit:
             self._at += 1
             used = visits[self._at]
@@ -185,13 +250,13 @@ class StageWeights:
 
     def _finish(self) -> None:
         if self._visits is not None:
-            self._go_on(self._visits, len(self._visits) - 1)
+            self._advance(self._visits, len(self._visits) - 1)
         for unit in self.units:
             unit.free(self)
 
 
 class WeightWindows:
-    """The windows of all sharded stages of an actor, as a row opens and closes them.
+    """The windows of all sharded stages of an actor, in the order of its row.
 
     Args:
         weights: The sharded weights of each stage, by its number; empty if none are sharded.
@@ -205,7 +270,7 @@ class WeightWindows:
         self._left: dict[int, Iterator[Pass | None]] = {}
 
     def begin(self) -> None:
-        """Begin a step: close the windows that an interrupted step has left open."""
+        """Begin a step: close the windows that an interrupted step left open."""
         for stage, weights in self._weights.items():
             weights.close()
             self._left[stage] = iter(self._kinds[stage])
@@ -224,7 +289,7 @@ class WeightWindows:
 
 
 def _kinds_of(stage: int, row: Sequence[Action], recompute: Recompute) -> list[Pass | None]:
-    """Return what each window of a stage in a row is for: the only pass over the layers in it; None for several."""
+    """Return, for each window of a stage in a row, its only pass over the layers; None if it has several."""
     passes: dict[Op, Pass] = dict.fromkeys((Op.B, Op.I), "both" if recompute == "full" else "backward")
     passes[Op.F] = "forward"
     windows: list[list[Pass]] = []

@@ -1,4 +1,4 @@
-"""The sums of gradients that an actor gets: where they are kept from their reduction to the update."""
+"""The summed gradients that an actor gets, stored from their reduction until the update."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from raypar.actors.tensors import nbytes
 class GradientSums:
     """The sums of gradients over the replicas, and over the rounds of a step, that an actor gets.
 
-    On the device a sum stays in the flat tensor in which it arrives, and becomes the gradient of the layers'
-    parameters. A home apart has memory for it, and it becomes the gradient of the masters, in their dtype.
+    On the device a sum stays in the flat tensor of its reduction, and becomes the gradient of the layers' parameters. A
+    storage off the device has memory for it, and it becomes the gradient of the masters, in their dtype.
 
     Args:
         buckets: All buckets.
-        here: The numbers of those whose sums this actor gets.
-        home: Where it keeps them.
-        masters: The weights that it updates, by logical name.
+        received: The numbers of the buckets whose sums this actor gets.
+        storage: Storage of the sums.
+        masters: The weights that the actor updates, by logical name.
 
     Attributes:
-        is_apart: Whether the sums are kept away from the device.
+        is_apart: Whether the sums are stored off the device.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        here: Collection[int],
-        home: OffloadStorage,
+        received: Collection[int],
+        storage: OffloadStorage,
         masters: Mapping[str, nn.Parameter],
     ) -> None:
-        self.is_apart = home.is_apart
-        self._buckets, self._home, self._masters = buckets, home, masters
+        self.is_apart = storage.is_apart
+        self._buckets, self._storage, self._masters = buckets, storage, masters
         self._sums: dict[int, Tensor] = {}  # by bucket
-        self._rooms: dict[int, Tensor] = {}  # by bucket, memory apart
-        self._in_dtype: dict[str, Tensor] = {}  # by name, memory for gradients in another dtype
-        for number in here if home.is_apart else ():
+        self._allocated: dict[int, Tensor] = {}  # by bucket, memory off the device
+        self._in_dtype: dict[str, Tensor] = {}  # by name, memory for gradients in the dtype of their masters
+        for number in received if storage.is_apart else ():
             bucket = buckets[number]
-            self._rooms[number] = home.empty(bucket.size, bucket.grad_dtype)
+            self._allocated[number] = storage.empty(bucket.size, bucket.grad_dtype)
             for name in bucket.parameters:
                 if masters[name].dtype != bucket.grad_dtype:
-                    self._in_dtype[name] = home.like(masters[name], masters[name].dtype)
+                    self._in_dtype[name] = storage.like(masters[name], masters[name].dtype)
 
     def __contains__(self, number: int) -> bool:
         return number in self._sums
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that are kept now: on the device those so far, apart the memory for all."""
+        """Bytes of the gradients that are stored now; off the device, the memory for all sums of a step."""
         if self.is_apart:
-            return sum(map(nbytes, (*self._rooms.values(), *self._in_dtype.values())))
+            return sum(map(nbytes, (*self._allocated.values(), *self._in_dtype.values())))
         return sum(self._buckets[number].num_bytes for number in self._sums)
 
     def begin(self) -> None:
@@ -64,18 +64,18 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, number: int, flat: Tensor) -> None:
-        """Add what a round has summed up.
+        """Add the sum of a round.
 
         Args:
             number: Number of the bucket.
             flat: Its flat tensor, (size,).
         """
-        kept = self._sums.get(number)
-        if kept is not None:
-            with self._home.at_hand([kept], writes=True):
-                kept.add_(flat.to(kept.device))
+        total = self._sums.get(number)
+        if total is not None:
+            with self._storage.at_hand([total], writes=True):
+                total.add_(flat.to(total.device))
         else:
-            self._sums[number] = self._home.moved(flat, self._rooms.get(number))
+            self._sums[number] = self._storage.moved(flat, self._allocated.get(number))
 
     def finish(self, number: int, finish: Callable[[Tensor], Waitable], empty: Callable[[], Tensor]) -> Waitable | None:
         """Sum a bucket's sums over the actors that own the same weights.
@@ -83,18 +83,18 @@ class GradientSums:
         Args:
             number: Number of the bucket.
             finish: Starts the reduction of a flat tensor in place.
-            empty: Allocates one.
+            empty: Allocates a flat tensor.
 
         Returns:
-            The reduction under way; None if it is complete.
+            The handle of the reduction; None if it is complete.
         """
-        kept = self._sums[number]
+        total = self._sums[number]
         if not self.is_apart:
-            return finish(kept)
-        with torch.no_grad(), self._home.at_hand([kept], writes=True):
-            flat = empty().copy_(kept)
+            return finish(total)
+        with torch.no_grad(), self._storage.at_hand([total], writes=True):
+            flat = empty().copy_(total)
             finish(flat).wait()
-            kept.copy_(flat)
+            total.copy_(flat)
         return None
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class GradientSums:
         """Make the sums the gradients of parameters, or of masters."""
         for number, bucket in enumerate(self._buckets):
             if number not in self._sums:
-                bucket.disown()
+                bucket.drop_gradients()
             elif not self.is_apart:
                 bucket.adopt(self._sums[number])
             else:
@@ -111,6 +111,6 @@ class GradientSums:
     def _to_masters(self, bucket: Bucket, flat: Tensor) -> None:
         for name, gradient in bucket.gradients(flat):
             if gradient is not None and name in self._in_dtype:
-                with self._home.at_hand([gradient]):
-                    gradient = self._home.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
+                with self._storage.at_hand([gradient]):
+                    gradient = self._storage.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
             self._masters[name].grad = gradient

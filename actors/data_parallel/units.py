@@ -1,4 +1,4 @@
-"""Weights that are sharded over replicas, or rest away from the device, and are whole on it only while in use."""
+"""Weights that are sharded over replicas, or stored off the device, and are whole on it only while in use."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from raypar.actors.tensors import nbytes
 class Unit:
     """The parameters of some layers, which are gathered together.
 
-    Each parameter has one replica as its owner, which keeps it in a shard of its own, at home. ``gather`` allocates the
-    memory of all parameters on the device and fills it from the owners' shards; ``free`` gives it back. In between a
-    parameter is as always.
-    Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd has
-    saved are views of the same storage, so they are there again after the next ``gather``.
+    Each parameter has one replica as its owner, which stores it in a shard. ``gather`` allocates the memory of all
+    parameters on the device and fills it from the owners' shards; ``free`` releases it. In between a parameter is
+    usable. Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd
+    has saved are views of the same storage, so they are valid again after the next ``gather``.
 
     Args:
         parameters: The parameters by logical name, with their initial values, which move into the shards.
         owner_of: The owner of each parameter, a rank of the group.
-        group: The replicas among which the parameters are sharded; None for a single one, which has them all.
-        home: Where the shards are kept.
+        group: The replicas among which the parameters are sharded; None if one replica has them all.
+        storage: Storage of the shards.
         gathered: Counts the bytes of the actor's units that are whole.
 
     Attributes:
@@ -49,7 +48,7 @@ class Unit:
         parameters: Mapping[str, nn.Parameter],
         owner_of: Mapping[str, int],
         group: Group | None,
-        home: OffloadStorage,
+        storage: OffloadStorage,
         gathered: HighWater,
     ) -> None:
         self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
@@ -57,7 +56,7 @@ class Unit:
         by_dtype = defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
         for name, parameter in parameters.items():
             by_dtype[parameter.dtype][name] = parameter
-        self._flats = [_Flat(members, owner_of, group, home) for members in by_dtype.values()]
+        self._flats = [_Flat(members, owner_of, group, storage) for members in by_dtype.values()]
         self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
         self.strides = {name: stride for flat in self._flats for name, stride in flat.strides.items()}
         self._gathered = gathered
@@ -71,20 +70,20 @@ class Unit:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the parameters are whole and may be used."""
+        """Whether the parameters are whole and usable."""
         return bool(self._users) and not self._handles
 
     @property
     def memory(self) -> frozenset[int]:
-        """Ids of the storages in which the parameters are while they are whole."""
+        """Ids of the storages of the parameters while they are whole."""
         return frozenset(flat.storage for flat in self._flats)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the logical name of the parameter whose memory, whole or freed, a tensor is in; None if in none."""
+        """Return the logical name of the parameter whose memory, whole or freed, has a tensor; None if none has."""
         return next((name for flat in self._flats if (name := flat.name_of(tensor)) is not None), None)
 
     def expect(self) -> None:
-        """Start to read the shards from the disk, if they are there, because the parameters will soon be gathered."""
+        """Start to read the shards from the disk, if they are there, before the parameters are gathered."""
         if not self._users:
             for flat in self._flats:
                 flat.expect()
@@ -93,7 +92,7 @@ class Unit:
         """Allocate the parameters' memory and start to gather them, unless they are whole.
 
         Args:
-            user: Who will use them, and tells by ``free`` when it has. They stay whole for their other users.
+            user: The object that uses them until it calls ``free``. They stay whole while they have a user.
         """
         if not self._users:
             self._gathered.add(self.num_bytes)
@@ -107,7 +106,7 @@ class Unit:
         self._handles = []
 
     def free(self, user: object) -> None:
-        """Give the parameters' memory back if ``user`` is the last one that uses them."""
+        """Free the parameters' memory if ``user`` is their last user."""
         if user in self._users:
             self.wait()
             self._users.remove(user)
@@ -131,12 +130,12 @@ class _Flat:
         parameters: Mapping[str, nn.Parameter],
         owner_of: Mapping[str, int],
         group: Group | None,
-        home: OffloadStorage,
+        storage: OffloadStorage,
     ) -> None:
-        self._group, self._home = group, home
+        self._group, self._storage = group, storage
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         owner_of = dict.fromkeys(parameters, 0) if group is None else owner_of
-        names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so alike on all replicas
+        names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so equal on all replicas
         counts = [sum(parameters[name].numel() for name in names if owner_of[name] == owner) for owner in range(size)]
         self._counts, first = counts, sum(counts[:rank])
         self._members = [parameters[name] for name in names]
@@ -145,25 +144,25 @@ class _Flat:
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._members]
         self.strides = dict(zip(names, strides, strict=True))
         like = self._members[0]
-        self._shard = home.empty(counts[rank], like.dtype)
+        self._shard = storage.empty(counts[rank], like.dtype)
         self._flat = FlatMemory(sum(counts), like.dtype, like.device)
-        places = zip(self._members, strides, starts, strict=True)
-        self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in places]
+        views = zip(self._members, strides, starts, strict=True)
+        self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in views]
         self._flat.release()
         self.shards: dict[str, nn.Parameter] = {}
-        with home.at_hand([self._shard], writes=True):
+        with storage.at_hand([self._shard], writes=True):
             for name, start, stride in zip(names, starts, strides, strict=True):
                 if owner_of[name] == rank:
                     shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
                     self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
         self.storage = storage_id(self._flat.tensor)
         self._names, self._starts = names, starts
-        self._freed = [_nothing(parameter) for parameter in self._members]
+        self._freed = [_memoryless(parameter) for parameter in self._members]
         for parameter, freed in zip(self._members, self._freed, strict=True):
             parameter.data = freed
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the logical name of the parameter whose memory, whole or freed, a tensor is in; None if in none."""
+        """Return the logical name of the parameter whose memory, whole or freed, has a tensor; None if none has."""
         key = storage_id(tensor)
         if key == self.storage:
             return self._names[max(0, bisect_right(self._starts, tensor.storage_offset()) - 1)]
@@ -171,18 +170,18 @@ class _Flat:
 
     def expect(self) -> None:
         """Start to read the shard."""
-        self._home.expect(self._shard)
+        self._storage.expect(self._shard)
 
     def gather(self) -> Handle | None:
-        """Take memory for the flat tensor and start to gather it. Returns None if this replica owns everything."""
+        """Allocate memory for the flat tensor and start to gather it. Return None if this replica owns all of it."""
         self._flat.take()
         for parameter, whole in zip(self._members, self._whole, strict=True):
             parameter.data = whole
-        with self._home.at_hand([self._shard]):
+        with self._storage.at_hand([self._shard]):
             if self._group is None:
                 self._flat.tensor.copy_(self._shard, non_blocking=True)
                 return None
-            part = self._shard.to(self._flat.tensor.device)  # the shard itself, unless it rests beside a GPU
+            part = self._shard.to(self._flat.tensor.device)  # the shard itself, unless it is stored off a GPU
             return self._group.all_gather_parts(self._flat.tensor, part, self._counts)
 
     def free(self) -> None:
@@ -192,11 +191,11 @@ class _Flat:
         self._flat.release()
 
 
-def _nothing(parameter: Tensor) -> Tensor:
+def _memoryless(parameter: Tensor) -> Tensor:
     """Return NaNs of a parameter's shape and dtype, which take the memory of one element."""
     return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def digests_of(units: Iterable[Unit]) -> dict[str, bytes]:
     """Return the digests of all parameters of some units by logical name."""
-    return {name: made for unit in units for name, made in unit.digests.items()}
+    return {name: digest for unit in units for name, digest in unit.digests.items()}

@@ -24,7 +24,7 @@ class SharedBucket(NamedTuple):
     Attributes:
         bucket: The bucket.
         replicas: Their group.
-        owner: The rank in it of the one that updates the weights.
+        owner: The rank in this group of the replica that updates the weights.
     """
 
     bucket: Bucket
@@ -41,12 +41,12 @@ class ShardedUpdate:
 
     Args:
         updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of the weights that other replicas keep too, each with its owner.
+        buckets: Buckets of the weights that several replicas hold, each with its owner.
         fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
-            move into the flat tensors that are broadcast, which spares a copy.
-        lent: Allocates flat tensors on the device for the time of a broadcast, for weights that rest apart from it;
+            move into the flat tensors that are broadcast, which saves a copy.
+        allocate: Allocates a flat tensor on the device for the time of a broadcast, for weights that are stored off it;
             None if flat tensors are kept for the whole run.
-        home: Where the weights rest in that case.
+        storage: Storage of the weights in that case.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
@@ -56,12 +56,12 @@ class ShardedUpdate:
         updater: Updater,
         buckets: Sequence[SharedBucket],
         fixed: Set[str] = frozenset(),
-        lent: Callable[[int, torch.dtype], Tensor] | None = None,
-        home: OffloadStorage | None = None,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
+        storage: OffloadStorage | None = None,
     ) -> None:
         self._updater = updater
-        self._weights = [_Weights(bucket, fixed, lent, home) for bucket in buckets]
-        self._most = len(buckets) if lent is None else _MOST_LENT
+        self._weights = [_Weights(bucket, fixed, allocate, storage) for bucket in buckets]
+        self._most = len(buckets) if allocate is None else _MOST_FLATS
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Update the owned parameters, and exchange all new weights with the other replicas.
@@ -82,7 +82,7 @@ class ShardedUpdate:
         return updated
 
     def use_averages(self, *, use: bool) -> None:
-        """Let all replicas' weights have their averages' values, or again their own; see ``Updater.use_averages``."""
+        """Replace all replicas' weights by their averages, or restore them; see ``Updater.use_averages``."""
         self._updater.use_averages(use=use)
         self._share()
 
@@ -105,7 +105,7 @@ class ShardedUpdate:
         self._updater.load(read)
 
 
-_MOST_LENT = 2  # broadcasts under way whose flat tensors are given back
+_MOST_FLATS = 2  # concurrent broadcasts whose flat tensors are freed
 
 
 class _Weights:
@@ -118,15 +118,15 @@ class _Weights:
         self,
         shared: SharedBucket,
         fixed: Set[str],
-        lent: Callable[[int, torch.dtype], Tensor] | None,
-        home: OffloadStorage | None,
+        allocate: Callable[[int, torch.dtype], Tensor] | None,
+        storage: OffloadStorage | None,
     ) -> None:
         self._bucket, self._replicas, self._root = shared
-        self._home, self._lent = home, lent
-        self._flat = self._empty() if lent is None else None
+        self._storage, self._allocate = storage, allocate
+        self._flat = self._empty() if allocate is None else None
         self._inside = self._flat is not None and fixed.isdisjoint(self._bucket.parameters)
         if self._flat is not None and self._inside:
-            self._bucket.settle(self._flat)
+            self._bucket.move_weights(self._flat)
 
     def send(self) -> Handle:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
@@ -142,15 +142,15 @@ class _Weights:
         if not self._inside and self._root != self._replicas.rank:
             with self._at_hand(writes=True):
                 self._bucket.load(self._flat)
-        if self._lent is not None:
+        if self._allocate is not None:
             self._flat = None
 
     def _empty(self) -> Tensor:
-        return (self._lent or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
+        return (self._allocate or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
 
     def _at_hand(self, *, writes: bool = False) -> AbstractContextManager[None]:
         weights = self._bucket.parameters.values()
-        return nullcontext() if self._home is None else self._home.at_hand(weights, writes=writes)
+        return nullcontext() if self._storage is None else self._storage.at_hand(weights, writes=writes)
 
 
 def _receive(handle: Handle, weights: _Weights) -> None:

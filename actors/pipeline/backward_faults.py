@@ -1,4 +1,4 @@
-"""What a backward failed at: the layer, and the line of the user's whose gradient it could not compute."""
+"""The cause of a failed backward: the layer, and the line of the user's code whose gradient failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FRAME = re.compile(
 
 
 def called_as(name: str, module: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a layer, under whose name tracebacks have the call."""
+    """Return a function with this name that calls a layer, so that the name appears in tracebacks."""
 
     def call(*values: Any) -> Any:
         return module(*values)
@@ -29,25 +29,25 @@ def called_as(name: str, module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
-    """Take a forward and its backward, which fails, once more, and say which line of which layer it fails at.
+    """Repeat a forward and its failing backward, and return the line and the layer at which the backward fails.
 
     Args:
-        again: Takes them. The layers are called by functions that ``called_as`` returned.
-        names: The names of these.
+        again: Repeats them. It calls the layers by functions that ``called_as`` returned.
+        names: The names of these functions.
 
     Returns:
-        Such as "(in layers.1, in the backward of model.py:17: y = x.exp())"; "" if nothing is known.
+        Such as "(in layers.1, in the backward of model.py:17: y = x.exp())"; "" if it is unknown.
     """
     with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
         warnings.simplefilter("always")
-        with suppress(Exception):  # the fault, or what only another mode of autograd finds wrong
+        with suppress(Exception):  # the fault itself, or one that only anomaly mode finds
             again()
     texts = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
     frames = list(_FRAME.finditer(texts[0])) if texts else []
     entry = next((at for at in range(len(frames) - 1, -1, -1) if _enters(frames[at], names)), len(frames))
     layer = frames[entry]["name"] if entry < len(frames) and frames[entry]["name"] in names else None
     inside = [frame for frame in frames[entry + 1 :] if not is_ours(frame["file"])]
-    line = inside[-1] if inside else None  # of the user's code; a layer of torch's has none
+    line = inside[-1] if inside else None  # of the user's code; a layer of torch has none
     where = [] if layer is None else [f"in {layer}"]
     if line is not None:
         where.append(f"in the backward of {Path(line['file']).name}:{line['line']}: {line['code'] or line['name']}")
@@ -55,5 +55,5 @@ def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
 
 
 def _enters(frame: re.Match[str], names: Sequence[str]) -> bool:
-    """Return whether a frame of a traceback is that in which a layer, or the loss, is called."""
+    """Return whether a frame of a traceback calls a layer or the loss."""
     return frame["name"] in (*names, "loss") and is_ours(frame["file"])

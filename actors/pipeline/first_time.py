@@ -1,4 +1,4 @@
-"""Checks of what a stage does for the first time, whose cost is too high for every microbatch."""
+"""Checks of the first passes of a stage, which cost too much to repeat for every microbatch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class FirstTime:
     """Guards the first forward in training, the first in evaluation and the first backward; checks the first loss.
 
     Args:
-        writes: Notices writes into frozen parameters.
+        writes: Records writes into frozen parameters.
         is_deferred: Whether the layers were built without values, so that some of their tensors may have none yet.
         weights: The stage's weights, if they are sharded over replicas; else None.
         check_loss: Called with the first loss; raises ValueError if it is computed from only a part of the last layer's
-            outputs. None if it can't be.
+            outputs. None if there is nothing to check.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class FirstTime:
 
     @contextmanager
     def guarded(self, what: Work) -> Iterator[None]:
-        """The first time that something is done, guard against meta tensors and unusual uses of sharded weights.
+        """Guard the first pass of a kind against meta tensors and unusual uses of sharded weights.
 
-        Notice then, too, which frozen parameters a forward in training writes into.
+        In the first forward in training, also record which frozen parameters it writes into.
         """
         is_first = what in self._left
         self._left.discard(what)
@@ -59,7 +59,7 @@ class FirstTime:
 
         Args:
             loss: The loss.
-            learns: Returns whether it must have a gradient, since an input or a weight of the stage wants one.
+            learns: Returns whether it must have a gradient, because an input or a weight of the stage needs one.
 
         Raises:
             ValueError: It has no gradient, or is computed from only a part of the outputs.

@@ -1,4 +1,4 @@
-"""The moves of an actor's stages: what performs OFFLOAD and RELOAD."""
+"""The actions OFFLOAD and RELOAD: moves of activations between an actor's device and its host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.schedules.action import Action, Op
 
 
 def move_activations(stages: Mapping[int, Stage]) -> None:
-    """Let the graphs of an actor's stages keep what can be moved, and count the bytes of all of them in one."""
+    """Make the activations of an actor's stages movable, and count their bytes in host memory together."""
     held = HighWater()
     for stage in stages.values():
         stage.host = HostMemory(held)
@@ -20,11 +20,11 @@ def move_activations(stages: Mapping[int, Stage]) -> None:
 def moves_of(
     stages: Mapping[int, Stage], in_all: Callable[[int], tuple[int, int]]
 ) -> Mapping[Op, Callable[[Action], None]]:
-    """Return what performs OFFLOAD and RELOAD.
+    """Return the functions that perform OFFLOAD and RELOAD.
 
     Args:
         stages: The actor's stages, by number.
-        in_all: Returns the step, and the number in the whole step, of a microbatch of the row.
+        in_all: Returns the step of a microbatch of the row, and its number in the whole step.
     """
 
     def move(action: Action) -> None:

@@ -1,4 +1,4 @@
-"""Send values between stages on different ranks: receives are posted ahead, sends don't wait for the receiver."""
+"""Point-to-point messages between stages on different ranks: receives are posted early, sends do not block."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _DTYPES = (
     torch.bool,
 )
 _HEADER = 128  # int64s in a header: number of tensors, then dtype, number of dims, shape and order of each
-_DIMS = 16  # base in which an order of dims is written as one number, with one digit for each dim
-
+_DIMS = 16  # base of the number that encodes an order of dims, with one digit for each dim
 
 Crossing = tuple[int, int, int]
 
@@ -37,8 +36,8 @@ Crossing = tuple[int, int, int]
 class Spec(NamedTuple):
     """Shape, dtype and memory order of a tensor that crosses a boundary between stages.
 
-    The order of the dims in memory is kept because kernels sum in an order that depends on it, and so do the last bits
-    of their results.
+    The order of the dims in memory is preserved because the order in which kernels sum depends on it, and so do the
+    last bits of their results.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +46,7 @@ class Spec(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the dims stand in their usual order, that is, the tensor is contiguous."""
+        """Whether the dims are in their usual order, that is, the tensor is contiguous."""
         return self.order == tuple(range(len(self.shape)))
 
     def __str__(self) -> str:
@@ -55,14 +54,14 @@ class Spec(NamedTuple):
 
 
 class ValueRoute(NamedTuple):
-    """Where the values of a SEND or RECV go, and in which shapes.
+    """The peers, the tag and the shapes of a SEND or RECV.
 
     Attributes:
-        peers: The members of the group at the other end: of a RECV one, of a SEND perhaps none or several.
-        tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and every message
-            of a step has another one.
-        crossing: The stage before the boundary, that is, the one that sends the forward values over it; of a skip, the
-            stage at its end, else 0; and the microbatch, if its shapes are its own, else 0.
+        peers: The members of the group at the other end: one for a RECV, none or more for a SEND.
+        tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and the tags of a
+            step are unique.
+        crossing: The stage before the boundary, which sends the forward values over it; the stage at the end of a skip,
+            else 0; and the microbatch, if shapes vary between microbatches, else 0.
         specs: The known shapes of the values, by crossing.
     """
 
@@ -75,16 +74,16 @@ class ValueRoute(NamedTuple):
 class Courier:
     """Sends and receives the values of one program (training or evaluation) for one actor.
 
-    Before the first message over a boundary, a header tells the receiver the shapes; they hold for the rest of the
-    program, or (``varies``) for the microbatch, so that every forward value comes behind a header. Gradients have the
-    shapes and memory orders of the floating values that they belong to, so they need no header.
+    Before the first message over a boundary, a header sends the shapes to the receiver. They hold for the rest of the
+    program, or (``varies``) for the microbatch, so that a header precedes every forward value. Gradients have the
+    shapes and memory orders of their floating-point values, so they need no header.
 
     Args:
         group: The ranks of the pipeline; None if there is only one.
-        peers: Returns the members of the group to which a SEND goes, or the one from which a RECV comes.
+        peers: Returns the receivers of a SEND, or the sender of a RECV, as members of the group.
         num_microbatches: Number of microbatches, for the tags.
         varies: Whether shapes may change between microbatches and steps.
-        first_learning: The first stage whose backwards make gradients; none are sent to those before it.
+        first_learning: The first stage whose backwards compute gradients; earlier stages get none.
         num_stages: Number of stages, for the tags of skips.
         skips: Pairs of stages between which there are skips.
     """
@@ -102,28 +101,30 @@ class Courier:
     ) -> None:
         self._group, self._peers, self._num_microbatches = group, peers, num_microbatches
         self._varies, self._first_learning = varies, first_learning
-        self._skips = {pair: num_stages + number for number, pair in enumerate(skips)}  # as if sent by further stages
+        self._skips = {
+            pair: num_stages + number for number, pair in enumerate(skips)
+        }  # a skip has the tags of an additional stage
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
-        self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of those that get gradients
-        self._told = set[tuple[Crossing, int]]()  # with the peer: whose shapes have crossed
+        self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values that get gradients
+        self._exchanged = set[tuple[Crossing, int]]()  # crossing and peer whose header was sent or received
         self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
         self._routes: dict[Action, ValueRoute] = {}
 
     def begin(self) -> None:
-        """Begin a step, in which shapes may be others."""
+        """Begin a step, whose shapes may differ from those of the last one."""
         if self._varies:
             self._specs.clear()
             self._floating.clear()
-            self._told.clear()
+            self._exchanged.clear()
 
     def peer(self, action: Action) -> int | None:
-        """Return the member at the other end of a SEND or RECV, the first if it is several; None if there is none."""
+        """Return the first member at the other end of a SEND or RECV; None if there is none."""
         return next(iter(self._route(action).peers), None) if action.op in SENDS or action.op in RECVS else None
 
     def expect(self, action: Action) -> None:
-        """Announce a RECV that will come. Its buffers are posted as soon as its shapes are known.
+        """Announce a future RECV. Its buffers are posted as soon as its shapes are known.
 
         They are never posted before those of an earlier RECV from the same peer, because a transport without tags
         delivers in order.
@@ -134,17 +135,17 @@ class Courier:
             self._post(queue.popleft())
 
     def receive(self, action: Action) -> Values:
-        """Wait for the values of a RECV and return them. A peer's RECVs must be taken in the order of ``expect``."""
+        """Wait for the values of a RECV and return them. A peer's RECVs must come in the order of ``expect``."""
         if action not in self._posted:
             queue, route = self._expected[self._route(action).peers[0]], self._route(action)
-            if action in queue:  # it is not, if it is received once more for an update that is made again
+            if action in queue:  # false if it is received again, for a repeated update
                 assert queue.popleft() == action, "receives are taken in the order of the row"
             if not self._known(action):
                 specs, known = self._read_header(route), self._specs.get(route.crossing)
-                if known is not None and specs != known:  # those from another replica
+                if known is not None and specs != known:  # known from another replica
                     raise _other_shapes(route.crossing, specs, known)
-                self._learn(route.crossing, specs)
-                self._told.add((route.crossing, route.peers[0]))
+                self._record(route.crossing, specs)
+                self._exchanged.add((route.crossing, route.peers[0]))
             self._post(action)
         buffers, handles = self._posted.pop(action)
         _wait_all(handles)
@@ -154,7 +155,7 @@ class Courier:
         route = self._route(action)
         if action.op is Op.RECV_B:
             return route.crossing in route.specs
-        return (route.crossing, route.peers[0]) in self._told
+        return (route.crossing, route.peers[0]) in self._exchanged
 
     def _post(self, action: Action) -> None:
         """Allocate the buffers of a RECV whose shapes are known, and start receiving into them."""
@@ -167,9 +168,9 @@ class Courier:
         self._posted[action] = (buffers, handles)
 
     def send(self, action: Action, values: Values) -> None:
-        """Start sending the values of a SEND, and keep them alive until they were received.
+        """Start sending the values of a SEND, and keep them alive until they are received.
 
-        Blocks only while SEND_WINDOW earlier messages to the same peer are still on their way.
+        Blocks only while SEND_WINDOW earlier messages to the same peer are not received.
 
         Raises:
             ValueError: The stage returned other shapes or dtypes than for an earlier microbatch, or something that
@@ -177,13 +178,13 @@ class Courier:
         """
         route = self._route(action)
         if action.op is Op.SEND_F:
-            self._look(route.crossing, values)
+            self._check_shapes(route.crossing, values)
         send, tag, specs = self._link().send, route.tag, route.specs[route.crossing]
         for peer in route.peers:
             queue = self._sending[peer]
             while len(queue) >= SEND_WINDOW:
                 _wait_all(queue.popleft())
-            handles = self._tell(route, peer) if action.op is Op.SEND_F else []
+            handles = self._send_header(route, peer) if action.op is Op.SEND_F else []
             handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
             queue.append(handles)
 
@@ -193,15 +194,15 @@ class Courier:
             while queue:
                 _wait_all(queue.popleft())
 
-    def _learn(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
+    def _record(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
         self._specs[crossing] = specs
         learns = crossing[0] >= self._first_learning
         self._floating[crossing] = tuple(spec for spec in specs if learns and spec.dtype.is_floating_point)
 
-    def _look(self, crossing: Crossing, values: Values) -> None:
-        """Learn the shapes of forward values that leave over a boundary.
+    def _check_shapes(self, crossing: Crossing, values: Values) -> None:
+        """Record the shapes of forward values that are sent over a boundary.
 
-        Raises ValueError if they are known and the values have others.
+        Raises ValueError if the values have other shapes than recorded before.
         """
         known = self._specs.get(crossing)
         if known is not None and len(known) == len(values):
@@ -211,14 +212,14 @@ class Courier:
         specs = tuple(Spec(tuple(value.shape), value.dtype, memory_order(value)) for value in values)
         if known is not None:
             raise _other_shapes(crossing, specs, known)
-        self._learn(crossing, specs)
+        self._record(crossing, specs)
 
-    def _tell(self, route: ValueRoute, peer: int) -> list[Handle]:
-        """Start sending the shapes of forward values, if a receiver was not told those of the boundary yet."""
-        if (route.crossing, peer) in self._told:
+    def _send_header(self, route: ValueRoute, peer: int) -> list[Handle]:
+        """Start sending the shapes of forward values, unless the receiver has those of the boundary already."""
+        if (route.crossing, peer) in self._exchanged:
             return []
         header = _pack(self._specs[route.crossing])
-        self._told.add((route.crossing, peer))
+        self._exchanged.add((route.crossing, peer))
         return [self._link().host.send(header, peer, route.tag, count_as="send shapes")]
 
     def _read_header(self, route: ValueRoute) -> tuple[Spec, ...]:
@@ -266,8 +267,8 @@ def _pack(specs: tuple[Spec, ...]) -> Tensor:
     for shape, dtype, order in specs:
         if dtype not in _DTYPES:
             raise ValueError(f"a stage returned {dtype}: between stages go {', '.join(map(str, _DTYPES))}")
-        places = sum(dim * _DIMS**place for place, dim in enumerate(order))
-        numbers += [_DTYPES.index(dtype), len(shape), *shape, places]
+        encoded = sum(dim * _DIMS**digit for digit, dim in enumerate(order))
+        numbers += [_DTYPES.index(dtype), len(shape), *shape, encoded]
     if len(specs) > _MOST_TENSORS or len(numbers) > _HEADER or any(len(spec.shape) > _DIMS - 1 for spec in specs):
         raise ValueError(
             f"a stage returned {len(specs)} tensors: at most {_MOST_TENSORS} of few dims can cross a boundary"
@@ -281,8 +282,8 @@ def _unpack(header: Tensor) -> tuple[Spec, ...]:
     specs = []
     for _ in range(next(numbers)):
         dtype, dims = _DTYPES[next(numbers)], next(numbers)
-        shape, places = tuple(next(numbers) for _ in range(dims)), next(numbers)
-        specs.append(Spec(shape, dtype, tuple(places // _DIMS**place % _DIMS for place in range(dims))))
+        shape, encoded = tuple(next(numbers) for _ in range(dims)), next(numbers)
+        specs.append(Spec(shape, dtype, tuple(encoded // _DIMS**digit % _DIMS for digit in range(dims))))
     return tuple(specs)
 
 

@@ -1,4 +1,4 @@
-"""Split the backward of linear layers: gradients of weights are computed later, or in memory that is given."""
+"""Split backwards of linear layers: gradients of weights are computed later, or in given memory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from raypar.actors.layers.linear import (
 from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.tensors import nbytes
 
-Places = dict[Tensor, Callable[[], Tensor]]  # by weight, what returns the tensor to compute its gradient in
-_Versions = tuple[int, int]  # of a use's tensors: how often they were written to
+Places = dict[Tensor, Callable[[], Tensor]]  # by weight, a function that returns memory for its gradient
+_Versions = tuple[int, int]  # number of writes to each tensor of a use
 
-_WORTH = 2 << 20  # bytes of a weight whose gradient takes longer to copy than a replaced layer takes to call
+_LEAST_BYTES = 2 << 20  # of a weight whose gradient takes longer to copy than a replaced layer takes to call
 
 
 class DeferredGradients:
-    """What is left of a backward: the gradients of linear layers' weights, in the order in which it came to them.
+    """The deferred gradients of linear layers' weights, in the order in which the backward reached the layers.
 
     It keeps the inputs of these layers and the gradients of their outputs.
 
     Attributes:
-        others: The gradients of other parameters, which are made from the graph that is kept; None if none are left.
+        others: The deferred gradients of other parameters, computed from the saved graph; None if there are none.
     """
 
     others: LaterHalf | None = None
@@ -51,7 +51,7 @@ class DeferredGradients:
         self._versions: list[tuple[Use, _Versions]] = []
 
     def add(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
-        """Leave the gradients of a weight and its bias for later."""
+        """Defer the gradients of a weight and its bias."""
         self._uses.setdefault((weight, bias), []).append(use)
         self._versions.append((use, _versions(use)))
 
@@ -62,13 +62,13 @@ class DeferredGradients:
         return linear if self.others is None else linear | self.others.parameters
 
     def pay(self, places: Places) -> None:
-        """Add what is owed to the gradients of the weights, as autograd does: hooks are called once a parameter.
+        """Compute the deferred gradients, and add them as autograd does: hooks are called once a parameter.
 
         Args:
             places: Tensors for the first gradients of the step, by weight.
 
         Raises:
-            RuntimeError: A tensor that it keeps was written to meanwhile, by a hook or by the next microbatch.
+            RuntimeError: A tensor that it keeps was written to since, by a hook or by the next microbatch.
         """
         if any(_versions(use) != versions for use, versions in self._versions):
             raise RuntimeError(
@@ -89,25 +89,25 @@ class DeferredGradients:
 
 
 class Linears:
-    """The linear layers in some modules; it replaces those from which something is to be gained.
+    """The linear layers in some modules, and replacements of them.
 
-    The replacements leave the gradients of their weights for later (``halve``), or compute the first gradient of a step
-    in a tensor that they are given (``make_in``). Only plain ``nn.Linear`` and ``Linear`` layers are replaced, none
-    that has ``shared`` parameters, and none in modules that stay ``whole``. A replacement computes as the layer did
-    where tensors are not saved as usual (torch's checkpointing), are cast (autocast), are complex or laid out in
-    another way, where its bias is computed, and in forward-mode differentiation. The gradients have the bits of a
-    backward that is not split: the same products, added up in the same order.
+    The replacements defer the gradients of their weights (``halve``), or compute the first gradient of a step in given
+    memory (``make_in``). Only plain ``nn.Linear`` and ``Linear`` layers are replaced, none with ``shared`` parameters,
+    and none in modules that stay ``whole``. A replacement computes as the original layer if tensors are not saved as
+    usual (torch's checkpointing), are cast (autocast), complex or not contiguous, if its bias is computed, and in
+    forward-mode differentiation. The gradients have the bits of a backward that is not split: the same products, added
+    up in the same order.
 
     Args:
-        modules: The modules to look through.
-        whole: Modules to leave as they are.
+        modules: The modules to search.
+        whole: Modules to leave unchanged.
         shared: Parameters that several modules share.
 
     Attributes:
-        owed: What the backward under way leaves for later.
+        deferred: The deferred gradients of the running backward.
         anchor: Makes the outputs of halved layers parts of a graph.
-        places: Functions that return tensors for first gradients, by weight; each is removed when it is used.
-        hook: The hook of saved tensors under which layers may keep tensors, since it hands back what it was given.
+        places: Functions that return memory for first gradients, by weight; each is removed when it is used.
+        hook: The saved-tensor hook under which layers may still save tensors, because it returns them unchanged.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Linears:
         ]
         self._halves = False
         self.anchor = torch.empty(0, requires_grad=True)
-        self.owed: DeferredGradients | None = None
+        self.deferred: DeferredGradients | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
         self.places: Places = {}
         self.hook: object = None
@@ -141,7 +141,7 @@ class Linears:
         return tuple(self._root)
 
     def take_over(self, least: int = 0) -> None:
-        """Replace the layers whose weights have at least this many bytes, and the fans that call them."""
+        """Replace the layers whose weights have at least ``least`` bytes, and the modules that call several of them."""
         replacements: dict[nn.Module, nn.Module] = {
             layer: _deferred(layer, self)
             for layer in self._layers
@@ -155,31 +155,31 @@ class Linears:
             part.postponer = self
 
     def others(self, shared: Container[Tensor]) -> tuple[nn.Parameter, ...]:
-        """Return the trainable parameters that belong to none of the layers that leave their weights for later.
+        """Return the trainable parameters of all other modules than the layers that defer their gradients.
 
         Args:
-            shared: Parameters that are left out, for several modules share them.
+            shared: Parameters to leave out, because several modules share them.
         """
         linear = {id(p) for layer in (*self._layers, *self._postponable) for p in layer.parameters(recurse=False)}
         return tuple(p for p in self._root.parameters() if p.requires_grad and p not in shared and id(p) not in linear)
 
     def halve(self, halves: bool) -> None:
-        """Set whether the replaced layers compute the gradients of their weights later, from now on.
+        """Set whether the replaced layers defer the gradients of their weights, from now on.
 
-        Autograd then sees outputs that do not depend on the weights: inside a forward, ``torch.autograd.grad`` gives
+        Their outputs then do not depend on the weights for autograd: inside a forward, ``torch.autograd.grad`` returns
         gradients of inputs only.
 
         Args:
-            halves: Whether they compute them later.
+            halves: Whether they defer them.
         """
         self._halves = halves
 
-    def make_in(self, wanted: Mapping[Tensor, Callable[[], Tensor]], least: int = _WORTH) -> None:
-        """Compute the first gradients after every ``begin`` in tensors that are given.
+    def make_in(self, wanted: Mapping[Tensor, Callable[[], Tensor]], least: int = _LEAST_BYTES) -> None:
+        """Compute the first gradients after every ``begin`` in given memory.
 
         Args:
             wanted: By parameter, a function that returns a tensor of its shape and dtype.
-            least: Bytes of a weight from which on this is done; smaller gradients are copied in less time.
+            least: Smallest weight in bytes for which this is done; smaller gradients are copied in less time.
         """
         weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
         self._wanted = {p: place for p, place in wanted.items() if p in weights}
@@ -191,30 +191,30 @@ class Linears:
 
     @contextmanager
     def postponed(self) -> Iterator[DeferredGradients]:
-        """Within the context, a backward: let halved layers leave their weights to what this yields.
+        """Return a context for a backward, in which halved layers add to the yielded deferred gradients.
 
-        Layers that are called within the context, because a user's function runs its forward again, are not of this
-        backward, and leave nothing.
+        Layers that are called within the context, because a user's function repeats its forward, are not part of this
+        backward, and defer nothing.
         """
-        self.owed = owed = DeferredGradients()
+        self.deferred = deferred = DeferredGradients()
         try:
-            yield owed
+            yield deferred
         finally:
-            self.owed = None
+            self.deferred = None
 
     def wants(self, x: Tensor, *layers: nn.Linear) -> bool:
-        """Return whether something is to be gained from calling these layers on one input, and can be had."""
-        if torch.compiler.is_compiling() or self.owed is not None:
+        """Return whether to call these layers on one input through ``call``: it is of use, and possible."""
+        if torch.compiler.is_compiling() or self.deferred is not None:
             return False
         wanted = self._halves or any(layer.weight in self._wanted for layer in layers)
         return wanted and all(_usual(layer.weight, layer.bias, x, self._hook_of(layer)) for layer in layers)
 
     def _hook_of(self, layer: nn.Linear) -> object:
-        """Return the hook under which a layer may keep tensors: of ours, which know their weights by themselves."""
+        """Return the hook under which a layer may save tensors: only replaced layers, which hold their weights."""
         return self.hook if isinstance(layer, (DeferredLinear, Postponable)) else None
 
     def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        """Return the outputs of layers of one kind for one input; their weights' gradients are ours to compute."""
+        """Return the outputs of layers of one kind for one input. This class computes their weights' gradients."""
         return self.product(products_of(layers[0]), x, [(layer.weight, layer.bias) for layer in layers])
 
     def product(self, products: Products, x: Tensor, pairs: Sequence[Pair]) -> tuple[Tensor, ...]:
@@ -227,16 +227,16 @@ class Linears:
         return outs
 
     def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
-        """Leave the gradients of a weight and its bias for later, in a backward that is postponed."""
-        if self.owed is not None:
-            self.owed.add(weight, bias, use)
+        """Defer the gradients of a weight and its bias, in a ``postponed`` backward."""
+        if self.deferred is not None:
+            self.deferred.add(weight, bias, use)
 
     def _place(self, weight: Tensor) -> Tensor | None:
         return _place(self.places, weight)
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer in the place of another one, with its parameters: (..., in) -> (..., out).
+    """A replacement of a linear layer, with its parameters: (..., in) -> (..., out).
 
     Args:
         layer: The layer that it replaces.
@@ -255,14 +255,14 @@ class DeferredLinear(nn.Linear):
 
 
 class DeferredOneDnnLinear(DeferredLinear, Linear):
-    """The same in the place of a ``Linear``, which uses oneDNN's products."""
+    """A replacement of a ``Linear``, which uses oneDNN's products."""
 
 
 class DeferredFan(SharedInputLinears):
-    """A fan in the place of another one, whose layers may have been replaced.
+    """A replacement of ``SharedInputLinears``, whose layers may have been replaced.
 
     Args:
-        fan: The fan that it replaces.
+        fan: The module that it replaces.
         linears: Decides at every call when and where the gradients of the weights are computed.
     """
 
@@ -271,7 +271,7 @@ class DeferredFan(SharedInputLinears):
         self.linears = linears
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Call the layers: together if that pays and they are of one kind, else one by one."""
+        """Call the layers: together if that is faster and they are of one kind, else one by one."""
         deferred = [isinstance(linear, DeferredLinear) for linear in linears]
         if len(set(deferred)) > 1 or not self.are_one(x, linears):
             return tuple([linear(x) for linear in linears])
@@ -312,7 +312,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """A scalar made from the weights of a linear layer; the backward from it adds the gradients that they are owed."""
+    """A scalar function of the weights of a linear layer, whose backward adds the deferred gradients."""
 
     @staticmethod
     def forward(ctx: Any, places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -326,16 +326,17 @@ class _Weights(torch.autograd.Function):
 
 
 def _add(places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
-    """Do what the backward of ``_Weights`` does if the parameters have no hooks, in a quarter of the time."""
+    """Add the gradients as the backward of ``_Weights``, in a quarter of the time, if parameters have no hooks."""
     wanted = weight.requires_grad, bias is not None and bias.requires_grad
     with torch.no_grad():
-        for parameter, made in zip((weight, bias), of_weights(uses, wanted, _place(places, weight)), strict=True):
-            if parameter is None or made is None:
+        for parameter, gradient in zip((weight, bias), of_weights(uses, wanted, _place(places, weight)), strict=True):
+            if parameter is None or gradient is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = made if made.dtype == parameter.grad_dtype else made.to(parameter.grad_dtype)
+                fits = gradient.dtype == parameter.grad_dtype
+                parameter.grad = gradient if fits else gradient.to(parameter.grad_dtype)
             else:
-                parameter.grad.add_(made)
+                parameter.grad.add_(gradient)
 
 
 def _hooked(parameter: Tensor | None) -> bool:
@@ -348,15 +349,15 @@ def _versions(use: Use) -> _Versions:
 
 
 def _usual(weight: Tensor, bias: Tensor | None, x: Tensor, hook: object) -> bool:
-    """Return whether a layer's weights train, and its tensors are saved and laid out as nearly everywhere."""
+    """Return whether a layer's weights train, and its tensors are saved and laid out in the usual way."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
-        and weight.is_leaf  # not made of others by a parametrization
+        and weight.is_leaf  # not computed by a parametrization
         and (bias is None or bias.is_leaf)
         and weight.is_floating_point()  # not complex
         and x.dim() in (2, 3)
-        and x.numel() > 1  # of a single number autograd takes another order
+        and x.numel() > 1  # for a single number autograd has another order
         and undisturbed(x)
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -365,6 +366,6 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor, hook: object) -> bool
 
 
 def _place(places: Places, weight: Tensor) -> Tensor | None:
-    """Return the tensor for a weight's first gradient of the step; None if it has one already, or none is wanted."""
+    """Return the memory for a weight's first gradient of the step; None if it has a gradient, or no memory."""
     place = places.pop(weight, None) if weight.grad is None else None
     return None if place is None else place()

@@ -1,4 +1,4 @@
-"""Versions of a stage's weights: older ones that microbatches under way compute with, while the optimizer goes on."""
+"""Versions of a stage's weights: older ones that unfinished microbatches use while the optimizer updates the newest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Bank = list[Tensor]  # one version, in the order of the parameters
 class WeightVersions:
     """The versions of one stage's weights that an asynchronous schedule keeps.
 
-    The optimizer updates the stage's own parameters in place. Forwards and backwards see other parameters in their
-    places, which share the memory of one version. Before an update, the parameters move to a copy of the newest
-    version, if a microbatch still needs that one: so its graph never sees weights that have changed. Gradients of all
-    microbatches of a step are added up in the parameters themselves, whatever version each has.
+    The optimizer updates the stage's parameters in place. Forwards and backwards use other parameters instead, which
+    share the memory of one version. Before an update, the parameters move to a copy of the newest version, if a
+    microbatch still needs that one: so its graph never has weights that have changed. The gradients of all microbatches
+    of a step are accumulated in the stage's parameters, whatever version each has.
 
     Args:
         modules: The stage's layers.
@@ -37,7 +37,7 @@ class WeightVersions:
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     found.setdefault(parameter, []).append((part, name))
-        self._places = found
+        self._slots = found
         self.begin(row)
 
     def begin(self, row: Sequence[Action]) -> None:
@@ -51,19 +51,18 @@ class WeightVersions:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The versions that are kept, the oldest first."""
+        """The stored versions, the oldest first."""
         return self._versions.kept
 
     @property
     def older_bytes(self) -> int:
-        """Bytes of the versions that are kept besides the newest one."""
+        """Bytes of the stored versions other than the newest one."""
         older = (bank for version, bank in self._banks.items() if version != self._versions.newest)
         return sum(weight.nbytes for bank in older for weight in bank)
 
     @contextmanager
     def using(self, action: Action) -> Iterator[None]:
-        """Return a context for a forward, a backward or half of one, in which the layers have the microbatch's version
-        of their weights.
+        """Return a context in which the layers have a microbatch's version of their weights, for an action of it.
 
         Args:
             action: An F, B, I or W of the stage.
@@ -71,37 +70,37 @@ class WeightVersions:
         assert action.microbatch is not None
         version = self._versions.used[action.microbatch]
         bank, adds = self._bank(version), action.op is not Op.F
-        for (parameter, places), weight in zip(self._places.items(), bank, strict=True):
+        for (parameter, slots), weight in zip(self._slots.items(), bank, strict=True):
             weight.grad = parameter.grad if adds else None
-            _put(weight, places)
+            _put(weight, slots)
         try:
             yield
         finally:
-            for (parameter, places), weight in zip(self._places.items(), bank, strict=True):
+            for (parameter, slots), weight in zip(self._slots.items(), bank, strict=True):
                 if adds:
                     parameter.grad, weight.grad = weight.grad, None
-                _put(parameter, places)
+                _put(parameter, slots)
         self._perform(action)
 
     @contextmanager
     def updating(self, action: Action) -> Iterator[None]:
-        """Return a context for the update of the stage's parameters, which makes the next version.
+        """Return a context for the update of the stage's parameters, which creates the next version.
 
         Args:
             action: A STEP of the stage.
         """
         if self._versions.is_needed(newest := self._versions.newest):
             self._bank(newest)
-            for parameter in self._places:
+            for parameter in self._slots:
                 parameter.data = parameter.data.clone()
         yield
         self._perform(action)
 
     def _bank(self, version: int) -> _Bank:
-        """Return the parameters of a version that is kept."""
+        """Return the parameters of a stored version."""
         if version not in self._banks:
             assert version == self._versions.newest
-            self._banks[version] = [_alias(parameter) for parameter in self._places]
+            self._banks[version] = [_alias(parameter) for parameter in self._slots]
         return self._banks[version]
 
     def _perform(self, action: Action) -> None:
@@ -111,7 +110,7 @@ class WeightVersions:
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
-    """Return another parameter of the same memory, with the attributes of the first.
+    """Return another parameter with the same memory and attributes.
 
     Writes to one don't count as writes to the other for autograd.
     """
@@ -120,6 +119,6 @@ def _alias(parameter: nn.Parameter) -> Tensor:
     return alias
 
 
-def _put(weight: Tensor, places: Sequence[tuple[nn.Module, str]]) -> None:
-    for module, name in places:
+def _put(weight: Tensor, slots: Sequence[tuple[nn.Module, str]]) -> None:
+    for module, name in slots:
         module._parameters[name] = weight  # type: ignore[assignment]

@@ -199,8 +199,8 @@ class Probe:
         """Yield what this actor holds for a while only."""
         if self._gathered is not None:
             yield "gathered", self._gathered
-        if self._reducer is not None and self._reducer.lent is not None:
-            yield "buckets", self._reducer.lent
+        if self._reducer is not None and self._reducer.bucket_bytes is not None:
+            yield "buckets", self._reducer.bucket_bytes
         if self._older is not None:
             yield "versions", self._older
         hosts = [stage.host.held for stage in self._state.stages.values() if stage.host is not None]

@@ -138,7 +138,7 @@ class WorkerState:
             self.remember(notes)
             self.update.apply(step)
         for stage in self.stages.values():
-            stage.step_buffers.doubt()
+            stage.step_buffers.speculate()
         return SpeculativeUpdate(step, vote, notes)
 
     def conclude_update(self, doubt: SpeculativeUpdate) -> tuple[Updated, bool]:

@@ -213,11 +213,11 @@ def assemble(seat: RankContext) -> Assembly:
     train = plan.programs["train"]
     row = first_steps(train, 1).rows[seat.row] if train.stream else train.rows[seat.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
-    here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].here]
+    here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
     sums = GradientSums(buckets, here, part.home, part.masters.parameters)
-    reducer = Reducer(buckets, channels, place, sums, rounds, lends=plan.world.lends)
+    reducer = Reducer(buckets, channels, place, sums, rounds, frees_buckets=plan.world.lends)
     for number, stage in part.stages.items():
-        stage.make_gradients_in(reducer.places(number))
+        stage.make_gradients_in(reducer.gradient_views(number))
     return Assembly(part, update, flow, reducer, scaler)
 
 

@@ -172,17 +172,17 @@ def _channels(
     world = plan.world
     if replicas.key not in groups:
         assert lent is not None
-        yield Channel(Complete, Complete, lent, here=True)
+        yield Channel(Complete, Complete, lent, gets_sum=True)
         return
     every = groups[replicas.key]
     if not world.sharded:
-        yield Channel(every.all_reduce, every.host.all_reduce, lent or every.empty, here=True)
+        yield Channel(every.all_reduce, every.host.all_reduce, lent or every.empty, gets_sum=True)
         return
     owners = groups[replicas.shard_key]
     for owner in range(owners.size):
         channel = _channel_to(owners, owner, lent or owners.empty)
         if world.hybrid:
-            channel = channel._replace(tell=every.host.all_reduce, finish=groups["replicate"].all_reduce)
+            channel = channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
         yield channel
 
 

@@ -178,7 +178,7 @@ def test_how_far_it_is_is_told(monkeypatch, caplog):
     with progress(1 << 20) as read:
         read(1 << 20)
     assert not caplog.messages
-    monkeypatch.setattr(conversion_progress, "_EVERY", 0.0)
+    monkeypatch.setattr(conversion_progress, "_INTERVAL", 0.0)
     with caplog.at_level("INFO", logger="raypar"), progress(16 << 20) as read:
         read(4 << 20)
     (line,) = caplog.messages

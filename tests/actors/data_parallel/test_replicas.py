@@ -349,7 +349,7 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         time.sleep(0.3)
         return local_groups("dp", 1)[0].barrier()
 
-    channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), here=True)
+    channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), gets_sum=True)
     reducer = Reducer([bucket], [channel], Host(), GradientSums([bucket], [0], DeviceHome(Host.device), {}))
     with reducer.watch(0, last=True):
         weight.sum().backward()
