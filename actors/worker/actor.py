@@ -130,45 +130,41 @@ class RayparActor:
     # --- steps ---
 
     def train(self, order: bytes) -> StepResult:
-        """Take a training step. ``order`` is a JSON list of the arguments of ``run`` behind the program."""
-        return self.run("train", *json.loads(order))
-
-    def run(
-        self, program: ProgramName, step: int, epoch: int | None = None, copy_within: int = 0, stream: int = 0
-    ) -> StepResult:
-        """Perform this actor's row of a program, and take the snapshot that is due.
+        """Perform this actor's row of a training step, or of several that overlap, and take the snapshot that is due.
 
         Args:
-            program: Name of the program.
-            step: Number of the step.
-            epoch: Epoch of the call; None to accept it in any case.
-            copy_within: See ``SnapshotKeeper.after``.
-            stream: Number of steps of an asynchronous schedule to perform; 0 if the schedule is synchronous.
+            order: A JSON list: the number of the step, the epoch of the call (null to accept it in any case),
+                ``copy_within`` of ``SnapshotKeeper.after``, and the number of steps of an asynchronous schedule to
+                perform; 0 if the schedule is synchronous.
 
         Raises:
             StaleError: A step before this one has failed, or see ``Worker.run`` for this and other errors.
         """
+        step, epoch, copy_within, stream = json.loads(order)
         member = there(self._member)
         self._refusals.begin(member.seat.label)
-
-        def run() -> StepResult:
-            result = worker_in(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
-            copied = result.copied
-            if program == "train":
-                copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
+        with self._refusals.attempt():
+            result = worker_in(member).run("train", step, epoch, stream) if stream else member.run("train", step, epoch)
+            copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
             return replace(result, copied=copied, printed=self.printed())
 
-        return self._refusals.attempt(run)
+    def run(self, program: ProgramName, step: int) -> StepResult:
+        """Perform this actor's row of a step of another program, as an evaluation. Raises what ``train`` raises."""
+        member = there(self._member)
+        self._refusals.begin(member.seat.label)
+        with self._refusals.attempt():
+            return replace(member.run(program, step), printed=self.printed())
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
-        """Begin a training step, each of whose actions is a call of its own. The arguments are those of ``run``.
+        """Begin a training step, each of whose actions is a call of its own. The arguments are those of ``train``.
 
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
         worker = worker_in(self._member)
         self._refusals.begin(worker.seat.label)
-        self._refusals.attempt(lambda: worker.start("train", step, epoch, stream))
+        with self._refusals.attempt():
+            worker.start("train", step, epoch, stream)
 
     def act(self, action: Action, *after: None) -> None:
         """Perform the next action of the row in the step that ``start_step`` began.
@@ -177,11 +173,13 @@ class RayparActor:
             action: The action.
             *after: What the tasks have returned that had to be done before.
         """
-        self._refusals.attempt(lambda: worker_in(self._member).perform(action))
+        with self._refusals.attempt():
+            worker_in(self._member).perform(action)
 
     def end_step(self, step: int, copy_within: int = 0) -> StepResult:
-        """End what ``start_step`` began; its last step has this number. See ``run`` for ``copy_within``."""
-        result = self._refusals.attempt(lambda: worker_in(self._member).end())
+        """End what ``start_step`` began; its last step has this number. See ``train`` for ``copy_within``."""
+        with self._refusals.attempt():
+            result = worker_in(self._member).end()
         copied = keep_after(there(self._member), self._keeper, step, copy_within)
         return replace(result, copied=copied, printed=self.printed())
 

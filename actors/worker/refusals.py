@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from raypar.actors.errors import NonFiniteError, StaleError
-
-T = TypeVar("T")
 
 
 class Refusals:
@@ -31,12 +29,13 @@ class Refusals:
             raise StaleError(f"{label} has failed in a step before this one")
         self._of_step = None
 
-    def attempt(self, call: Callable[[], T]) -> T:
-        """Make a call of the step. After one that has failed, all others of the step fail in the same way."""
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Do something of the step. After something that has failed, all else of the step fails in the same way."""
         if self._of_step is not None:
             raise self._of_step.with_traceback(None)
         try:
-            return call()
+            yield
         except Exception as error:
             self._of_step = error
             self.has_failed = not isinstance(error, NonFiniteError | StaleError)

@@ -58,7 +58,7 @@ def made_by_run(run, steps):
         first |= frozen_weights(run.model, run.seed)
     reports = []
     for at, length in _flushes(team.programs["train"].stream, steps):
-        results = team.each(lambda actor, at=at, length=length: actor.run("train", at, None, 0, length))
+        results = team.each(lambda actor, at=at, length=length: actor.train(at, None, 0, length))
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise next((error for error in errors if not getattr(error, "secondary", False)), errors[0])
         reports += reports_of(at, 1.0, results, team.world)

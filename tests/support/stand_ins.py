@@ -132,16 +132,17 @@ class StandIn:
             self.steps, self.held, self.handed = frozenset(), {}, None
 
     async def train(self, order: bytes) -> StepResult:
-        return await self.run("train", *json.loads(order))
-
-    async def run(self, program: str, step: int, epoch: int = 0, copy_within: int = 0, stream: int = 0) -> StepResult:
+        step, *_ = json.loads(order)
         began = time.perf_counter()
         self.under_way = Progress(step, 0, None)
-        if program == "train":
-            await self._meet_faults(step)
-            await self._take(self.pace.step)
-            self._keep(step + 1)
+        await self._meet_faults(step)
+        await self._take(self.pace.step)
+        self._keep(step + 1)
         return self._result(began)
+
+    async def run(self, program: str, step: int) -> StepResult:
+        self.under_way = Progress(step, 0, None)
+        return self._result(time.perf_counter())
 
     async def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
         self._began, self.under_way = time.perf_counter(), Progress(step, 0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import torch
@@ -52,6 +53,11 @@ class Local(RayparActor):
         place.enter()
         self._joined = groups
         self._member = member_of(plan, groups, place)
+
+    def train(self, order, epoch=None, copy_within=0, stream=0):
+        """As the driver calls it, or with the arguments themselves, the number of the step first."""
+        packed = order if isinstance(order, bytes) else json.dumps([order, epoch, copy_within, stream]).encode()
+        return super().train(packed)
 
     @property
     def member(self):
@@ -118,7 +124,7 @@ class Team:
             return [future.exception(self.run.timeout + 20) or future.result() for future in futures]
 
     def step(self, number=0, program="train"):
-        results = self.each(lambda actor: actor.run(program, number))
+        results = self.each(lambda actor: actor.train(number) if program == "train" else actor.run(program, number))
         for result in results:
             if isinstance(result, Exception):
                 raise result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from copy import deepcopy
 
 from raypar.actors.models.skeleton import Skeleton
@@ -114,8 +115,9 @@ class Lasting:
 
     failure, epoch = None, 0
 
-    def guard(self, call, *, patient=True):
-        return call()
+    @contextmanager
+    def guarded(self, *, patient=True):
+        yield
 
     def demand_open(self):
         pass
@@ -135,7 +137,7 @@ class TeamJob:
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
         loaded = LoadedRun(run, hands.schedule, team.world, hands.calls, skeleton)
         self._executor = executor_of(loaded)
-        self._inspection = Inspection(Lasting(), Lasting().guard, loaded, [actor.holds() for actor in team.all])
+        self._inspection = Inspection(Lasting(), lambda call: call(), loaded, [actor.holds() for actor in team.all])
 
     @property
     def __class__(self):

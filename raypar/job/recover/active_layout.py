@@ -18,7 +18,7 @@ from raypar.job.recover.snapshots import Snapshots
 from raypar.job.start.actor_plans import begun, plans_of
 from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
-from raypar.job.start.loaded_run import Guard, Holds, LoadedRun, loaded_on
+from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.recovery.seats import rank_assignment
 
@@ -132,7 +132,7 @@ class ActiveLayout:
         loaded, others = self.loaded, self.others
         found = found or self._newest()
         saved = 0 if found is None else found.manifest.step
-        holds = self.join(None, unguarded)
+        holds = self.join(None, again=True)
         steps = self.snapshots.share(loaded, others)
         common = self.snapshots.common(steps, taken)
         from_memory = common is not None and common >= saved
@@ -151,12 +151,12 @@ class ActiveLayout:
             self._moved(loaded, holds, None)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
-    def join(self, found: VerifiedCheckpoint | None, guard: Guard, *, has_begun: bool = False) -> Holds:
+    def join(self, found: VerifiedCheckpoint | None, *, again: bool = False, has_begun: bool = False) -> Holds:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one.
 
         Args:
             found: The checkpoint.
-            guard: Ends the job if a call fails.
+            again: Whether the actors have built the run before.
             has_begun: Whether the weights that the run began with are not needed, as others come.
         """
         self._generation += 1
@@ -164,7 +164,7 @@ class ActiveLayout:
         loaded, named = self.loaded, (self._job, self._generation, self._device)
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
-        holds = loaded.start(plans, found, guard, again=guard is unguarded)
+        holds = loaded.start(plans, found, again=again)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
@@ -200,8 +200,3 @@ class ActiveLayout:
         folder = self.loaded.run.folder
         saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)
         return saved or self._found
-
-
-def unguarded(call: Callable[[], list[Any]]) -> list[Any]:
-    """Call without ending the job at a failure: another recovery follows."""
-    return call()

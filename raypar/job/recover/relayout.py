@@ -19,7 +19,7 @@ from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import free_told
 from raypar.errors import ConfigError, JobError
 from raypar.job.layout.elastic import Layout, Layouts
-from raypar.job.recover.active_layout import ActiveLayout, unguarded
+from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
 from raypar.recovery.failures import failure_reason
@@ -286,7 +286,7 @@ def _passed_on(standing: ActiveLayout, actors: Actors, layout: Layout, state: _S
             standing.loaded.calls.all("leave", True, what="leaving groups")
         is_first = not state.wanted
         standing.change(layout, numbers)
-        holds = standing.join(None, unguarded, has_begun=True)
+        holds = standing.join(None, again=True, has_begun=True)
         state.wanted = standing.loaded.calls.all("want", state.kinds, what="telling what is needed")
         nodes = [one.memory_domain for one in standing.processes]
         numbers = state.better(actors.handles, nodes) if is_first else None

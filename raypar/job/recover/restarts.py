@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from raypar.actors.specs.results import StepResult
@@ -71,10 +70,10 @@ class Restarts:
         self.failures = Failures(loaded.run.max_failures)
         here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
         self._witnesses.attend({*nodes_of(homes)} - {here, ""})  # they start while the actors do
-        holds = self.standing.join(found, partial(self._lifetime.guard, patient=False))
-        self._lifetime.guard(self.standing.share, patient=False)
-        step = 0 if found is None else found.manifest.step
-        self._lifetime.guard(partial(self.standing.begin, step), patient=False)
+        with self._lifetime.guarded(patient=False):
+            holds = self.standing.join(found)
+            self.standing.share()
+            self.standing.begin(0 if found is None else found.manifest.step)
         return holds
 
     @property
@@ -236,7 +235,8 @@ class Restarts:
         Raises:
             JobError: It failed; the run can be recovered.
         """
-        start, loaded, before, left = time.monotonic(), self.standing.loaded, self.standing.layout, self._left
+        start, left = time.monotonic(), self._left
+        loaded, before = self.standing.loaded, self.standing.layout
         actors, size = self._lifetime.actors, self.standing.loaded.world.size
         actors.demand_answers(size, f"{self._job} spare")
         layout = self.standing.layouts.largest(actors.present)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
@@ -16,8 +15,6 @@ from raypar.cluster.control_server import ControlServer
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.cluster.process_monitors import ProcessMonitors
 from raypar.errors import TO_GO_ON, CallError, JobError
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -75,30 +72,29 @@ class Lifetime:
         if self.failure is not None:
             raise JobError(f"this job is over ({self.failure}): {self._how_to_go_on()}")
 
-    def guard(self, call: Callable[[], T], *, patient: bool = True) -> T:
-        """Run a function that calls the actors. If it fails, end the job, so that nothing is left waiting or running.
+    @contextmanager
+    def guarded(self, *, patient: bool = True) -> Iterator[None]:
+        """Call the actors in this context. A failure in it ends the job, so that nothing is left waiting or running.
+
+        The context calls the actors and records their answers. Both belong into one context: if it were interrupted in
+        between, driver and actors would be in different steps.
 
         Args:
-            call: Calls the actors and records their answers. Both belong into one function: if it were interrupted in
-                between, driver and actors would be in different steps.
-            patient: Whether a first Ctrl-C or SIGTERM waits for the function to return; a second one ends the job. If
+            patient: Whether a first Ctrl-C or SIGTERM waits for the end of the context; a second one ends the job. If
                 not, the first one ends it.
 
-        Returns:
-            What the function returns.
-
         Raises:
-            JobError: The job is over, or the function's failure has ended it.
+            JobError: The job is over, or a failure in the context has ended it.
             NonFiniteError: The gradients are not finite, and no actor has updated its weights. The job can continue.
             CallError: A call that changes no weight failed on actors that live. The job can continue.
-            KeyboardInterrupt: Ctrl-C was pressed. If it waited for the function the job can continue, else it is over.
+            KeyboardInterrupt: Ctrl-C was pressed. If it waited for the context the job can continue, else it is over.
             SystemExit: SIGTERM has come to a command of raypar, as for Ctrl-C.
         """
         self.demand_open()
         ctrl_c = CtrlC()
         try:
             with patience("what they were told") if patient else nullcontext(ctrl_c) as ctrl_c:
-                answer = call()
+                yield
         except (NonFiniteError, CallError) as error:  # no weight was changed: the job can continue
             self.epoch += isinstance(error, NonFiniteError)
             ctrl_c.heed()
@@ -108,7 +104,6 @@ class Lifetime:
                 self._fail(error)
             raise
         ctrl_c.heed()
-        return answer
 
     def end(self, let_go: Callable[[bool], None]) -> None:
         """End the actors, and Ray if the launch started it. A second call does nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from raypar.job.start.lifetime import Lifetime
 from raypar.schedules.schedule import Schedule
 
 Holds = Sequence[Mapping[str, Shard]]  # by rank, the shard of each of its logical parameters
-Guard = Callable[[Callable[[], list[Any]]], list[Any]]
 
 _LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, even if the run's timeout is shorter
 
@@ -48,14 +47,13 @@ class LoadedRun:
         return self.calls.handles
 
     def start(
-        self, plans: Sequence[ActorPlan], found: VerifiedCheckpoint | None, guard: Guard, *, again: bool = False
+        self, plans: Sequence[ActorPlan], found: VerifiedCheckpoint | None, *, again: bool = False
     ) -> list[dict[str, Shard]]:
         """Make the actors build their parts of the run, and load a checkpoint if there is one.
 
         Args:
             plans: The actors' plans, by rank.
             found: The checkpoint; None for a new run.
-            guard: Ends the job if a call fails.
             again: Whether all actors have answered before, so that one that does not is given up sooner.
 
         Returns:
@@ -63,16 +61,16 @@ class LoadedRun:
         """
         refs = [handle.start.remote(plan) for handle, plan in zip(self.handles, plans, strict=True)]
         launch = self._patient(again)
-        holds = guard(lambda: launch.gather(refs, "building their parts" if again else "the launch"))
+        holds = launch.gather(refs, "building their parts" if again else "the launch")
         if found is not None:
-            guard(lambda: self.load(found))
+            self.load(found)
         return holds
 
-    def load(self, found: VerifiedCheckpoint) -> list[Any]:
+    def load(self, found: VerifiedCheckpoint) -> None:
         """Make the actors load a checkpoint."""
         calls = self._patient()
         tensors = calls.shared(found.manifest.tensors)
-        return calls.all("load", str(found.path), tensors, what=f"loading {found.path.name}")
+        calls.all("load", str(found.path), tensors, what=f"loading {found.path.name}")
 
     def _patient(self, again: bool = False) -> Calls:
         """Return calls that give actors time to start, build and connect."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -84,7 +83,8 @@ class RunSwitch:
         if self.loop.loaded.run.max_failures:  # one that has died since the last step is replaced as in a step
             self.loop.between_steps(lambda: calls.all("progress", what="the end of the run before"), "a reset")
         self.loop.leave(run.folder)
-        self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
+        with self._lifetime.guarded():
+            self._exchange(run, programs, skeleton, found, Record(run))
         if not keep_idle:
             actors.shrink(size + run.spares)
 

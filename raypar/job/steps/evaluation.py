@@ -75,6 +75,14 @@ class Evaluations:
         """Number of steps between two evaluations in training; 0 if there are none."""
         return self.run.eval_every if self._has_data else 0
 
+    def is_due(self, step: int) -> bool:
+        """Return whether the run asks for an evaluation after ``step`` steps; after its last one it asks for none."""
+        return bool(self.every) and step % self.every == 0 and step < self.run.steps
+
+    def next_due(self, step: int, last: int) -> int:
+        """Return the number of steps after which the next evaluation is due, up to ``last``."""
+        return min(last, (step // self.every + 1) * self.every) if self.every else last
+
     def begin(self, earlier: Mapping[int, float]) -> None:
         """Go on with the losses of evaluations that a run had before it was resumed, by number of steps taken."""
         self._losses = {step: loss for step, loss in earlier.items() if self.every and step % self.every == 0}

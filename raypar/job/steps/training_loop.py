@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
-from raypar.cluster.interrupts import patience
+from raypar.cluster.interrupts import CtrlC, patience
 from raypar.errors import CallError, JobError, MovedError
 from raypar.job.recover.planned_moves import rearranged
 from raypar.job.recover.restarts import Restarts
@@ -123,9 +123,9 @@ class TrainingLoop:
 
     def step(self) -> Report:
         """Take one compiled training step, as ``Job.step`` does."""
-        with closing(self._train(1, 0)) as outcomes:
+        with closing(self._steps(1, 0)) as outcomes:
             report = next(outcomes)
-            self._lifetime.guard(self._save_due)
+            self._save_due()
             assert isinstance(report, Report)
             return report
 
@@ -135,7 +135,7 @@ class TrainingLoop:
         run = self.loaded.run
         count = steps_to_take(run, self.next_step, steps)
         try:
-            with closing(self._train(count, most)) as outcomes:
+            with closing(self._steps(count, most)) as outcomes:
                 return displayed(run, self.next_step + count, outcomes, on)
         except (KeyboardInterrupt, SystemExit, CallError) as error:  # Ctrl-C, SIGTERM, an evaluation that failed
             self.keep(error)
@@ -146,8 +146,8 @@ class TrainingLoop:
         self.demand_ready()
 
         def take(number: int) -> list[Any]:
-            call = partial(self._alone, lambda: evaluation_step(self.loaded, number, ema=ema), averaged=ema)
-            return self._after_this_step(call)
+            step = partial(evaluation_step, ema=ema)
+            return self._after_this_step(lambda: self._alone(lambda: step(self.loaded, number), averaged=ema))
 
         evaluation = self._evaluations.take(self.next_step, steps, take, ema=ema)
         if not ema:
@@ -157,7 +157,8 @@ class TrainingLoop:
     def save(self, folder: Path, keep_last: int | None) -> Path:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self._demand_alive("saving a checkpoint")
-        return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
+        with self._lifetime.guarded():
+            return self._saver.save(folder, self.next_step, keep_last)
 
     def keep(self, error: BaseException) -> None:
         """Save a checkpoint of a run that is stopped, if it has a folder and its actors can still be called.
@@ -182,7 +183,8 @@ class TrainingLoop:
         """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""
         self._demand_alive("an export")
         save = partial(self._saver.copy_weights, folder, self.next_step)
-        return self._lifetime.guard(partial(with_averages, self.loaded.calls, save) if ema else save)
+        with self._lifetime.guarded():
+            return with_averages(self.loaded.calls, save) if ema else save()
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
@@ -197,21 +199,19 @@ class TrainingLoop:
     def between_steps(self, call: Callable[[], T], what: str) -> T | Failure:
         """Call the actors between two steps; return a failure that the run has survived. Raises JobError."""
         self._demand_alive(what)
-        if not self._training.acquire(blocking=False):
-            raise JobError(f"another thread is taking steps of this job: ask for {what} when it has taken them")
-        try:
+        with self._exclusively(f"ask for {what} when it has taken them"):
             self.keep_times()
             self._saver.settle()
             self._ahead = None
-            return self._lifetime.guard(partial(self._surviving, call))
-        finally:
-            self._training.release()
+            with self._guarded():
+                return call()
+            return self._survived
 
     def demand_ready(self) -> None:
         """Raise JobError if the job is over, or in the middle of a step."""
         self._lifetime.demand_open()
         self._hand.demand_over()
-        if self._ahead is not None and len(self._ahead):
+        if self._num_ahead:
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
         if self.is_averaged:
             raise JobError("the actors compute with averaged weights: do this when generate has returned")
@@ -241,121 +241,212 @@ class TrainingLoop:
         finally:
             self._record.close()
 
-    def _train(self, count: int, most: int) -> Generator[Report | Evaluation]:
-        if not self._training.acquire(blocking=False):
-            raise JobError("another thread is taking steps of this job: take them all in one")
-        try:
-            yield from self._steps(count, most)
-        finally:
-            self._training.release()
+    # --- the steps ---
 
     def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
-        self.demand_ready()
-        last = self.next_step + count
-        ahead = self._ahead = self._handing(most)
-        try:
-            while self.next_step < last:
-                self._lifetime.demand_open()
-                if self._ahead is None:  # who was told of the last step has changed the layout
-                    ahead = self._ahead = self._handing(most)
-                is_due = self._starter.is_due()
-                if is_due and not len(ahead):
-                    self._lifetime.guard(partial(self._surviving, self._rearrange))
-                    ahead = self._ahead = self._handing(most)
-                if (lacks_copies := self._starter.lacks_copies(self._stops)) and not len(ahead):
-                    self._lifetime.guard(partial(self._surviving, self._keep_copies))
-                every = self._evaluations.every
-                stop = (self.next_step // every + 1) * every if every else last
-                stop = min(last, stop, self._saver.next_due(self.next_step, last))
-                if (is_due or lacks_copies) and len(ahead):
-                    stop = self.next_step + len(ahead)  # the actors complete what they have
-                with patience("the steps they have", partial(self._is_too_long, ahead)) as ctrl_c:
+        """Take steps, and yield their reports and the evaluations that are due.
+
+        Args:
+            count: Number of steps.
+            most: How many of them the actors get before the report of the current one has arrived.
+        """
+        with self._exclusively("take them all in one"):
+            self.demand_ready()
+            last, self._ahead = self.next_step + count, None
+            with self._completing():
+                while self.next_step < last:
+                    ahead, stop = self._next_steps(most, last)
+                    reports = list[Report]()
+                    with self._patience(ahead) as ctrl_c, self._rewinding(), self._guarded():
+                        ahead.hand_over(self.next_step, stop)
+                        reports = self._commit(*ahead.collect())
                     try:
-                        reports = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
-                    except NonFiniteError as error:
-                        if self.loaded.run.nonfinite != "rewind":
-                            raise
-                        self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
-                        reports = None
-                if not isinstance(reports, list):
-                    ctrl_c.heed()
-                    ahead = self._ahead = self._handing(most)
-                    continue
-                try:
-                    yield from reports
-                finally:
-                    ctrl_c.heed()
-                self._lifetime.guard(self._save_due)
-                if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
-                    yield (evaluation := self.evaluate())
-                    if told := self._evaluations.keep(evaluation):
-                        log.warning("%s", told)
-                        if not self._saver.due(self.next_step):
-                            self._lifetime.guard(partial(self._saver.after, self.next_step, is_last=True))
-                        break
-        finally:  # the caller may have stopped early, but the actors still complete the steps they have
-            if len(ahead) and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
-                self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
+                        yield from reports
+                    finally:
+                        ctrl_c.heed()
+                    if not reports:
+                        continue  # the run has gone back
+                    self._save_due()
+                    if self._evaluations.is_due(self.next_step):
+                        yield (evaluation := self.evaluate())
+                        if self._ends_with(evaluation):
+                            break
+
+    def _next_steps(self, most: int, last: int) -> tuple[StepsAhead, int]:
+        """Let the run go on with other actors, or with copies of its state, if that is due.
+
+        Args:
+            most: See ``_steps``.
+            last: Number of the first step that is not taken now.
+
+        Returns:
+            What hands over the next steps, and the number of the first step that it must not hand over yet.
+        """
+        self._lifetime.demand_open()
+        is_due = self._starter.is_due()
+        if is_due and not self._num_ahead:
+            self._rearrange()
+        if (lacks_copies := self._starter.lacks_copies(self._stops)) and not self._num_ahead:
+            with self._guarded():
+                self._starter.keep_copies(self._stops, self.next_step)
+        if self._ahead is None:  # it is the first step, or the layout has changed
+            self._ahead = self._handing(most)
+        if (is_due or lacks_copies) and self._num_ahead:
+            return self._ahead, self.next_step + self._num_ahead  # the actors complete what they have
+        stop = self._evaluations.next_due(self.next_step, last)
+        return self._ahead, min(stop, self._saver.next_due(self.next_step, last))
 
     def _handing(self, most: int) -> StepsAhead:
         return StepsAhead.of(self.loaded, most, self._lifetime.epoch, self._starter.copy_due)
 
-    def _next(self, ahead: StepsAhead, stop: int) -> list[Report]:
-        """Hand over steps before ``stop``, then wait for the oldest one, or those that overlap, and commit it."""
-        ahead.hand_over(self.next_step, stop)
-        return self._commit(*ahead.collect())
+    @property
+    def _num_ahead(self) -> int:
+        """Number of steps that the actors have and that are not reported."""
+        return 0 if self._ahead is None else len(self._ahead)
 
-    def _surviving(self, call: Callable[[], T]) -> T | Failure:
-        """Call the actors; after a failure bring the run back, and return it. Raises JobError if that is too late."""
-        start = time.perf_counter()
+    def _save_due(self) -> None:
+        with self._lifetime.guarded():
+            if self._saver.due(self.next_step):
+                self.keep_times()
+            self._saver.after(self.next_step)
+
+    def _ends_with(self, evaluation: Evaluation) -> bool:
+        """Return whether the training ends with an evaluation, before its last step; if so, save the run."""
+        if why := self._evaluations.keep(evaluation):
+            log.warning("%s", why)
+            if not self._saver.due(self.next_step):
+                with self._lifetime.guarded():
+                    self._saver.after(self.next_step, is_last=True)
+        return bool(why)
+
+    def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
+        """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
+        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
+        reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
+        if not by_hand:
+            self._stragglers.warn(reports[-1].steps_taken, [result.busy for result in results])
+        self._starter.learn(results, seconds)
+        for report in reports:
+            self._times.keep(self.next_step, report.step_ms / 1e3)
+            self._stops.learn(report.step_ms / 1e3)
+            self.next_step += 1
+            self.last = report
+            self._record.write(report)
+        return reports
+
+    # --- failures, signals, rewinds ---
+
+    @contextmanager
+    def _exclusively(self, otherwise: str) -> Iterator[None]:
+        """Let no other thread take steps. Raises JobError if one does, and says what to do ``otherwise``."""
+        if not self._training.acquire(blocking=False):
+            raise JobError(f"another thread is taking steps of this job: {otherwise}")
         try:
-            return call()
-        except CallError:
-            raise
-        except (KeyboardInterrupt, SystemExit):  # in the middle of a step
-            self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
-            raise
-        except JobError as error:
-            self._saver.settle(_SAVE_SECONDS)
-            step, lost = self.next_step + 1, partial(self._times.lost, start)
+            yield
+        finally:
+            self._training.release()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Call the actors in this context. After a failure the run is brought back, and goes on after the context.
+
+        Raises:
+            JobError: It can't be brought back.
+            CallError: A call that changes no weight failed on actors that live.
+        """
+        start = time.perf_counter()
+        with self._lifetime.guarded():
             try:
-                failure = self._starter.recover(step, error, lost)
-            except JobError as end:
-                self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
-                self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+                yield
+            except CallError:
                 raise
-            except (KeyboardInterrupt, SystemExit):
-                if self._starter.awaits_room:
-                    self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+            except (KeyboardInterrupt, SystemExit):  # in the middle of a step
+                self._save_last()
                 raise
-            self._record.failed(failure.to_dict())
-            self._times.go_back(failure.back_to)
-            self.next_step = failure.back_to
-            self._saver.again(self.next_step)
-            if self._ahead is not None:
-                self._ahead.drop()
-            return failure
+            except JobError as error:
+                self._recover(error, start)
 
-    def _keep_copies(self) -> None:
-        """Let the actors keep copies of their state, without which a run that is stopped in a step is not saved."""
-        self._starter.keep_copies(self._stops, self.next_step)
+    def _recover(self, error: JobError, start: float) -> None:
+        """Bring the run back after a failure of a call that began at ``start``. Raises JobError if that is too late."""
+        self._saver.settle(_SAVE_SECONDS)
+        step, lost = self.next_step + 1, partial(self._times.lost, start)
+        try:
+            failure = self._starter.recover(step, error, lost)
+        except JobError as end:
+            self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
+            self._save_last()
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            if self._starter.awaits_room:
+                self._save_last()
+            raise
+        self._record.failed(failure.to_dict())
+        self._times.go_back(failure.back_to)
+        self.next_step = failure.back_to
+        self._saver.again(self.next_step)
+        self._ahead = None
 
-    def _is_too_long(self, ahead: StepsAhead) -> bool:
-        """Return whether a SIGTERM that comes now must not wait for the steps that the actors have."""
-        return self._starter.saves_at_once() and self._stops.is_too_long(ahead.pending, ahead.since)
+    @property
+    def _survived(self) -> Failure:
+        """The latest failure that the run has survived."""
+        return self._starter.failures.survived[-1]
+
+    def _save_last(self) -> None:
+        self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+
+    def _patience(self, ahead: StepsAhead) -> AbstractContextManager[CtrlC]:
+        """Return a context in which a Ctrl-C waits for steps; a SIGTERM does, too, if they do not take too long."""
+
+        def is_too_long() -> bool:
+            return self._starter.saves_at_once() and self._stops.is_too_long(ahead.pending, ahead.since)
+
+        return patience("the steps they have", is_too_long)
+
+    @contextmanager
+    def _rewinding(self) -> Iterator[None]:
+        """Go back to a checkpoint after a step that is not finite, if the run says so."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if self.loaded.run.nonfinite != "rewind":
+                raise
+            with self._guarded():
+                self._saver.settle()
+                self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
+            self._ahead = None
+
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """Let the actors complete the steps that they have at the end, also if the caller stops early."""
+        try:
+            yield
+        finally:
+            if self._num_ahead and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
+                with self._guarded():
+                    while self._ahead is not None and len(self._ahead):
+                        self._commit(*self._ahead.collect())
+            self._ahead = None
 
     def _rearrange(self) -> None:
-        self._saver.settle()
-        self.next_step = rearranged(self._starter, self._saver, self.loaded.run, self.next_step)
+        """Go on with other actors."""
+        with self._guarded():
+            self._saver.settle()
+            self.next_step = rearranged(self._starter, self._saver, self.loaded.run, self.next_step)
+        self._ahead = None
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
         step = self.next_step
-        while isinstance(answer := self._lifetime.guard(partial(self._surviving, call)), Failure):
+        while True:
+            with self._guarded():
+                return call()
             while self.next_step < step:
                 again = self._handing(0)
-                self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
-        return answer
+                with self._guarded():
+                    again.hand_over(self.next_step, step)
+                    self._commit(*again.collect())
+
+    # --- other calls ---
 
     def read(self, call: Callable[[], list[Any]]) -> list[Any]:
         """Call the actors, to read of the state after this step, or of a step by hand; survive a failure.
@@ -370,7 +461,8 @@ class TrainingLoop:
             return self._by_hand(call)
         alone = partial(self._alone, call, self.loaded, averaged=self.is_averaged)
         if not self.loaded.run.max_failures:
-            return self._lifetime.guard(alone)
+            with self._lifetime.guarded():
+                return alone()
         if not self._training.acquire(blocking=False):
             self._lifetime.demand_open()
             return call()
@@ -391,7 +483,7 @@ class TrainingLoop:
         try:
             return call()
         except JobError as error:
-            if averaged or len(self._ahead or ()) or not self._training.acquire(blocking=False):
+            if averaged or self._num_ahead or not self._training.acquire(blocking=False):
                 raise
             try:
                 self._saver.settle()
@@ -403,41 +495,12 @@ class TrainingLoop:
 
     def _by_hand(self, call: Callable[[], T]) -> T:
         """Call the actors in a step by hand. Raises StepLostError after a failure that the run has survived."""
-        answer = self._lifetime.guard(partial(self._surviving, call))
-        if not isinstance(answer, Failure):
-            return answer
-        raise self._hand.lose(answer, self.next_step)
+        with self._guarded():
+            return call()
+        raise self._hand.lose(self._survived, self.next_step)
 
     def _demand_alive(self, what: str) -> None:
         """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
         self.demand_ready()
         if self.loaded.run.max_failures:
             self._after_this_step(lambda: self.loaded.calls.all("progress", what=what))
-
-    def _rewind(self, error: NonFiniteError) -> None:
-        self._saver.settle()
-        self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
-
-    def _settle(self, ahead: StepsAhead) -> None:
-        while len(ahead):
-            self._commit(*ahead.collect())
-
-    def _save_due(self) -> None:
-        if self._saver.due(self.next_step):
-            self.keep_times()
-        self._saver.after(self.next_step)
-
-    def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
-        """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
-        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
-        reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
-        if not by_hand:
-            self._stragglers.warn(reports[-1].steps_taken, [result.busy for result in results])
-        self._starter.learn(results, seconds)
-        for report in reports:
-            self._times.keep(self.next_step, report.step_ms / 1e3)
-            self._stops.learn(report.step_ms / 1e3)
-            self.next_step += 1
-            self.last = report
-            self._record.write(report)
-        return reports

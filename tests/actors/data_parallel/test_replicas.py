@@ -387,7 +387,7 @@ def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
     for one in (team, healthy):
         one.step(0)
     before = team.weights()
-    results = team.each(lambda actor: actor.run("train", 1))
+    results = team.each(lambda actor: actor.train(1))
     said = results[len(team.workers) :] if team.servers else results
     assert all(isinstance(result, NonFiniteError) for result in said)
     for dp in range(3):
@@ -410,7 +410,7 @@ def test_a_vote_without_a_gradient_reaches_every_replica(mode):
         return x, torch.full_like(y, 7.0 if dp == 1 else 0.0)
 
     team = Team(linears(), dp=2, data=data, loss=loss, **MODES[mode])
-    results = team.each(lambda actor: actor.run("train", 0))
+    results = team.each(lambda actor: actor.train(0))
     said = results[len(team.workers) :] if team.servers else results
     assert {str(result) for result in said} == {
         "step 1: the loss is not finite; no weight was changed: look at the batch"
@@ -459,7 +459,7 @@ def test_a_gradient_that_comes_twice_is_refused():
             return checkpoint(self.inner, y, use_reentrant=True)
 
     team = Team(lambda: [Twice()], 1, 1, dp=2, bucket_mb=1e-6)
-    results = team.each(lambda worker: worker.run("train", 0))
+    results = team.each(lambda worker: worker.train(0))
     assert any("got a gradient twice in one backward" in str(result) for result in results)
 
 
@@ -471,7 +471,7 @@ def test_a_lost_replica_lets_the_others_go():
         raise KeyError("out of luck")
 
     fails.member.parts.flow.source.targets = broken
-    results = team.each(lambda worker: worker.run("train", 0))
+    results = team.each(lambda worker: worker.train(0))
     assert str(results[3]).startswith("actor pp=1 dp=1: action 1F0 failed: KeyError")
     assert results[2].secondary, "its sibling waited for its gradients"
 

@@ -33,7 +33,7 @@ def one_changed(team, rank):
 
 
 def faults_of(team, step, stream=0):
-    results = team.each(lambda actor: actor.run("train", step, None, 0, stream))
+    results = team.each(lambda actor: actor.train(step, None, 0, stream))
     return [str(result) for result in results if isinstance(result, Exception)]
 
 

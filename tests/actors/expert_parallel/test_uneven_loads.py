@@ -57,7 +57,7 @@ def test_a_router_that_is_not_finite_is_named_on_its_actor(mesh):
     for rank in team.world.replicas_of(1) if mesh.tp > 1 else [last]:  # tensor ranks route the same tokens
         with torch.no_grad():
             team.workers[rank].stages[1].parameters()["blocks.1.mlp.router.weight"].fill_(float("nan"))
-    errors = team.each(lambda actor: actor.run("train", 1))
+    errors = team.each(lambda actor: actor.train(1))
     assert all(isinstance(error, NonFiniteError) for error in errors)
     assert f"the router of blocks.1.mlp gave scores that are not finite in 1F0 on actor {team.world.label(last)}" in {
         str(error).split(": ")[1].split(";")[0] for error in errors if isinstance(error, RouterError)

@@ -41,7 +41,7 @@ def test_what_gets_no_gradient_is_named_in_the_first_step(layout):
     every = LAYOUTS[layout].get("flush_every", 0)
     found = []
     for step in range(0, 4, every or 2):
-        results = team.each(lambda actor, at=step: actor.run("train", at, None, 0, every))
+        results = team.each(lambda actor, at=step: actor.train(at, None, 0, every))
         found += [report.unreached for report in reports_of(step, 1.0, results, team.world)]
     assert found == [("layers.1.one.weight", "layers.1.one.bias"), *[()] * (len(found) - 1)]
 

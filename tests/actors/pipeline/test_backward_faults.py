@@ -56,7 +56,7 @@ class Later(nn.Module):
 def failed(fn, loss=None, **changes):
     """The first failure of a step."""
     team = Team(fn, **changes) if loss is None else Team(fn, loss=loss, **changes)
-    results = team.each(lambda actor: actor.run("train", 0))
+    results = team.each(lambda actor: actor.train(0))
     errors = [result for result in results if isinstance(result, ActionError) and not result.secondary]
     assert len(errors) == 1, results
     return errors[0]
@@ -116,7 +116,7 @@ def test_layers_that_talk_to_other_actors_are_not_called_once_more(monkeypatch):
     pair = nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)
     plan = {"layers.0.0": "column", "layers.0.2": "row"}
     model = rp.Layers(lambda: [nn.Sequential(*pair), Own()], nn.functional.mse_loss, plan=plan)
-    results = Team(None, 1, 1, tp=2, model=model).each(lambda actor: actor.run("train", 0))
+    results = Team(None, 1, 1, tp=2, model=model).each(lambda actor: actor.train(0))
     assert all(isinstance(result, ActionError) and "nothing" in result.reason for result in results)
 
 

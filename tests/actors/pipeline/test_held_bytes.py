@@ -46,7 +46,7 @@ def held_by(run):
     length = team.programs["train"].stream
     for number in range(2):
         held = [Held(actor) for actor in team.workers]
-        for result in team.each(lambda actor, first=number * length: actor.run("train", first, None, 0, length)):
+        for result in team.each(lambda actor, first=number * length: actor.train(first, None, 0, length)):
             if isinstance(result, Exception):
                 raise result
     return team, held

@@ -155,7 +155,7 @@ def poisoned(step, microbatch, dp):
 def test_a_step_that_is_not_taken_puts_it_back(way, recompute):
     team = team_of(way, data=poisoned, recompute=recompute)
     first = state(team)
-    results = team.each(lambda actor: actor.run("train", 0))
+    results = team.each(lambda actor: actor.train(0))
     assert all(isinstance(one, NonFiniteError) for one in results)
     assert all(torch.equal(tensor, first[name]) for name, tensor in state(team).items())
     team.step(1)
@@ -196,7 +196,7 @@ def test_of_one_that_moves_first_in_a_step_that_is_not_taken_a_warning_says_so(c
     team = Team(lambda: [Taught(lerp, since=2)], pp=1, m=2, data=late)
     team.step(0)
     assert not caplog.messages
-    (result,) = team.each(lambda actor: actor.run("train", 1))
+    (result,) = team.each(lambda actor: actor.train(1))
     assert isinstance(result, NonFiniteError)
     assert "first written into by a later forward" in caplog.text
 
@@ -206,9 +206,7 @@ def test_with_flushes_an_update_that_is_made_again_leaves_it_as_the_forwards_mad
     rows = {}
     for flush in (None, 2):
         team = team_of(pp=1, clip=0.05, flush_every=flush)
-        team.each(
-            lambda actor, every=flush: [actor.run("train", at, None, 0, every or 0) for at in range(0, 4, every or 1)]
-        )
+        team.each(lambda actor, every=flush: [actor.train(at, None, 0, every or 0) for at in range(0, 4, every or 1)])
         rows[flush] = state(team)
     assert all(torch.equal(tensor, rows[None][name]) for name, tensor in rows[2].items())
 

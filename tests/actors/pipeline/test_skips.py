@@ -123,7 +123,7 @@ def test_asynchronous_schedules_take_skips_and_flushed_after_every_step_have_the
     team = team_of(UNET, 4, 4, name, steps=3, zero=0, flush_every=1)
     plain = trained(team.run)
     for number in range(3):
-        for result in team.each(lambda actor, number=number: actor.run("train", number, None, 0, 1)):
+        for result in team.each(lambda actor, number=number: actor.train(number, None, 0, 1)):
             assert not isinstance(result, Exception), result
     for name, weight in team.weights().items():
         assert torch.equal(weight, plain.weights[name])
@@ -152,7 +152,7 @@ def test_a_layer_that_writes_into_what_a_skip_gives_is_told():
     for pp in 1, 2:
         model = Layers(lambda: layers, mse, skips=((0, 3),))
         team = Team(None, pp, 1, model=model, data=batch)
-        found = [one for one in team.each(lambda actor: actor.run("train", 0)) if isinstance(one, Exception)]
+        found = [one for one in team.each(lambda actor: actor.train(0)) if isinstance(one, Exception)]
         assert any(
             "a layer writes into the output of layers.0, which model.skips give to a later" in str(one) for one in found
         )

@@ -222,7 +222,7 @@ def test_a_member_that_is_gone_is_told_by_the_action_that_waits_for_it(op):
         perform(action)
 
     gone.member._methods[op] = leave
-    for rank, error in enumerate(team.each(lambda actor: actor.run("train", 0))):
+    for rank, error in enumerate(team.each(lambda actor: actor.train(0))):
         assert isinstance(error, ActionError)
         assert error.secondary
         assert str(error).startswith(f"actor pp=0 tp={rank}: action 0{op.value}0")

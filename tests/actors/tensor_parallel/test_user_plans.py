@@ -441,7 +441,7 @@ def test_a_plan_is_looked_at_before_anything_is_divided():
 
 def failed(fn, plan, **changes):
     team = team_of(fn, plan, **{"loss": lambda out, t: mse(out[..., :4], t)} | changes)
-    errors = team.each(lambda actor: actor.run("train", 0))
+    errors = team.each(lambda actor: actor.train(0))
     assert all(isinstance(error, ActionError) for error in errors)
     return str(next(error for error in errors if not error.secondary))
 
@@ -521,7 +521,7 @@ def test_dropout_of_wholes_and_parts_in_one_layer():
     stage = team.all[0].stages[0]
     assert type(stage.modules[1].inside) is not nn.Dropout
     assert type(stage.modules[1].before) is type(stage.modules[1].behind) is nn.Dropout
-    errors = team.each(lambda actor: actor.run("train", 0))
+    errors = team.each(lambda actor: actor.train(0))
     assert not any("dropout" in str(error) for error in errors if isinstance(error, Exception))
 
 

@@ -40,7 +40,7 @@ def test_whoever_takes_no_part_says_so():
     hosted._member, hosted._joined, hosted._keeper, hosted._handover = None, {}, None, None
     hosted._refusals = Refusals()
     with pytest.raises(RuntimeError, match="this actor takes no part in a run: start it with a plan"):
-        hosted.run("train", 0)
+        hosted.train(b"[0, null, 0, 0]")
     assert hosted.progress().step == -1
     hosted.abort()
 

@@ -197,7 +197,7 @@ def test_what_a_failed_transfer_left_reaches_no_weight(mode, lost):
         doubting = members[-1:] if (mode, lost) == (SERVERS, "reduce") else members  # of those the server is the last
         for group in doubting:
             group.lost, group.issued = lost, frozenset()
-    errors = team.each(lambda actor: actor.run("train", 1))
+    errors = team.each(lambda actor: actor.train(1))
     assert all(isinstance(error, ActionError) and error.secondary for error in errors)
     assert any(error.reason.startswith("the peer is gone, in the ") for error in errors)
     after = [weight for actor in kept for weight in actor.parameters().values()]

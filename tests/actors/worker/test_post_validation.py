@@ -72,7 +72,7 @@ def trained(team):
     updates = []
     every = team.run.flush_every or 1
     for first in range(0, STEPS, every):
-        results = team.each(lambda actor, first=first: actor.run("train", first, None, 0, every if every > 1 else 0))
+        results = team.each(lambda actor, first=first: actor.train(first, None, 0, every if every > 1 else 0))
         for result in results:
             if isinstance(result, Exception):
                 raise result

@@ -82,7 +82,7 @@ def found(team, culprit=None, fault=None, step=1):
         injector = team.all[culprit].member.faults = FaultInjector([fault])
         injector.weights = team.all[culprit].member.state.parameters
         injector.layers = {number: stage.modules[0] for number, stage in team.all[culprit].stages.items()}
-    errors = [one for one in team.each(lambda actor: actor.run("train", step)) if isinstance(one, Exception)]
+    errors = [one for one in team.each(lambda actor: actor.train(step)) if isinstance(one, Exception)]
     assert all(isinstance(one, ActionError) for one in errors)
     return [one for one in errors if not one.secondary], [one for one in errors if one.secondary]
 

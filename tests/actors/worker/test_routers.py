@@ -112,7 +112,7 @@ def test_a_router_that_is_not_finite_is_named_with_actor_and_action():
     broken = team.workers[2].stages[1]  # the router of layers.2, of the second stage
     with torch.no_grad():
         broken.parameters()["layers.2.router.weight"].fill_(float("nan"))
-    errors = team.each(lambda actor: actor.run("train", 1))
+    errors = team.each(lambda actor: actor.train(1))
     assert all(isinstance(error, NonFiniteError) for error in errors)
     named = [str(error) for error in errors if isinstance(error, RouterError)]
     assert named == [
@@ -125,7 +125,7 @@ def test_a_step_that_is_not_finite_for_another_reason_names_no_router():
     team = Team(routed, 2, 2)
     weight = team.workers[1].stages[1].parameters()["layers.3.0.weight"]
     weight.register_hook(lambda gradient: gradient * float("inf"))
-    errors = team.each(lambda actor: actor.run("train", 0))
+    errors = team.each(lambda actor: actor.train(0))
     assert {type(error) for error in errors} == {NonFiniteError}
 
 

@@ -33,7 +33,7 @@ def streamed(team, *lengths):
     """The losses of all microbatches, after streams of these lengths."""
     first, losses = 0, []
     for length in lengths:
-        results = team.each(lambda actor, first=first, length=length: actor.run("train", first, None, 0, length))
+        results = team.each(lambda actor, first=first, length=length: actor.train(first, None, 0, length))
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -217,7 +217,7 @@ def test_versions_are_counted_in_memory():
 
 
 def streamed_results(team):
-    return team.each(lambda actor: actor.run("train", 8, None, 0, 8))
+    return team.each(lambda actor: actor.train(8, None, 0, 8))
 
 
 def test_weights_that_a_graph_needs_are_not_written_to():
@@ -248,7 +248,7 @@ def test_a_loss_that_is_not_finite_ends_the_stream_and_hangs_nobody():
 
     team = team_of("pipedream", 2, 1, 6, data=data)
     with pytest.raises(ActionError) as error:
-        results = team.each(lambda actor: actor.run("train", 0, None, 0, 6))
+        results = team.each(lambda actor: actor.train(0, None, 0, 6))
         raise next(one for one in reversed(results) if isinstance(one, Exception))
     assert "1STEP2" in str(error.value)
     assert "step 3: the loss is not finite" in str(error.value)
@@ -261,7 +261,7 @@ def test_unequal_numbers_of_targets_are_told():
         return x, y[:2] if step == 3 else y
 
     team = team_of("pipedream", 2, 1, 6, data=data, loss=lambda output, target: mse(output[: len(target)], target))
-    results = team.each(lambda actor: actor.run("train", 0, None, 0, 6))
+    results = team.each(lambda actor: actor.train(0, None, 0, 6))
     assert "step 4 has 8 targets, not 12" in str(results[-1])
 
 

@@ -109,7 +109,7 @@ def test_unequal_shapes_of_two_replicas_are_told():
         return x, x
 
     team = Team(linears(2), 2, 2, mesh=rp.Mesh(pp=2, rank_dp=(2, 1)), data=data)
-    found = [str(result) for result in team.each(lambda actor: actor.run("train", 0)) if isinstance(result, Exception)]
+    found = [str(result) for result in team.each(lambda actor: actor.train(0)) if isinstance(result, Exception)]
     says = "stage 0 returned float32[3, 4], for an earlier microbatch float32[2, 4]: give batches of one shape"
     assert [one for one in found if says in one], found
 
@@ -139,7 +139,7 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
     ]
     for first in (0, 3):
         for team in teams:
-            found = team.each(lambda actor, first=first: actor.run("train", first, None, 0, 3))
+            found = team.each(lambda actor, first=first: actor.train(first, None, 0, 3))
             assert not [one for one in found if isinstance(one, Exception)]
     one, several = (team.weights() for team in teams)
     for name, weight in one.items():
@@ -192,7 +192,7 @@ def test_members_of_a_stage_update_alike_before_all_have_told_their_norms(name, 
         team = Team.of(replace(run, clip=clip, flush_every=flush_every))
         if flush_every is None:
             return [team.step(0), team.step(1)][0][0].grad_norm, team.weights()
-        results = team.each(lambda actor: actor.run("train", 0, None, 0, 2))
+        results = team.each(lambda actor: actor.train(0, None, 0, 2))
         assert not [result for result in results if isinstance(result, Exception)], results
         return None, team.weights()
 

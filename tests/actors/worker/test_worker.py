@@ -163,7 +163,7 @@ def test_statistics_that_the_first_batch_leaves_as_they_are_count_the_next_ones_
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_loss_without_gradient_is_told(pp):
     team = Team(linears(), pp, 2, loss=lambda out, target: (out - target).pow(2).mean().detach())
-    errors = team.each(lambda actor: actor.run("train", 0))
+    errors = team.each(lambda actor: actor.train(0))
     says = "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
     assert any(says in str(error) for error in errors)
 
@@ -295,7 +295,7 @@ class Fails(nn.Module):
 
 def test_an_exception_in_a_layer_names_actor_and_action_and_lets_the_others_go():
     team = Team(lambda: [nn.Linear(4, 4), Fails(3)])
-    first, second = team.each(lambda worker: worker.run("train", 0))
+    first, second = team.each(lambda worker: worker.train(0))
     assert isinstance(second, ActionError)
     assert str(second) == "actor pp=1: action 1F2 failed: KeyError: 'out of luck' (in layers.1)"
     assert not second.secondary
@@ -314,7 +314,7 @@ def test_a_lost_connection_names_the_action_and_the_peer(nth, action):
     team = Team(linears(), groups=groups)
     for number in range((nth - 1) // 4):
         team.step(number)
-    first, second = team.each(lambda worker: worker.run("train", 9))
+    first, second = team.each(lambda worker: worker.train(9))
     assert str(second) == f"actor pp=1: action {action} with pp=0 failed: injected fault"
     assert second.secondary
     assert isinstance(first, ActionError)
@@ -328,7 +328,7 @@ def growing(step, microbatch, dp):
 
 
 def test_changing_shapes_name_the_stage_and_both_shapes():
-    first, second = Team(linears(), data=growing).each(lambda worker: worker.run("train", 0))
+    first, second = Team(linears(), data=growing).each(lambda worker: worker.train(0))
     assert first.action == "0SEND_F2"
     assert "stage 0 returned float32[3, 4], for an earlier microbatch float32[2, 4]: give" in str(first)
     assert "say Batches(..., varying=True)" in str(first)
@@ -346,7 +346,7 @@ def test_changing_shapes_name_the_stage_and_both_shapes():
     ],
 )
 def test_what_cannot_cross_a_boundary_is_said(layer, says):
-    first, _ = Team(lambda: [layer(), nn.Linear(4, 4)]).each(lambda worker: worker.run("train", 0))
+    first, _ = Team(lambda: [layer(), nn.Linear(4, 4)]).each(lambda worker: worker.train(0))
     assert isinstance(first, ActionError)
     assert says in str(first)
 
@@ -361,7 +361,7 @@ class Returns(nn.Module):
 
 
 def test_a_loss_that_is_no_scalar_is_said():
-    _, second = Team(linears(), loss=lambda output, target: (output - target) ** 2).each(lambda w: w.run("train", 0))
+    _, second = Team(linears(), loss=lambda output, target: (output - target) ** 2).each(lambda w: w.train(0))
     assert "ValueError: the loss must be one floating number, it is (3, 4)" in str(second)
 
 
@@ -375,7 +375,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight_anywhere_and_the_next_step_
     for one in (team, healthy):
         one.step(0)
     before = team.weights()
-    for error in team.each(lambda worker: worker.run("train", 1)):
+    for error in team.each(lambda worker: worker.train(1)):
         assert isinstance(error, NonFiniteError)
         assert re.search(
             r"step 2: the loss is not finite, nor are the gradients of 8 of 8 parameters \(layers.0.0.weight\); "
@@ -402,7 +402,7 @@ def test_statistics_do_not_keep_what_a_step_that_is_not_taken_computed(nonfinite
     team = Team(layers, 2, 3, data=first_bad, nonfinite=nonfinite, recompute=recompute, steps=4)
     healthy = Team(layers, 2, 3, recompute=recompute, steps=4)
     for number in range(4):
-        results = team.each(lambda worker, step=number: worker.run("train", step))
+        results = team.each(lambda worker, step=number: worker.train(step))
         if number in (0, 2):
             assert all(isinstance(one, NonFiniteError) or one.is_skipped for one in results)
         else:
@@ -624,7 +624,7 @@ def test_layers_that_write_into_inputs_or_are_used_again_train_as_in_one_process
 def test_a_loss_that_is_not_finite_changes_no_weight_even_without_a_gradient():
     team = Team(linears(), loss=lambda output, target: (output * 0).sum() + torch.tensor(float("nan")))
     before = team.weights()
-    results = team.each(lambda worker: worker.run("train", 0))
+    results = team.each(lambda worker: worker.train(0))
     assert all(isinstance(result, NonFiniteError) for result in results)
     assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
 
@@ -639,5 +639,5 @@ def test_an_exception_without_a_text_is_named_all_the_same():
         def forward(self, x):
             raise UnspeakableError
 
-    _, second = Team(lambda: [nn.Linear(4, 4), Raises()]).each(lambda worker: worker.run("train", 0))
+    _, second = Team(lambda: [nn.Linear(4, 4), Raises()]).each(lambda worker: worker.train(0))
     assert str(second).startswith("actor pp=1: action 1F0 failed: UnspeakableError")

@@ -105,12 +105,9 @@ def tokens(step, microbatch, dp):
 def test_a_ctrl_c_during_a_call_that_fails_is_not_lost():
     lifetime = Lifetime(SimpleNamespace(reachable=lambda: True), lambda: None, lambda: None)
 
-    def call():
+    with pytest.raises(KeyboardInterrupt) as caught, lifetime.guarded():
         os.kill(os.getpid(), signal.SIGINT)
         raise rp.CallError("no token today")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        lifetime.guard(call)
     assert isinstance(caught.value.__context__, rp.CallError)
     assert lifetime.failure is None
 

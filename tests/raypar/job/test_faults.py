@@ -357,7 +357,7 @@ def test_the_schedule_does_not_change_what_is_said_of_an_exception():
     """Threads for actors: what a job says begins with what the actor has raised."""
     team = Team.of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule="gpipe", timeout=1.0))
     team.step()
-    *_, error = team.each(lambda actor: actor.run("train", 1))
+    *_, error = team.each(lambda actor: actor.train(1))
     assert str(error) == "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1)"
     assert not error.secondary
     assert 'raise ZeroDivisionError("the user' in error.trace

@@ -44,7 +44,7 @@ def test_unequal_counts_in_an_asynchronous_schedule_are_refused_with_a_reason():
     row = {path: values[0] for path, values in FEATURES.items()} | {"schedule": "pipedream-2bw", "mesh.pp": 2}
     assert faults_of(row) == [f"schedule and data: {UNEQUAL}"]
     team = Team.of(run_of_row(row))
-    errors = [str(error) for error in team.each(lambda actor: actor.run("train", 0, None, 0, 3))]
+    errors = [str(error) for error in team.each(lambda actor: actor.train(0, None, 0, 3))]
     assert any(UNEQUAL in error for error in errors), errors
 
 

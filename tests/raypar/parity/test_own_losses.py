@@ -55,7 +55,7 @@ def trained(team, run):
     """The reports of a run's steps on threads, all of one flush if it has a stream."""
     if not team.programs["train"].stream:
         return [report_of(number, 1.0, team.step(number), team.world) for number in range(run.steps)]
-    return reports_of(0, 1.0, team.each(lambda actor: actor.run("train", 0, None, 0, run.steps)), team.world)
+    return reports_of(0, 1.0, team.each(lambda actor: actor.train(0, None, 0, run.steps)), team.world)
 
 
 def right(first, run, ignored, optimizer=None):

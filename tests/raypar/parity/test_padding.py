@@ -78,7 +78,7 @@ def test_experts_leave_the_padding_of_examples_out(tmp_path, packing, mesh):
 def test_loads_are_those_of_real_tokens():
     """Loads of a step, and those over the capacity, add up to the choices of the tokens that are no padding."""
     team = Team.of(of_model("switch"))
-    report = team.each(lambda actor: actor.run("train", 0))[0]
+    report = team.each(lambda actor: actor.train(0))[0]
     real = sum(int(lengths(*padded(0, microbatch, 0)).sum()) for microbatch in range(2))
     assert [sum(load.asked) for load in report.loads] == [2 * real, 2 * real]
 
