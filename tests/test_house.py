@@ -424,19 +424,18 @@ MAY_IMPORT = {
     ),
     "raypar/doctor": "actors actors/collective raypar raypar/cluster schedules",
     "raypar/job": (
-        "actors actors/collective actors/models actors/specs actors/worker raypar raypar/checkpoint "
-        "raypar/cluster raypar/config raypar/config/validate raypar/job/layout raypar/job/look "
-        "raypar/job/recover raypar/job/start raypar/job/steps raypar/job/text raypar/planner "
-        "raypar/planner/hardware raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping "
-        "schedules schedules/drawing"
+        "actors actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
+        "raypar/config raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover "
+        "raypar/job/start raypar/job/steps raypar/job/text raypar/planner raypar/planner/hardware "
+        "raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
         "raypar/job/start raypar/planner raypar/planner/hardware raypar/reporting schedules"
     ),
     "raypar/job/look": (
-        "actors actors/collective actors/models actors/specs raypar raypar/cluster raypar/job/start "
-        "raypar/planner raypar/reporting schedules schedules/drawing"
+        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster raypar/config "
+        "raypar/job/start raypar/job/steps raypar/planner raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/recover": (
         "actors actors/checkpoint actors/mesh actors/relayout actors/specs raypar raypar/checkpoint "
@@ -446,8 +445,8 @@ MAY_IMPORT = {
     "raypar/job/start": (
         "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
         "raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate raypar/job/layout "
-        "raypar/job/look raypar/job/recover raypar/job/steps raypar/planner raypar/planner/hardware "
-        "raypar/recovery raypar/reporting schedules"
+        "raypar/job/recover raypar/job/steps raypar/planner raypar/planner/hardware raypar/recovery "
+        "raypar/reporting schedules"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker/build raypar "

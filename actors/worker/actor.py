@@ -12,8 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
@@ -30,8 +29,6 @@ from raypar.actors.device import (
     place_of,
     resident_memory,
 )
-from raypar.actors.inspect.activations import Sight, Spot
-from raypar.actors.inspect.step import ActorContents, ComputedValue
 from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.process_identity import own_identity
@@ -39,7 +36,7 @@ from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove, TransferGroup
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.sharding import Shard
-from raypar.actors.specs.results import Located, Progress, Span, StepResult
+from raypar.actors.specs.results import Located, Progress, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.fault_injection import FaultInjector
@@ -105,6 +102,7 @@ class RayparActor:
         self._member.faults, faults.weights = faults, self._member.state.parameters
         faults.layers = {number: stage.modules[0] for number, stage in self._member.state.stages.items()}
         self._member.last_action = self._last_action
+        self._member.probe.process = self._process if place.kind == "cpu" else 0
         self._plan = plan
         if plan.run.max_failures and plan.run.snapshot_every:
             self.keep_snapshots()
@@ -357,64 +355,6 @@ class RayparActor:
 
     # --- looking inside ---
 
-    def events(self, ago: int = 0) -> list[Span]:
-        """Return the spans of a compiled training step; see ``Probe.events``."""
-        return there(self._member).probe.events(ago)
-
-    def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
-        """Return calls, bytes and seconds by (axis, op)."""
-        return there(self._member).probe.ledger()
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return this actor's weights by logical name, on the host."""
-        return there(self._member).probe.parameters()
-
-    def parameter(self, name: str) -> Tensor:
-        """Return one of this actor's weights, on the host."""
-        return there(self._member).probe.parameter(name)
-
-    def masters(self) -> dict[str, Tensor]:
-        """Return the weights that this actor's optimizer updates by logical name, on the host."""
-        return there(self._member).probe.masters()
-
-    def master(self, name: str) -> Tensor | None:
-        """Return one of them, on the host; None if another actor updates it."""
-        return there(self._member).probe.master(name)
-
-    def fixed(self, name: str) -> Tensor | None:
-        """Return a frozen parameter or a buffer, on the host; None if it is not on this actor."""
-        return there(self._member).probe.fixed(name)
-
-    def gradient(self, name: str) -> Tensor | None:
-        """Return one gradient as the optimizer saw it, on the host; None if there is none."""
-        return there(self._member).probe.gradient(name)
-
-    def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
-        """Return gradients by logical name, in the order of ``names``."""
-        probe = there(self._member).probe
-        return [probe.gradient(name) for name in names]
-
-    def peek(self, action: Action, tensors: bool) -> ComputedValue:
-        """Return what an action of a step by hand has computed; see ``Probe.peek``."""
-        return there(self._member).probe.peek(action, tensors=tensors)
-
-    def held(self) -> ActorContents:
-        """Return the sizes of everything that this actor holds now."""
-        member = there(self._member)
-        return replace(member.probe.held(), process=self._process if member.seat.place.kind == "cpu" else 0)
-
-    def record(self, stage: int) -> None:
-        """Start recording a stage in the step that was opened."""
-        there(self._member).probe.record(stage)
-
-    def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
-        """Return a stage's recording; see ``Probe.recording``."""
-        return there(self._member).probe.recording(stage)
-
-    def watch(self) -> tuple[str, ...]:
-        """Start keeping the outputs of layers in the step that was opened; see ``Probe.watch``."""
-        return there(self._member).probe.watch()
-
-    def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
-        """Return this actor's part of watched tensors; see ``Probe.sights``."""
-        return there(self._member).probe.sights(spots)
+    def probe(self, look: str, *args: object) -> Any:
+        """Look inside this actor: call a method of its ``Probe``, which has this name, and return what it returns."""
+        return getattr(there(self._member).probe, look)(*args)

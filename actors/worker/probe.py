@@ -38,6 +38,7 @@ class Probe:
     Attributes:
         step: The latest step that was begun.
         cache_bytes: Bytes of the keys and values of a generation under way.
+        process: Bytes that the actor's process had before it took part in a run; 0 if it computes on a GPU.
         sequences: Of each of its groups, the number of sequences and the positions of their caches.
     """
 
@@ -51,9 +52,10 @@ class Probe:
         gathered: HighWater | None = None,
         older: HighWater | None = None,
     ) -> None:
-        self.step, self.cache_bytes = StepState(), 0
+        self.step, self.cache_bytes, self.process = StepState(), 0, 0
         self.sequences: tuple[tuple[int, int], ...] = ()
-        self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
+        self._seat, self._state = seat, state
+        self._names, self._outputs = names, outputs
         self._reducer, self._gathered, self._older = reducer, gathered, older
         self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
@@ -135,9 +137,13 @@ class Probe:
         gradient = self._state.weights()[name].grad
         return None if gradient is None else gradient.cpu()
 
+    def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        """Return gradients by logical name, as ``gradient`` does for one, in the order of ``names``."""
+        return [self.gradient(name) for name in names]
+
     # --- a step by hand ---
 
-    def peek(self, action: Action, *, tensors: bool) -> ComputedValue:
+    def peek(self, action: Action, tensors: bool) -> ComputedValue:
         """Return what an action of a step by hand has computed: nothing where a frozen stage needs no gradient.
 
         Args:
@@ -222,6 +228,7 @@ class Probe:
             memory=self._memory_of_training()[0],
             has_trained=self.step.is_train or self._taken is not None,
             sequences=self.sequences,
+            process=self.process,
         )
 
     def record(self, stage: int) -> None:

@@ -158,13 +158,13 @@ class Saver:
             log.info("saved as %s, from memory", saved.name)
 
     def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
-        """Call methods of all actors now and pass their answers on in the saving thread.
+        """Call methods of the probes of all actors now and pass their answers on in the saving thread.
 
         Args:
             methods: Names of the methods.
             then: Called with one list of answers, by rank, for each method. Not called if an actor fails to answer.
         """
-        asked = [self._calls.submit(method) for method in methods]
+        asked = [self._calls.submit("probe", method) for method in methods]
         self._asked = self._thread.submit(self._answered, asked, then)
 
     def close(self, *, hurried: bool = False) -> None:

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Count, Steps
-from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
@@ -20,7 +19,7 @@ from raypar.config.arguments import checked_methods
 from raypar.config.schedule import Programs
 from raypar.job.export import export_hf
 from raypar.job.layout.rebalance import Loads
-from raypar.job.look.weights import Weights
+from raypar.job.look.inspection import Inspection
 from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import loaded_on
@@ -31,27 +30,22 @@ from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, TextScorer
 from raypar.notebook import box, text_block
 from raypar.recovery.failures import Failure
-from raypar.reporting.actor_table import Whereabouts
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
-from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.timeline import Timeline
 from raypar.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from raypar.actors.inspect.activations import Sight, Spot
-    from raypar.actors.sharding import Shard
+    pass
 
 
 @checked_methods
-class Job:
-    """A run and the actors that train it. ``launch`` creates it. Wrong arguments of methods raise a ConfigError.
+class Job(Inspection):
+    """A run and the actors that train it, which it looks inside. ``launch`` creates it.
+
+    Wrong arguments of methods raise a ConfigError.
 
     Attributes:
         run: The run that was launched, or that the job was reset to.
@@ -72,12 +66,11 @@ class Job:
         found: VerifiedCheckpoint | None = None,
         chaos: Sequence[InjectedFault] = (),
     ) -> None:
-        self.device, self.num_actors, self._name = actors.device, actors.present, name
-        self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
-        self._loading = RunSwitch(
-            self._lifetime, self.device, name, chaos, loaded_on(self._lifetime, run, programs, skeleton), record
-        )
-        self._starter, self._loop = self._loading.starter, self._loading.loop
+        self.num_actors, lifetime = actors.present, Lifetime(actors, self.close, lambda: self._loop.saved)
+        loaded = loaded_on(lifetime, run, programs, skeleton)
+        self._loading = RunSwitch(lifetime, actors.device, name, chaos, loaded, record)
+        self._starter = self._loading.starter
+        super().__init__(lifetime, self._loading.loop, actors.device)
         self._loading.start(programs, found)
 
     @property
@@ -119,8 +112,7 @@ class Job:
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
-        actors = self._loading.inspection.actors(self.device, self._loop.last)
-        return box(text_block(self._told()), actors, self.schedule._repr_svg_() or "")
+        return box(text_block(self._told()), self._actor_table(), self.schedule._repr_svg_() or "")
 
     # --- training ---
 
@@ -213,125 +205,6 @@ class Job:
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""
         return self._loop.stepper()
-
-    # --- looking inside ---
-
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all logical parameters by name."""
-        return self._loading.inspection.parameters
-
-    def param(self, name: str) -> Tensor:
-        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
-
-        A buffer, such as a running mean, differs between replicas: it is that of replica 0.
-
-        Raises:
-            KeyError: There is no such parameter or buffer.
-        """
-        return self._loading.inspection.param(name)
-
-    def weights(self, dp: int | None = None) -> Weights:
-        """Return the optimizer's weights, or a replica's, as a lazy mapping: each access fetches; dict(...) copies.
-
-        Args:
-            dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
-
-        Raises:
-            ValueError: There is no such replica.
-        """
-        return self._loading.inspection.weights(dp)
-
-    def grad(self, name: str) -> Tensor | None:
-        """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
-
-        Args:
-            name: Logical name of the parameter.
-
-        Returns:
-            The whole gradient on the CPU; None if there is none, as before the first step.
-
-        Raises:
-            KeyError: There is no such parameter.
-        """
-        return self._loading.inspection.grad(name)
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
-        return self._loading.inspection.gradients()
-
-    def watch(self) -> tuple[str, ...]:
-        """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
-
-        A stage cannot be watched and recorded in the same step.
-
-        Returns:
-            The logical names of the watched layers, and of the watched modules inside them.
-        """
-        return self._loading.inspection.watch()
-
-    def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """Fetch the parts of watched tensors: for each, by rank, what the rank has; ranks without one are left out."""
-        return self._loading.inspection.sights(spots)
-
-    def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """Fetch every actor's part of the gradient of a parameter, by its logical name, of the latest step.
-
-        Returns:
-            By rank, the shard and its gradient on the CPU. Ranks without one are left out.
-        """
-        return self._loading.inspection.grads(name)
-
-    def ledger(self) -> dict[str, dict[tuple[str, str], LedgerEntry]]:
-        """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
-        return self._loading.inspection.ledger()
-
-    def who(self) -> Whereabouts:
-        """Return a table of where every actor is and what it does now, also while another thread takes steps."""
-        return self._loading.inspection.who()
-
-    def memory(self) -> MemoryTable:
-        """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
-        return self._loading.inspection.memory(self.device)
-
-    def timeline(self, dp: int = 0) -> Timeline:
-        """Return the measured timeline of one replica's latest compiled training step.
-
-        Args:
-            dp: Index of the data-parallel replica.
-
-        Returns:
-            The timeline, in seconds since the first action on any actor.
-
-        Raises:
-            ValueError: No step was measured yet (a step by hand is not measured), or there is no such replica.
-        """
-        return self._loading.inspection.timeline(dp)
-
-    def timelines(self, ago: Steps = 0) -> list[Timeline]:
-        """Return the measured timelines of a compiled training step, all on one clock.
-
-        Args:
-            ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
-
-        Returns:
-            One per replica, then one for expert actor 0 or server 0 of every pipeline rank, for number 1, and so on.
-        """
-        return self._loading.inspection.timelines(ago)
-
-    def overlay(self, dp: int = 0, *, before_run: bool = False) -> Overlay:
-        """Compare the latest compiled training step of one replica with its prediction.
-
-        The prediction is a simulation with the durations measured in the steps before it; of the first, in itself.
-
-        Args:
-            dp: Index of the data-parallel replica.
-            before_run: Lay what was predicted before the run over the step, from the calibration if it fits the run.
-
-        Raises:
-            ValueError: No step was measured yet, there is no such replica, or nothing was predicted in seconds.
-        """
-        return self._loading.inspection.overlay(dp, before_run=before_run)
 
     # --- its life ---
 

@@ -69,7 +69,7 @@ class Peeking:
 
     def state(self, done: Sequence[Action]) -> State:
         """Return what every actor holds, after the actions that are done."""
-        found: list[ActorContents] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
+        found: list[ActorContents] = self._guard(lambda: self._calls.all("probe", "held", what="looking at the actors"))
         whole = {action._replace(op=Op.I): action for action in done if action.op is Op.B}
         return State(
             replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
@@ -77,7 +77,8 @@ class Peeking:
         )
 
     def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[ComputedValue]:
-        return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
+        what = f"peeking at {action}"
+        return list(self._guard(lambda: self._calls.some(ranks, "probe", "peek", action, tensors, what=what)))
 
 
 def demand_tensors(action: Action, done: Sequence[Action]) -> None:

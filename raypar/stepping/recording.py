@@ -220,7 +220,7 @@ class Recorder:
     def start(self) -> None:
         """Make the actors record, from the start of a step on."""
         for rank, stage in self._wanted:
-            self._calls.one(rank, "record", stage, what=f"recording stage {stage}")
+            self._calls.one(rank, "probe", "record", stage, what=f"recording stage {stage}")
 
     def save(self, step: int) -> None:
         """Fetch what was recorded in a step and write the files.
@@ -233,7 +233,7 @@ class Recorder:
         """
         for (rank, stage), path in self._wanted.items():
             layers, actions, tensors = self._calls.one(
-                rank, "recording", stage, what=f"fetching what stage {stage} did"
+                rank, "probe", "recording", stage, what=f"fetching what stage {stage} did"
             )
             about = Recorded(
                 actor=self._world.label(rank),

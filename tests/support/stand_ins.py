@@ -280,13 +280,16 @@ class StandIn:
 
     # --- looking inside ---
 
-    def events(self, ago: int = 0) -> list[Span]:
+    def probe(self, look: str, *args: Any) -> Any:
+        return {"events": self._events, "ledger": self._ledger, "gradients": self._gradients}[look](*args)
+
+    def _events(self, ago: int = 0) -> list[Span]:
         return [Span(action, float(at), at + 1.0) for at, action in enumerate(self.row)]
 
-    def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
+    def _ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
         return {("dp", "all_reduce"): (1, 4096, 0.001)}
 
-    def gradients(self, names: Any) -> list[None]:
+    def _gradients(self, names: Any) -> list[None]:
         return [None for _ in names]
 
     # --- of a witness ---

@@ -48,6 +48,10 @@ class Local(RayparActor):
         self._member, self._joined, self._process = None, {}, 0
         self._keeper, self._refusals, self._last_action, self._handover = None, Refusals(), LastAction(), None
 
+    def __getattr__(self, name):
+        """A look inside, as ``probe`` of this name takes it."""
+        return getattr(self._member.probe, name)
+
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)
         place.enter()

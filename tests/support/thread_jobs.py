@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 
 from raypar.actors.models.skeleton import Skeleton
 from raypar.cluster.answers import Answers, ProgressWatch
@@ -137,7 +138,9 @@ class TeamJob:
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
         loaded = LoadedRun(run, hands.schedule, team.world, hands.calls, skeleton)
         self._executor = executor_of(loaded)
-        self._inspection = Inspection(Lasting(), lambda call: call(), loaded, [actor.holds() for actor in team.all])
+        holds = [actor.holds() for actor in team.all]
+        loop = SimpleNamespace(loaded=loaded, holds=holds, read=lambda call: call())
+        self._inspection = Inspection(Lasting(), loop, "cpu")
 
     @property
     def __class__(self):

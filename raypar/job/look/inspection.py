@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.bounds import Steps
 from raypar.actors.collective.ledger import LedgerEntry
+from raypar.actors.mesh.world import World
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import Shard, join_shards
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import KEPT, DeviceKind
 from raypar.cluster.calls import Calls
+from raypar.config.arguments import checked_methods
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.look.weights import Weights
 from raypar.job.start.lifetime import Lifetime
-from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.start.loaded_run import Holds
+from raypar.job.steps.training_loop import TrainingLoop
 from raypar.notebook import notebook_table
 from raypar.planner.prediction import from_steps
 from raypar.reporting.actor_table import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.memory_table import MemoryTable, memory_table
-from raypar.reporting.report import Report, ledger_of, timelines_of
+from raypar.reporting.report import ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
 from raypar.schedules.nearest_name import did_you_mean
@@ -32,27 +38,49 @@ if TYPE_CHECKING:
 
     from raypar.actors.inspect.activations import Sight, Spot
 
-
-Read = Callable[[Callable[[], list[Any]]], list[Any]]
-
 _HEARD = 2.5  # seconds in which an actor answers
 
 
+@checked_methods
 class Inspection:
-    """Fetches the state of a job's actors for the loaded run. It never changes a number of the run.
+    """Looks inside a job. It never changes a number of the run.
 
     Args:
         lifetime: The life of the job's actors.
-        read: Makes a call to the actors, and handles its failure as the job does.
-        loaded: The run that the actors have.
-        holds: By rank, the shard that the rank holds of each of its logical parameters.
+        loop: Knows the run as the actors have it now, calls them, and handles failures.
+        device: The device that the actors compute on.
     """
 
-    def __init__(self, lifetime: Lifetime, read: Read, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
-        self._lifetime, self._holds = lifetime, holds
-        self._guard, self._demand_open = read, lifetime.demand_open
-        self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
-        self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
+    def __init__(self, lifetime: Lifetime, loop: TrainingLoop, device: DeviceKind) -> None:
+        self._lifetime, self._loop, self.device = lifetime, loop, device
+
+    @property
+    def _run(self) -> Run:
+        return self._loop.loaded.run
+
+    @property
+    def _world(self) -> World:
+        return self._loop.loaded.world
+
+    @property
+    def _skeleton(self) -> Skeleton:
+        return self._loop.loaded.skeleton
+
+    @property
+    def _holds(self) -> Holds:
+        """By rank, the shard that the rank holds of each of its logical parameters."""
+        return self._loop.holds
+
+    def _probed(self, ranks: Sequence[int], what: str, look: str, *args: object) -> list[Any]:
+        """Call a method of the probes of actors; see ``TrainingLoop.read`` for failures.
+
+        Args:
+            ranks: The actors' ranks.
+            what: What is going on, for messages.
+            look: The name of the method.
+            *args: Its arguments.
+        """
+        return self._loop.read(lambda: self._loop.loaded.calls.some(ranks, "probe", look, *args, what=what))
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -60,7 +88,13 @@ class Inspection:
         return whole_shapes({name: shard.whole for held in self._holds for name, shard in held.items()})
 
     def param(self, name: str) -> Tensor:
-        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU; see ``Job.param``."""
+        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
+
+        A buffer, such as a running mean, differs between replicas: it is that of replica 0.
+
+        Raises:
+            KeyError: There is no such parameter or buffer.
+        """
         if name in self._skeleton.fixed:
             return self._fixed(name)
         method = "master" if self._has_masters else "parameter"
@@ -73,26 +107,32 @@ class Inspection:
         return self._run.precision.is_mixed
 
     def weights(self, dp: int | None = None) -> Weights:
-        """Return the optimizer's weights or those of a replica, by logical name and whole; see ``Job.weights``."""
+        """Return the optimizer's weights, or a replica's, as a lazy mapping: each access fetches; dict(...) copies.
+
+        Args:
+            dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
+
+        Raises:
+            ValueError: There is no such replica.
+        """
+        homes = self._skeleton.homes
         if dp is None and self._has_masters:
-            homes, everyone = self._skeleton.homes, self._world.trainers
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
-            return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
+            fetch = partial(self._ask, method="master", ranks=self._world.trainers)
+            return Weights(shapes, fetch, lambda: joined(self._masters()))
         dp = dp or 0
         self._demand_replica(dp, self._run.mesh.ways("dp"))
-        homes, ranks = self._skeleton.homes, self._world.holders(dp)
+        ranks = self._world.holders(dp)
         held = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
-        shapes = whole_shapes(held)
-        return Weights(
-            shapes, partial(self._ask, method="parameter", ranks=ranks), lambda: joined(self._rank_by_rank(dp))
-        )
+        fetch = partial(self._ask, method="parameter", ranks=ranks)
+        return Weights(whole_shapes(held), fetch, lambda: joined(self._rank_by_rank(dp)))
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
         homes = self._skeleton.homes
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
-            found = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            found = self._probed(ranks, "fetching weights", "masters")
             held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
                 group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
@@ -103,7 +143,7 @@ class Inspection:
         homes, seen = self._skeleton.homes, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
-            held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
+            held = self._probed(ranks, "fetching weights", "parameters")
             for name in self._spoken(rank):
                 if (end := (self._world.pp(rank), name)) not in seen:  # others of its experts' group may have it too
                     seen.add(end)
@@ -114,8 +154,6 @@ class Inspection:
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
 
-        It comes from the actor that updates the weight, a worker or a parameter server.
-
         Args:
             name: Logical name of the parameter.
 
@@ -125,13 +163,13 @@ class Inspection:
         Raises:
             KeyError: There is no such parameter.
         """
-        gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
+        gradient: Tensor | None = self._ask(name, "gradient", self._updaters)
         return gradient
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
         holders: dict[str, list[int]] = {}  # of each parameter, the first ranks of the tensor groups that hold it
-        for rank in self._world.server_ranks or range(self._world.size):
+        for rank in self._updaters:
             for name in self._spoken(rank):
                 holders.setdefault(name, []).append(rank)
         found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
@@ -149,9 +187,10 @@ class Inspection:
         for name, ranks in holders.items():
             for one in {one for rank in ranks for one in self._parts_of(name, rank)}:
                 asked.setdefault(one, {})[name] = None
-        arguments = [(list(names),) for names in asked.values()]
-        fetch = partial(self._calls.each, "gradients", arguments, what="fetching gradients", ranks=list(asked))
-        answers = self._guard(fetch)
+        arguments = [("gradients", list(names)) for names in asked.values()]
+        answers = self._loop.read(
+            lambda: self._loop.loaded.calls.each("probe", arguments, what="fetching gradients", ranks=list(asked))
+        )
         parts = {rank: dict(zip(asked[rank], answer, strict=True)) for rank, answer in zip(asked, answers, strict=True)}
         found = {}
         for name, ranks in holders.items():
@@ -161,6 +200,11 @@ class Inspection:
                     found[name] = self._joined(name, group, [parts[one][name] for one in group])
                     break
         return found
+
+    @property
+    def _updaters(self) -> Sequence[int]:
+        """The ranks among which those are that update weights."""
+        return self._world.server_ranks or range(self._world.size)
 
     def _spoken(self, rank: int) -> list[str]:
         """Return the parameters of which a rank is the first of its tensor group to hold them, or a part of them."""
@@ -182,27 +226,16 @@ class Inspection:
             The logical names of the watched layers, and of the watched modules inside them.
         """
         ranks = range(self._run.mesh.size)
-        found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
+        found = self._probed(ranks, "watching the layers", "watch")
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """Fetch watched tensors.
-
-        Args:
-            spots: The tensors.
-
-        Returns:
-            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
-        """
-        ranks = range(self._run.mesh.size)
-        found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
+        """Fetch the parts of watched tensors: for each, by rank, what the rank has; ranks without one are left out."""
+        found = self._probed(range(self._run.mesh.size), "fetching what the layers made", "sights", spots)
         return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """Fetch every actor's part of a gradient of the latest step.
-
-        Args:
-            name: Logical name of the parameter.
+        """Fetch every actor's part of the gradient of a parameter, by its logical name, of the latest step.
 
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
@@ -210,8 +243,8 @@ class Inspection:
         tiles = self._tiles(name)
         made: dict[int, list[tuple[str, Tensor]]] = {}
         for one in tiles or [name]:
-            ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if one in self._holds[rank]]
-            found = self._guard(partial(self._calls.some, ranks, "gradient", one, what=f"fetching {one}"))
+            ranks = [rank for rank in self._updaters if one in self._holds[rank]]
+            found = self._probed(ranks, f"fetching {one}", "gradient", one)
             for rank, gradient in zip(ranks, found, strict=True):
                 if gradient is not None:
                     made.setdefault(rank, []).append((one, gradient))
@@ -219,38 +252,34 @@ class Inspection:
             return {rank: held_part(parts) for rank, parts in sorted(made.items())}
         return {rank: (self._holds[rank][name], gradient) for rank, ((_, gradient),) in made.items()}
 
-    def actors(self, device: str, last: Report | None) -> str:
-        """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor.
-
-        Args:
-            device: What the actors compute on.
-            last: The report of the latest step, which has the peak memory of each pipeline rank; None before the first.
-        """
+    def _actor_table(self) -> str:
+        """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor."""
         import torch
 
-        rows = []
+        rows, last = [], self._loop.last
         for rank, held in enumerate(self._holds):
             parts = (shard.take(torch.empty(shard.whole, device="meta")) for shard in held.values())
             works = rank in self._world.trainers
             peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
-            rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
+            rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, self.device))
         return notebook_table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
 
     def who(self) -> Whereabouts:
-        """Say where every actor is and what it does now; see ``Job.who``."""
-        self._demand_open()
-        everyone = range(self._world.size)
-        at = self._calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
-        progress = self._calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        """Return a table of where every actor is and what it does now, also while another thread takes steps."""
+        self._lifetime.demand_open()
+        calls, world = self._loop.loaded.calls, self._world
+        everyone = range(world.size)
+        at = calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
+        progress = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
         idle = [rank for rank, found in progress.items() if found.action is None]  # others would answer after the step
-        events = self._calls.answers(idle, "events", seconds=_HEARD)
+        events = calls.answers(idle, "probe", "events", seconds=_HEARD)
         actors = self._lifetime.actors
-        spare = Calls(actors.handles[self._world.size :], self._world, self._run.timeout)
+        spare = Calls(actors.handles[world.size :], world, self._run.timeout)
         found = spare.answers(range(len(spare.handles)), "located", seconds=_HEARD, group="ctl")
         return Whereabouts(
             [
                 *(
-                    actor_of(self._world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
+                    actor_of(world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
                     for rank in everyone
                 ),
                 *(without_rank(found.get(number)) for number in range(len(spare.handles))),
@@ -258,14 +287,14 @@ class Inspection:
             ]
         )
 
-    def memory(self, device: DeviceKind) -> MemoryTable:
-        """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""
-        held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
-        return memory_table(replace(self._run, device=device), self._schedule, self._skeleton, held)
+    def memory(self) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
+        held = self._probed(range(self._world.size), "reading the memory", "held")
+        return memory_table(replace(self._run, device=self.device), self._loop.loaded.schedule, self._skeleton, held)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], LedgerEntry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
-        return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
+        return ledger_of(self._world, self._probed(range(self._world.size), "reading the ledger", "ledger"))
 
     def timeline(self, dp: int = 0) -> Timeline:
         """Return the measured timeline of one replica's latest compiled training step.
@@ -284,24 +313,33 @@ class Inspection:
             raise ConfigError(["no step has been measured yet: job.step() takes one (a step by hand is not measured)"])
         return measured
 
-    def timelines(self, ago: int = 0) -> list[Timeline]:
+    def timelines(self, ago: Steps = 0) -> list[Timeline]:
         """Return the measured timelines of a compiled training step, all on one clock.
 
         Args:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
-            and so on.
+            One per replica, then one for expert actor 0 or server 0 of every pipeline rank, for number 1, and so on.
         """
-        rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
-        return timelines_of(self._schedule, self._world, rows)
+        rows = self._probed(range(self._world.size), "reading the timeline", "events", ago)
+        return timelines_of(self._loop.loaded.schedule, self._world, rows)
 
     def overlay(self, dp: int = 0, *, before_run: bool = False) -> Overlay:
-        """Compare the latest compiled training step of one replica with its prediction; see ``Job.overlay``."""
+        """Compare the latest compiled training step of one replica with its prediction.
+
+        The prediction is a simulation with the durations measured in the steps before it; of the first, in itself.
+
+        Args:
+            dp: Index of the data-parallel replica.
+            before_run: Lay what was predicted before the run over the step, from the calibration if it fits the run.
+
+        Raises:
+            ValueError: No step was measured yet, there is no such replica, or nothing was predicted in seconds.
+        """
         measured = self.timeline(dp)
         if before_run:
-            found = forecast_of(self._run, self._schedule, self._skeleton)
+            found = forecast_of(self._run, self._loop.loaded.schedule, self._skeleton)
             if found.timeline is None:
                 raise ConfigError([f"no step was predicted in seconds before the run: {found.better}"])
             return Overlay(measured, found.timeline, found.source)
@@ -319,9 +357,9 @@ class Inspection:
 
     def _fixed(self, name: str) -> Tensor:
         """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""
-        self._demand_open()
+        self._lifetime.demand_open()
         ranks = [rank for rank in self._world.replica(0) if self._world.leads(rank)]
-        found = self._guard(partial(self._calls.some, ranks, "fixed", name, what=f"fetching {name}"))
+        found = self._probed(ranks, f"fetching {name}", "fixed", name)
         tensor: Tensor = next(tensor for tensor in found if tensor is not None)
         if tuple(tensor.shape) != self._skeleton.fixed[name]:
             raise UnknownNameError(
@@ -330,7 +368,7 @@ class Inspection:
         return tensor
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
-        self._demand_open()
+        self._lifetime.demand_open()
         if tiles := self._tiles(name):
             ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
             return whole
@@ -350,7 +388,7 @@ class Inspection:
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""
         ranks = self._parts_of(name, rank)
-        parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
+        parts = self._probed(ranks, f"fetching {name}", method, name)
         return None if parts[0] is None else self._joined(name, ranks, parts)
 
     def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,6 @@ from raypar.config.schedule import Programs
 from raypar.errors import RelayoutLostError
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
-from raypar.job.look.inspection import Inspection
 from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
 from raypar.job.recover.restarts import Restarts
@@ -47,7 +46,6 @@ class RunSwitch:
     Attributes:
         starter: Starts runs, and starts them again.
         loop: Takes the steps of the run.
-        inspection: Looks inside the actors of the run.
     """
 
     def __init__(
@@ -67,8 +65,7 @@ class RunSwitch:
         """Make the actors build the run that the loop has, and load a checkpoint if there is one."""
         loaded = self.loop.loaded
         holds = self.starter.start(loaded, programs, found)
-        self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
-        self.loop.begin(0 if found is None else found.manifest.step, self._name)
+        self.loop.begin(holds, 0 if found is None else found.manifest.step, self._name)
 
     def replace(
         self, run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, *, keep_idle: bool = False
@@ -126,5 +123,4 @@ class RunSwitch:
 
     def _moved(self, loaded: LoadedRun, holds: Holds, run: Run | None) -> None:
         """Go on with the run in another layout; with another run, if it was asked for that."""
-        self.inspection = Inspection(self._lifetime, self.loop.read, loaded, holds)
-        self.loop.move(loaded, run)
+        self.loop.move(loaded, holds, run)

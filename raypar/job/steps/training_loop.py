@@ -22,7 +22,7 @@ from raypar.job.recover.restarts import Restarts
 from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
-from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.start.loaded_run import Holds, LoadedRun
 from raypar.job.steps.averages import evaluation_step, with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
@@ -55,6 +55,7 @@ class TrainingLoop:
 
     Attributes:
         loaded: The run.
+        holds: By rank, the shard that the rank holds of each of its logical parameters.
         next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
         generating: Held while text is generated.
@@ -80,14 +81,15 @@ class TrainingLoop:
         """Replace the run by another one, from its first step. The present one must be closed already."""
         self._hand.forget()
         self.loaded, self.next_step, self.last = loaded, 0, None
+        self.holds: Holds = ()
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._stops = Stops(loaded)
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
 
-    def move(self, loaded: LoadedRun, run: Run | None = None) -> None:
+    def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
         """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
-        self.loaded, self._evaluations.run = loaded, loaded.run
+        self.loaded, self.holds, self._evaluations.run = loaded, holds, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
         self._stragglers, self._stops = Stragglers(loaded.world), Stops(loaded)
@@ -109,14 +111,15 @@ class TrainingLoop:
             self.keep_times()
             self.close()
 
-    def begin(self, step: int, name: str) -> None:
+    def begin(self, holds: Holds, step: int, name: str) -> None:
         """Start the run's record, once the actors have built the run.
 
         Args:
+            holds: By rank, the shard that the rank holds of each of its logical parameters.
             step: Number of the first step to take.
             name: The job's name.
         """
-        self.next_step, loaded = step, self.loaded
+        self.next_step, self.holds, loaded = step, holds, self.loaded
         self._record.begin(loaded.run, loaded.schedule, step, name, loaded.skeleton)
         if self.loaded.run.early_stop:
             self._evaluations.begin(self._record.validation_losses(self.loaded.run, step))

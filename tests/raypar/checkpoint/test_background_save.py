@@ -34,7 +34,7 @@ class Actors:
         self.asked.append(method)
         if method == "make_room":
             return None
-        if method == "events":
+        if method == "probe":
             return [self.wrong.get(rank, f"of {rank}") for rank in range(2)]
         self.staged = [Copies(HOST), Copies(HOST)]
         for rank, copies in enumerate(self.staged):

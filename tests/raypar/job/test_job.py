@@ -507,7 +507,7 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     """The driver may come so late to a report that the next one is there already."""
     results, learned = [SimpleNamespace(start=0.0, end=0.25), SimpleNamespace(start=0.5, end=8.0)], []
     deadline = SimpleNamespace(learn=learned.append)
-    calls = SimpleNamespace(submit=lambda *told: [told], gather=lambda refs, what: results, deadline=deadline)
+    calls = SimpleNamespace(handles=[], gather=lambda refs, what: results, deadline=deadline)
     ahead = StepsAhead(calls, Compiled(calls), 1, 0, lambda step: 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5] == learned
