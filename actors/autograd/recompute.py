@@ -57,25 +57,12 @@ class InPlaceGuard:
     def __init__(self) -> None:
         self._in_place: bool | None = None
 
-    def without_history(self, function: Function, inputs: Values) -> Values:
-        """Call the function without recording a graph.
+    def __call__(self, function: Function, inputs: Values) -> Values:
+        """Call the function, with copies of its inputs unless it is known not to write into them.
 
         Args:
             function: The function.
-            inputs: Tensors of any shapes and dtypes.
-
-        Returns:
-            The outputs of the function.
-        """
-        with torch.no_grad():
-            return self._called(function, inputs)
-
-    def with_history(self, function: Function, leaves: Values) -> Values:
-        """Call the function and record a graph.
-
-        Args:
-            function: The function.
-            leaves: The inputs again, as leaves of the new graph.
+            inputs: Tensors of any shapes and dtypes; where a graph is recorded, leaves of it.
 
         Returns:
             The outputs of the function.
@@ -83,17 +70,15 @@ class InPlaceGuard:
         Raises:
             RuntimeError: The function writes into a leaf, but did not write into its inputs at the first call.
         """
-        try:
-            return self._called(function, leaves)
-        except RuntimeError as error:
-            if "leaf Variable" in str(error):
-                error.add_note("(a layer that writes into its input must do so in its first forward too, or clone it)")
-            raise
-
-    def _called(self, function: Function, inputs: Values) -> Values:
-        """Call the function, with copies of its inputs unless it is known not to write into them."""
         if self._in_place is False:
-            return function(*inputs)
+            try:
+                return function(*inputs)
+            except RuntimeError as error:
+                if "leaf Variable" in str(error):
+                    error.add_note(
+                        "(a layer that writes into its input must do so in its first forward too, or clone it)"
+                    )
+                raise
         copies = tuple([value.clone() for value in inputs])
         before = [num_writes(copy) for copy in copies]
         outputs = function(*copies)
@@ -133,10 +118,10 @@ class LayerAgain:
         def again(*leaves: Tensor) -> Values:
             reseed()
             with self._state.as_then(then):
-                return self._twice.with_history(layer, leaves)
+                return self._twice(layer, leaves)
 
         def first(*values: Tensor) -> Values:
-            outputs, before = self._state.keep(partial(self._twice.without_history, layer, values))
+            outputs, before = self._state.keep(partial(self._twice, layer, values))
             then.update(before)
             return outputs
 

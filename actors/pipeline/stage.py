@@ -115,7 +115,8 @@ class Stage:
                     part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._learns, self._halved, self._is_half, self._is_alone = learns, halved, is_half, is_alone
+        self._learns, self._halved = learns, halved
+        self._is_half, self._is_alone = is_half, is_alone
         self._weights, self._overflow = weights, overflow
         if halved:
             self._linears.take_over()
@@ -244,8 +245,7 @@ class Stage:
         """
         if self._weights is not None:
             self._weights.start("forward")
-        modules = self.modules[:-1] if self.is_last and not head else self.modules
-        return self._run(0, 0, inputs, modules, of_batch=False)
+        return self._apply(0, 0, None, *inputs, head=head)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         """Compute the backward of a microbatch, and add the gradients of parameters to their ``grad``.
@@ -293,7 +293,8 @@ class Stage:
             return tuple(value.detach() for value in self._apply(step, microbatch, target, *inputs))
         if self.recompute:
             forward = partial(self._apply, step, microbatch, target)
-            outputs, then = self._changing.keep(partial(self._twice.without_history, forward, inputs))
+            with torch.no_grad():
+                outputs, then = self._changing.keep(partial(self._twice, forward, inputs))
             self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
@@ -358,47 +359,49 @@ class Stage:
         host = self.host
         with nullcontext() if host is None else host.keeping(step, microbatch, leaves, self.modules) as hook:
             self._linears.hook = hook
-            outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
+            outputs = self._twice(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and target:
             self._first_time.check(outputs[0], learns=lambda: any(wanted) or bool(self.parameters()))
         return leaves, outputs
 
-    def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
-        """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss and the metrics."""
-        with self._first_time.guarded("train" if self._train else "eval"):
-            values = self._run(step, microbatch, values, self.modules)
-            if not self.is_last:
-                return values
-            return self.model.figures(values, target, train=self._train, is_half=self._is_half)
+    def _apply(self, step: int, microbatch: int, target: Values | None, *values: Tensor, head: bool = True) -> Values:
+        """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss and the metrics.
 
-    def _run(
-        self, step: int, microbatch: int, values: Values, modules: Sequence[nn.Module], *, of_batch: bool = True
-    ) -> Values:
-        """Run the first layers of the stage, these modules, each with its own seed, and return the outputs.
-
-        They know the documents of the microbatch if the values are ``of_batch``.
+        Args:
+            step: The step.
+            microbatch: Number of the microbatch in the whole step.
+            target: Its targets; None if the values are those of no batch, whose documents are not known and whose loss
+                is not computed.
+            *values: The inputs.
+            head: Whether to run the last layer of the last stage.
         """
+        has_batch = target is not None
         values, taken = self.ends.inputs(values)
         skipped = Skipped(self.ends.pairs, self.model.names, self.ends.kept, taken)
-        for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
-            prepare = partial(self._prepare, step, microbatch, index, of_batch=of_batch)
-            prepare()
-            values = skipped.inputs(index, values)
-            if self._weights is not None:
-                self._weights.forward(number, values)
-            again = self._again.get(index) if torch.is_grad_enabled() else None
-            try:
-                outputs = as_values(module(*values)) if again is None else again(values, prepare)
-                if any(value.is_meta for value in outputs):
-                    raise ValueError(NO_VALUES)
-            except Exception as error:
-                error.add_note(self.model.note(index, error))
-                raise
-            values = outputs if self._weights is None else self._weights.watch(number, outputs)
-            skipped.keep(index, values)
-            if self._overflow is not None:
-                self._overflow.watch(index, microbatch, values)
-        return (*values, *map(skipped.value, self.ends.kept))
+        modules = self.modules if head or not self.is_last else self.modules[:-1]
+        with self._first_time.guarded("train" if self._train else "eval") if has_batch else nullcontext():
+            for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
+                prepare = partial(self._prepare, step, microbatch, index, of_batch=has_batch)
+                prepare()
+                values = skipped.inputs(index, values)
+                if self._weights is not None:
+                    self._weights.forward(number, values)
+                again = self._again.get(index) if torch.is_grad_enabled() else None
+                try:
+                    outputs = as_values(module(*values)) if again is None else again(values, prepare)
+                    if any(value.is_meta for value in outputs):
+                        raise ValueError(NO_VALUES)
+                except Exception as error:
+                    error.add_note(self.model.note(index, error))
+                    raise
+                values = outputs if self._weights is None else self._weights.watch(number, outputs)
+                skipped.keep(index, values)
+                if self._overflow is not None:
+                    self._overflow.watch(index, microbatch, values)
+            values = (*values, *map(skipped.value, self.ends.kept))
+            if target is None or not self.is_last:
+                return values
+            return self.model.figures(values, target, train=self._train, is_half=self._is_half)
 
     def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
         """Seed a layer for a microbatch, and turn to its documents."""

@@ -312,7 +312,7 @@ class RayparActor:
     def want(self, kinds: Mapping[str, Kind]) -> Boxes:
         """Return what this actor needs in the layout that it has joined; see ``Handover.want``."""
         self._handover = self._handover or Handover()
-        return self._handover.want(there(self._member).state.wishes(), kinds)
+        return self._handover.want(there(self._member).state.wanted_tensors(), kinds)
 
     def pass_on(self, moves: Sequence[TensorMove], meeting: TransferGroup | None) -> dict[str, int]:
         """Give the actors of another layout what they need, and load what this one needs; see ``passed_on``."""

@@ -31,6 +31,24 @@ from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.rank_context import RankContext
 
 
+class StateTensor(NamedTuple):
+    """A tensor of an actor's state.
+
+    Attributes:
+        weight: The actor's name of the weight that it is or belongs to; of anything else its name in a checkpoint.
+        kept: Which state of the weight's optimizer it is; "" if it is none.
+        tensor: The tensor.
+        shard: Which part of its logical tensor it is; None for the whole.
+        is_saved: Whether it is in this actor's share of a checkpoint.
+    """
+
+    weight: str
+    kept: str
+    tensor: Tensor
+    shard: Shard | None
+    is_saved: bool
+
+
 class SpeculativeUpdate(NamedTuple):
     """An update that was made before all stages have told their gradients.
 
@@ -75,7 +93,8 @@ class WorkerState:
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
         self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
-        self._publish, self._layers, self.held, self.home = part.masters.publish, part.parameters, part.held, part.home
+        self._publish, self._layers = part.masters.publish, part.parameters
+        self.held, self.home = part.held, part.home
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._owners = part.owners
         self._homes = {copy: home for home, copy in part.model.ties}
@@ -182,7 +201,7 @@ class WorkerState:
 
     def make_room(self) -> None:
         """Allocate the memory for the copies of ``stage``, in a thread."""
-        self._copies.make_room(self._saved())
+        self._copies.make_room(self._share()[0].items())
 
     def stage(self, *, weights_only: bool = False) -> None:
         """Copy this actor's share of a checkpoint, or of its weights alone, for ``write``.
@@ -190,8 +209,8 @@ class WorkerState:
         Afterwards training may continue.
         """
         self._seat.place.enter()
-        saved = ((name, one) for name, one in self._saved() if not (weights_only and name.startswith("optim.")))
-        self._copies.take(saved, self._saved_shards())
+        tensors, shards = self._share(weights_only=weights_only)
+        self._copies.take(tensors.items(), shards)
 
     def write(self, folder: str, *, beside: bool) -> Written | None:
         """Write the copy as a shard. It may run in another thread than the steps.
@@ -212,7 +231,8 @@ class WorkerState:
     def keep(self, slots: Slots, step: int, copied: Callable[[], None]) -> None:
         """Take a snapshot of this actor's share of the state after ``step`` steps; see ``Slots.take``."""
         self._seat.place.enter()
-        slots.take(step, self._saved(), self._saved_shards(), self.home.at_hand, copied)
+        tensors, shards = self._share()
+        slots.take(step, tensors.items(), shards, self.home.at_hand, copied)
 
     def load(self, source: ShardSource, tensors: Mapping[str, Logical]) -> None:
         """Load the weights, optimizer state and buffers of a checkpoint or a snapshot.
@@ -227,7 +247,7 @@ class WorkerState:
         self.adopt(reader(source, tensors, self._homes, self._sharding))
 
     def adopt(self, read: Read) -> None:
-        """Load the weights, optimizer state and buffers that a function returns; it is asked for ``wishes``."""
+        """Load the weights, optimizer state and buffers that a function returns; it is asked for ``wanted_tensors``."""
         self._seat.place.enter()
         with torch.no_grad():
             self._load_weights(read)
@@ -257,22 +277,9 @@ class WorkerState:
         Unlike its share of a checkpoint it has copies of what other actors have too.
         """
         self._seat.place.enter()
-        updated = set[str]()
-        for weight, kept, tensor in self.update.state():
-            updated.add(weight)
-            yield self._stored_as(weight, kept), self._shard(weight, tensor), tensor
-        if not self._seat.plan.run.precision.is_mixed:  # else the layers have weights of another dtype than is stored
-            for name, parameter in self.parameters.items():
-                if name not in updated:
-                    yield self._stored_as(name), self._shard(name, parameter), parameter
-        if self._seat.leads and self._seat.cp == 0:
-            yield from ((name, None, buffer) for name, buffer in self.buffers())
-        if self._seat.plan.rank in self._seat.world.trainers and (
-            self._seat.plan.run.counts_skips or not self._scaler.is_fresh
-        ):
-            yield SCALER, None, self._scaler.numbers()
+        yield from ((self._stored_as(one.weight, one.kept), one.shard, one.tensor) for one in self._state())
 
-    def wishes(self) -> Iterator[WantedTensor]:
+    def wanted_tensors(self) -> Iterator[WantedTensor]:
         """Yield all that ``adopt`` asks for, if it is there."""
         updated = [weight for weight, kept, _ in self.update.state() if not kept]
         every = dict.fromkeys([*(key for keys in KEPT.values() for key in keys), AVERAGE])
@@ -283,13 +290,12 @@ class WorkerState:
         for stage in self.stages.values():
             for buffer in {**stage.buffers(), **stage.frozen()}:
                 own = buffer_name(self._seat.dp, buffer)
-                yield WantedTensor(
-                    own, "", (own, buffer_name(0, buffer)), Sharding()
-                )  # there may have been fewer replicas
+                either = own, buffer_name(0, buffer)  # there may have been fewer replicas
+                yield WantedTensor(own, "", either, Sharding())
 
     def wanted(self, shapes: Mapping[str, Shape]) -> Boxes:
         """Return the parts of logical tensors that ``load`` reads, given the shapes of all tensors that there are."""
-        return boxes_of_parts(wanted_parts(self.wishes(), shapes).values())
+        return boxes_of_parts(wanted_parts(self.wanted_tensors(), shapes).values())
 
     def _stored_as(self, weight: str, kept: str = "") -> str:
         """Return the logical name of a weight, or of its optimizer state, as a checkpoint has it."""
@@ -314,27 +320,31 @@ class WorkerState:
 
     # --- inside ---
 
-    def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this actor's share of a checkpoint: weights that it updates, their optimizer state, and buffers.
-
-        A tied weight is saved only under its home. Of equal copies on several ranks, the first rank saves its own.
-        """
+    def _state(self) -> Iterator[StateTensor]:
+        """Yield all of the state that this actor has, with what others have too."""
+        seat, updated = self._seat, set[str]()
         for weight, kept, tensor in self.update.state():
-            saves = self._seat.saves_experts if weight in self._owners.experts else self._seat.saves
-            if saves and weight not in self._homes and self._speaks(weight, tensor):
-                yield logical_name(weight, kept), tensor
-        if self._seat.leads and self._seat.cp == 0:
-            yield from self.buffers()
-        if self._seat.plan.rank == 0 and (self._seat.plan.run.counts_skips or not self._scaler.is_fresh):
-            yield SCALER, self._scaler.numbers()
+            updated.add(weight)
+            yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self._saves(weight, tensor))
+        if not seat.plan.run.precision.is_mixed:  # else the layers have weights of another dtype than is stored
+            for name, parameter in self.parameters.items():
+                if name not in updated:
+                    yield StateTensor(name, "", parameter, self._shard(name, parameter), is_saved=False)
+        if seat.leads and seat.cp == 0:
+            yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
+        if seat.plan.rank in seat.world.trainers and (seat.plan.run.counts_skips or not self._scaler.is_fresh):
+            yield StateTensor(SCALER, "", self._scaler.numbers(), None, is_saved=seat.plan.rank == 0)
 
-    def _saved_shards(self) -> dict[str, Shard]:
-        """Return, by name in a checkpoint, which part of its logical tensor each tensor is; others are whole."""
-        return {
-            logical_name(weight, kept): shard
-            for weight, kept, tensor in self.update.state()
-            if (shard := self._shard(weight, tensor)) is not None
-        }
+    def _share(self, *, weights_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+        """Return this actor's share of a checkpoint, or of its weights alone, by name in the checkpoint.
+
+        Returns:
+            The tensors, and which parts of their logical tensors those are that are not whole.
+        """
+        state = (one for one in self._state() if one.is_saved and not (weights_only and one.kept))
+        share = {logical_name(one.weight, one.kept): one for one in state}
+        shards = {name: one.shard for name, one in share.items() if one.shard is not None}
+        return {name: one.tensor for name, one in share.items()}, shards
 
     def _sharding(self, weight: str) -> Sharding:
         """Return which part of a weight, and of its optimizer state, is this actor's."""
@@ -348,15 +358,19 @@ class WorkerState:
             return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
         return self._shards.get(weight) if tensor.dim() else None
 
-    def _speaks(self, weight: str, tensor: Tensor) -> bool:
-        """Return whether this actor is the first of its tensor group that holds this weight, or this part of it."""
+    def _saves(self, weight: str, tensor: Tensor) -> bool:
+        """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
+
+        A tied weight is saved only under its home. Of a tensor group, the first that holds this part of a weight does.
+        """
+        seat, is_expert = self._seat, weight in self._owners.experts
+        if weight in self._homes or not (seat.saves_experts if is_expert else seat.saves):
+            return False
         if (tile := tile_of(weight)) is not None:
-            return self._seat.leads and (bool(tensor.dim()) or tile.own == (0,))
-        if weight in self._owners.experts and self._seat.world.mesh.folds_experts:
+            return seat.leads and (bool(tensor.dim()) or tile.own == (0,))
+        if is_expert and seat.world.mesh.folds_experts:
             return True
-        return (
-            self._seat.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
-        )
+        return seat.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():

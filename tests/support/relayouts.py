@@ -25,7 +25,7 @@ def relaid(team, run, seats=None):
     kinds = {name: kind for one in given for name, kind in one.holding.kinds.items()}
     wanted = [{} for _ in range(count)]
     for rank, number in enumerate(seats):
-        wanted[number] = given[number].want(after.all[rank].member.state.wishes(), kinds)
+        wanted[number] = given[number].want(after.all[rank].member.state.wanted_tensors(), kinds)
     sizes = {name: kind.itemsize for name, kind in kinds.items()}
     moves = moves_between([one.holding.boxes for one in given], wanted, sizes)
     groups = local_groups("relayout", count, 20.0)
