@@ -96,7 +96,10 @@ class ActionError(RuntimeError):
 
     def __init__(self, actor: str, action: str, peer: str | None, reason: str, secondary: bool, trace: str) -> None:
         super().__init__(actor, action, peer, reason, secondary, trace)
-        self.actor, self.action, self.peer, self.reason = actor, action, peer, reason
+        self.actor = actor
+        self.action = action
+        self.peer = peer
+        self.reason = reason
         self.secondary, self.trace = secondary, trace
 
     def __str__(self) -> str:

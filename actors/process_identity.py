@@ -86,11 +86,18 @@ def _own(pid: int, uid: int) -> ProcessIdentity:
     """Read the identity of this process, once for each child that is forked: it takes 0.3 ms."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        pids = _namespace("pid") if (_PROC / "self").readlink().name == str(pid) else _UNUSABLE
-        others = _namespace("user"), uid, _namespace("net"), pids, _namespace("time")
+        return ProcessIdentity(
+            boot=boot,
+            user_namespace=_namespace("user"),
+            uid=uid,
+            network_namespace=_namespace("net"),
+            pid_namespace=_namespace("pid") if (_PROC / "self").readlink().name == str(pid) else _UNUSABLE,
+            time_namespace=_namespace("time"),
+            pid=pid,
+            began=process_began("self") or 0,
+        )
     except OSError:  # as on other systems than Linux
         return ProcessIdentity(pid=pid)
-    return ProcessIdentity(boot, *others, pid, process_began("self") or 0)
 
 
 def process_began(process: int | Literal["self"]) -> int | None:

@@ -221,7 +221,11 @@ class Schedule:
         except ValueError as error:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         holders: dict[int, list[int]] = {}  # by stage, the rows that have it
-        last_microbatch, forwards, communicates, forward_only, stream = -1, 0, False, True, 0
+        last_microbatch = -1
+        forwards = 0
+        communicates = False
+        forward_only = True
+        stream = 0
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
             for stage, op, microbatch, _ in row:
@@ -249,8 +253,19 @@ class Schedule:
         home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
         placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
         lowered = communicates if lowered is None else lowered
-        kind = lowered, forward_only, stream, replicas, _skips(frozen), _is_validated(frozen)
-        return cls(name, frozen, placement, last_microbatch + 1, *kind, turns=turns)
+        return cls(
+            name=name,
+            rows=frozen,
+            placement=placement,
+            num_microbatches=last_microbatch + 1,
+            lowered=lowered,
+            forward_only=forward_only,
+            stream=stream,
+            replicas=replicas,
+            skips=_skips(frozen),
+            validated=_is_validated(frozen),
+            turns=turns,
+        )
 
     @property
     def num_ranks(self) -> int:

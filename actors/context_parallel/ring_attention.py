@@ -216,8 +216,8 @@ class _Attend(torch.autograd.Function):
                 bias, mask = view.extras(block, source, length)
                 hidden = view.unseen(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
-                inputs = gradient[rows], q[rows], keys, values, out[rows], total[rows]
-                dq_block, *dkv_block = _backward(*inputs, Terms(block.causal, bias, mask, hidden, view.fused))
+                terms = Terms(block.causal, bias, mask, hidden, view.fused)
+                dq_block, *dkv_block = _backward(gradient[rows], q[rows], keys, values, out[rows], total[rows], terms)
                 dq[rows] += dq_block
                 for part, grad in zip(made, dkv_block, strict=True):
                     part[:, :, block.keys] += grad.unflatten(1, (-1, shared)).sum(2) if shared > 1 else grad

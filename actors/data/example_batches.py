@@ -153,7 +153,10 @@ class ExampleBatches:
         self, spec: Examples, seq: int, micro_batch_size: int, microbatches: int, num_dp: int, seed: int
     ) -> None:
         self.train, self.val = open_sequences(spec, seq)
-        self._size, self._microbatches, self._num_dp, self._seed = micro_batch_size, microbatches, num_dp, seed
+        self._size = micro_batch_size
+        self._microbatches = microbatches
+        self._num_dp = num_dp
+        self._seed = seed
 
     def batch(self, program: str, step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor, Extents]:
         """Return the inputs and the targets of a microbatch, each (B, S) int64, and where documents and padding are.
@@ -233,7 +236,10 @@ def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:
 
 def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
     """Cut examples into pieces of at most ``seq`` inputs, and drop pieces without a learned token."""
-    firsts, lengths, cut, dropped = list[int](), list[int](), 0, 0
+    firsts = list[int]()
+    lengths = list[int]()
+    cut = 0
+    dropped = 0
     ends, learned = converted.ends, converted.learned
     for example in chosen.tolist():
         first, end = int(ends[example - 1]) if example else 0, int(ends[example])

@@ -170,7 +170,10 @@ def files_of(setting: str, path: str) -> list[Path]:
 def _convert(files: Sequence[Path], conversion: ExampleConversion, entry: Path, convert: Convert) -> ExampleFacts:
     """Write the tokens of all examples. Raises TextError with the first faulty ones, ValueError or OSError."""
     digest, ends = hashlib.sha256(conversion.opened.key.encode()), list[int]()
-    total, max_id, read, faults = 0, 0, 0, ExampleFaults()
+    total = 0
+    max_id = 0
+    read = 0
+    faults = ExampleFaults()
     size = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
         ids, learned = (stack.enter_context(WholeFile(entry.with_suffix(end))) for end in (".ids", ".learned"))

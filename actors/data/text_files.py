@@ -187,7 +187,10 @@ def _convert(
     files: list[SourceFile], conversion: TextConversion, tokenizer_sha: str, data: Path, convert: Convert
 ) -> Facts:
     """Write the tokens of text files, concatenated, to ``data``. Needs memory for a few chunks only."""
-    sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
+    sources = hashlib.sha256(tokenizer_sha.encode())
+    tokens = hashlib.sha256()
+    count = 0
+    max_id = 0
     size = sum(file.size for file in files)
     with WholeFile(data) as out, conversion_progress(size) as read:
 

@@ -120,7 +120,10 @@ class Reducer:
         *,
         frees_buckets: bool = False,
     ) -> None:
-        self._buckets, self._channels, self._device, self.sums = buckets, channels, device, sums
+        self._buckets = buckets
+        self._channels = channels
+        self._device = device
+        self.sums = sums
         stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
         self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
         self._frees_buckets = frees_buckets or len(set(stages)) < len(stages)

@@ -62,7 +62,10 @@ class Sharder:
         *,
         is_own: bool,
     ) -> None:
-        self._model, self._make, self._modules, self._same = model, make, modules, same
+        self._model = model
+        self._make = make
+        self._modules = modules
+        self._same = same
         self._owners, self._replicas, self._layers = owners, groups, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}

@@ -124,7 +124,10 @@ class _Dispatch(torch.autograd.Function):
         visits: tuple[Sequence[int], Sequence[int]],
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.splits, ctx.visits, ctx.width = group, splits, visits, rows_ND.shape[1]
+        ctx.group = group
+        ctx.splits = splits
+        ctx.visits = visits
+        ctx.width = rows_ND.shape[1]
         ins, outs = splits
         came = rows_ND.new_empty((sum(outs), ctx.width))
         handles = [group.all_to_all(came, rows_ND.contiguous(), outs, ins)]

@@ -90,7 +90,10 @@ class Updater:
         self._masters, self._parameters = masters, masters.parameters
         self._names, self._ties, self._group = names, ties, group
         self._scaler, self._nonfinite, self._told = scaler, nonfinite, told
-        self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
+        self._tensors = tensors
+        self._spec = optim
+        self._clip = clip
+        self._steps = steps
         self._places = {name: place for place, name in enumerate(names)}
         self._optimizer: Optimizer | None = build_optimizer(optim, self._parameters, tensors)
         if masters.home.is_apart and self._optimizer is not None:

@@ -46,7 +46,10 @@ def assigned(costs: Sequence[Sequence[float]]) -> list[int]:
         taken[0], column = row, 0
         least, used = [math.inf] * (columns + 1), [False] * (columns + 1)
         while taken[column]:
-            used[column], here, delta, then = True, taken[column], math.inf, 0
+            used[column] = True
+            here = taken[column]
+            delta = math.inf
+            then = 0
             for other in range(1, columns + 1):
                 if used[other]:
                     continue

@@ -42,7 +42,10 @@ class ShardedGradients:
         device: torch.device = _HOST,
     ) -> None:
         self._apart, self._device = apart, device
-        self._shards, self._group, self._partial, self._watched = shards, group, partial, watched
+        self._shards = shards
+        self._group = group
+        self._partial = partial
+        self._watched = watched
         self._counted = {name for name in shards if is_first_holder(partial.get(name, ()))}
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -20,7 +20,10 @@ from raypar.schedules.action import BACKWARDS, Action, Op
 _AGAIN = 2  # replicas that compute it again, if there are so many others: of three, two decide
 
 
-_DATA, _INPUTS, _OUTPUTS, _WEIGHTS = "batch", "inputs", "outputs", "gradients of weights"
+_DATA = "batch"
+_INPUTS = "inputs"
+_OUTPUTS = "outputs"
+_WEIGHTS = "gradients of weights"
 
 
 Key = tuple[Action, str]

@@ -49,7 +49,10 @@ class Stream:
     ) -> None:
         self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
         self._doubt: SpeculativeUpdate | None = None
-        self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
+        self._seat = seat
+        self._state = state
+        self._flow = flow
+        self._reducer = reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
         self._feedback = DelayFeedback(state.masters) if seat.plan.run.delay_feedback else None
         self._stale: set[int] = set()

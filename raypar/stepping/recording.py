@@ -169,7 +169,10 @@ class Recorder:
     """
 
     def __init__(self, run: Run, device: DeviceKind, world: World, calls: Calls) -> None:
-        self._run, self._device, self._world, self._calls = run, device, world, calls
+        self._run = run
+        self._device = device
+        self._world = world
+        self._calls = calls
         self._wanted: dict[tuple[int, int], Path] = {}  # by rank and stage
         self._num_stages = 0
 

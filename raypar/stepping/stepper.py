@@ -72,7 +72,10 @@ class Stepper:
         self.step = step
         self._proposed, self._board = schedule, Board(schedule)
         self._world, self._handles, self._calls = world, handles, calls
-        self._guard, self._commit, self._lowered, self._recorder = guard, commit, lowered, recorder
+        self._guard = guard
+        self._commit = commit
+        self._lowered = lowered
+        self._recorder = recorder
         self._peeking = Peeking(world, calls, guard)
         self._predicate: Callable[[ComputedValue], object] | None = None
         self._report: Report | None = None

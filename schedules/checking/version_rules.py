@@ -41,7 +41,10 @@ class _StageCheck:
     """The check of one stage's updates and versions."""
 
     def __init__(self, schedule: Schedule, rank: int, stage: int, most: int | None) -> None:
-        self._schedule, self._rank, self._stage, self._most = schedule, rank, stage, most
+        self._schedule = schedule
+        self._rank = rank
+        self._stage = stage
+        self._most = most
         self._versions = Versions(schedule.rows[rank], stage)
         self._reduces = Action(stage, Op.REDUCE_GRAD, None) in schedule.rows[rank]
         self._unreduced = False

@@ -34,7 +34,10 @@ class _Trace:
     """The trace events of one timeline, which is number ``place`` of ``count``."""
 
     def __init__(self, timeline: Timeline, zero: float, place: int, count: int) -> None:
-        self._timeline, self._zero, self._place, self._count = timeline, zero, place, count
+        self._timeline = timeline
+        self._zero = zero
+        self._place = place
+        self._count = count
 
     def events(self) -> list[dict[str, Any]]:
         """Return the timeline's slices, the names of its tracks, and its arrows."""

@@ -47,9 +47,18 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-LANE, GAP, MARGIN, HEADING, SLOT, FINEST = 26, 6, 84, 22, 28, 1
+LANE = 26
+GAP = 6
+MARGIN = 84
+HEADING = 22
+SLOT = 28
+FINEST = 1
 PAGE, LEAST = 1000, 15  # pixels: the width that a picture is fitted to, unless slots became narrower than LEAST
-_TYPE, _TICK, _LETTER, _KEY = 14, 90, 8.6, 36  # pixels: of the type; between two ticks; a letter; around a key
+# pixels: of the type; between two ticks; a letter; around a key
+_TYPE = 14
+_TICK = 90
+_LETTER = 8.6
+_KEY = 36
 # Hue and saturation of each op; the chunks of a rank differ in lightness.
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}

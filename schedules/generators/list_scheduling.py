@@ -125,7 +125,10 @@ class ListScheduling:
         memory: RankMemory,
         policy: Policy,
     ) -> None:
-        self._placement, self._microbatches, self._cost, self._link = placement, num_microbatches, cost, link
+        self._placement = placement
+        self._microbatches = num_microbatches
+        self._cost = cost
+        self._link = link
         self._memory, self._policy = memory, policy
         last = len(placement) - 1
         self._stages = [

@@ -208,7 +208,11 @@ class _Rank:
     """A rank on paper: its row, what it has done of it and what is to come, and what time it is there."""
 
     def __init__(self, row: Sequence[Action], split: set[int]) -> None:
-        self.row, self.split, self.at, self.now, self.held = row, split, 0, 0.0, 0
+        self.row = row
+        self.split = split
+        self.at = 0
+        self.now = 0.0
+        self.held = 0
         self.link = 0.0  # when the last gather is over
         self.gathered: dict[int | None, float] = {}  # by stage: when its weights are there
         self.done: list[Action] = []

@@ -13,6 +13,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
+from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -69,16 +70,55 @@ def build_part(
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.row(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
-    if is_expert := world.is_expert(plan.rank):
+    if world.is_expert(plan.rank):
         same = {}  # it has nothing of the layers that share weights
     owners = owners_of(plan, model, groups, server)
     home = storage_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
     layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
-    shared = _shared(modules.values())
-    first, borders = _borders(run, model, parts, is_expert=is_expert)
-    stages = {
+    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
+    stages = _stages_of(plan, place, model, parts, modules, weights, parallelizer, overflow, record, first)
+    held = (one for stage in stages.values() for one in stage.parameters().items())
+    parameters = {name: parameter for name, parameter in held if name not in same}
+    masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
+    return ModelPart(
+        model=model,
+        stages=stages,
+        parameters=parameters,
+        masters=masters,
+        owners=owners,
+        ties=ends,
+        shards=parallelizer.shards,
+        partial=parallelizer.partial,
+        outputs=parallelizer.outputs,
+        weights=weights,
+        layer_shards=layers.shards,
+        overflow=overflow,
+        gathered=layers.gathered,
+        record=record,
+        gathers=world.gathers,
+        first_learning=first,
+    )
+
+
+def _stages_of(
+    plan: ActorPlan,
+    place: ComputeDevice,
+    model: Model,
+    parts: Sequence[range],
+    modules: Mapping[int, nn.Module],
+    weights: Mapping[int, StageWeights],
+    parallelizer: Parallelizer,
+    overflow: OverflowWatch | None,
+    record: RouterRecord,
+    first: int,
+) -> dict[int, Stage]:
+    """Return the actor's stages by number. ``first`` is the first stage of the model that learns."""
+    run, train, is_expert = plan.run, plan.programs["train"], plan.world.is_expert(plan.rank)
+    skips, halved, shared = [*stage_skips(model.skips, parts)], _halved(plan), _shared(modules.values())
+    return {
         number: Stage(
             model,
             parts[number],
@@ -87,35 +127,19 @@ def build_part(
             is_last=number == train.num_stages - 1 and not is_expert,
             recompute=run.recompute,
             seed=run.seed,
-            halved=_halved(plan)[number],
+            halved=halved[number],
             shared=shared,
             is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
             overflow=None if is_expert else overflow,
             record=record,
-            ends=borders[number],
+            ends=StageEnds(skips[number], takes_data=number <= first and not is_expert, first_learning=first),
             learns=number >= first,
             is_alone=not (parallelizer.shards or weights or run.mesh.cp > 1 or run.mesh.divides_experts),
         )
-        for number in own
+        for number in train.stages_of(plan.world.row(plan.rank))
     }
-    held = (one for stage in stages.values() for one in stage.parameters().items())
-    parameters = {name: parameter for name, parameter in held if name not in same}
-    masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
-    resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
-    others = overflow, layers.gathered, record, world.gathers, first
-    return ModelPart(model, stages, parameters, masters, owners, ends, *resting, *others)
-
-
-def _borders(run: Run, model: Model, parts: Sequence[range], *, is_expert: bool) -> tuple[int, list[StageEnds]]:
-    """Return the first stage that learns, and where what each stage takes and makes belongs."""
-    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
-    return first, [
-        StageEnds(skips, takes_data=number <= first and not is_expert, first_learning=first)
-        for number, skips in enumerate(stage_skips(model.skips, parts))
-    ]
 
 
 def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
@@ -163,7 +187,10 @@ def ends_of_rounds(row: Sequence[Action]) -> tuple[set[tuple[int, int]], set[tup
     Returns:
         The first ones and the last ones: each the stage, and how many of its backwards come before it in the step.
     """
-    first, last, begun, counts = set[tuple[int, int]](), set[tuple[int, int]](), set[int](), Counter[int]()
+    first = set[tuple[int, int]]()
+    last = set[tuple[int, int]]()
+    begun = set[int]()
+    counts = Counter[int]()
     for action in row:
         stage = action.stage
         if stage is not None and action.op in MAKES_GRADIENTS:

@@ -43,7 +43,10 @@ class LayerMaker:
         model: Model,
         parallelize: Parallelize,
     ) -> None:
-        self._plan, self._place, self._home, self._groups = plan, place, home, groups
+        self._plan = plan
+        self._place = place
+        self._home = home
+        self._groups = groups
         self._model, self._parallelize = model, parallelize
         self._modules: dict[int, nn.Module] = {}
         self._sharder: Sharder | None = None
@@ -64,15 +67,17 @@ class LayerMaker:
         weights: dict[int, StageWeights] = {}
         if self._plan.world.unshards:
             run = self._plan.run
-            homes = self._home if run.offload == "parameters" else DeviceHome(self._place.device), self._home
-            layers = self._model, self._some, self._modules, same
             self._sharder = Sharder(
-                *layers,
-                owners,
-                self._groups,
-                *homes,
-                run.zero_units,
-                run.precision,
+                model=self._model,
+                make=self._some,
+                modules=self._modules,
+                same=same,
+                owners=owners,
+                groups=self._groups,
+                rest=self._home if run.offload == "parameters" else DeviceHome(self._place.device),
+                home=self._home,
+                layers=run.zero_units,
+                precision=run.precision,
                 is_own=isinstance(run.model, Layers),
             )
             weights = {number: self._sharder.shard(part) for number, part in parts.items()}

@@ -49,7 +49,11 @@ class ActiveLayout:
     def __init__(
         self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault], moved: Moved
     ) -> None:
-        self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
+        self._lifetime = lifetime
+        self._job = job
+        self._device = device
+        self._faults = faults
+        self._moved = moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
         self.snapshots, self._witnesses = Snapshots(), lifetime.witnesses
         self.processes = list[ProcessIdentity]()  # by rank

@@ -63,7 +63,10 @@ class StepsAhead:
         copy_within: Callable[[int], int],
         stream: int = 0,
     ) -> None:
-        self._calls, self._executor, self._most, self._epoch = calls, executor, most, epoch
+        self._calls = calls
+        self._executor = executor
+        self._most = most
+        self._epoch = epoch
         self._copy_within, self._stream = copy_within, stream
         self._handed: deque[tuple[int, Any]] = deque()
         self.since, self.pending = time.perf_counter(), 0

@@ -179,7 +179,10 @@ class TextGeneration:
     """
 
     def __init__(self, request: Request, loaded: Callable[[], LoadedRun], read: Read, *, ema: bool = False) -> None:
-        self._request, self._loaded, self._read, self._ema = request, loaded, read, ema
+        self._request = request
+        self._loaded = loaded
+        self._read = read
+        self._ema = ema
         self._texts = [GrowingText(request) for _ in request.prompts]
         self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
         self._handed: deque[list[Any]] = deque()
