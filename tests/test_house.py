@@ -30,6 +30,7 @@ PRIVATE_ATTRIBUTES = (  # of tensors, modules, ops and process groups; of our ow
 )
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 MAX_FILE, MAX_FUNCTION, MAX_WITHOUT_DOCSTRING = 600, 60, 8
+MAX_AT_ONCE = 3  # names that one line gives values to
 MAX_STEP = 32  # files that a reader passes from job.step() to its report
 LEFT_BY_TOOLS = re.compile(r"__pycache__|\..*|build|dist|runs|.*\.egg-info")
 
@@ -688,6 +689,11 @@ def bare_doctests(docstring):
             yield line.strip()
 
 
+def calls_of(nodes, name):
+    """Those of some nodes that call a function of this name."""
+    return [node for node in nodes if isinstance(node, ast.Call) and dotted(node.func) == name]
+
+
 def style_faults(path, source):
     """Too long, not typed, not explained, or using what this project does not use."""
     lines, (tree, nodes) = source.splitlines(), parsed(source)
@@ -711,6 +717,11 @@ def style_faults(path, source):
     for node in nodes:
         if isinstance(node, ast.Attribute) and dotted(node) in UNPICKLES:
             yield f"{path}:{node.lineno}: {dotted(node)}: nothing is pickled here; safetensors, JSON or TOML"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            if any(isinstance(one, ast.Tuple) and len(one.elts) > MAX_AT_ONCE for one in node.targets):
+                yield f"{path}:{node.lineno}: more than {MAX_AT_ONCE} assignments in one: give each a line"
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("guard") and calls_of(node.args, "partial"):
+            yield f"{path}:{node.lineno}: guard(partial(...)): call in a context, or give what is called a name"
         if isinstance(node, ast.Call) and dotted(node.func) == "print" and path not in PRINTS:
             yield f"{path}:{node.lineno}: print outside the command line"
 
@@ -734,6 +745,10 @@ def body(lines):
         ("async def f(a: int): ...", "annotate"),
         ("def f() -> None:\n    def g(a): ...", "annotate"),
         ("print(1)", "print"),
+        ("a, b, c, d = 1, 2, 3, 4", "give each a line"),
+        ("a = b, c, self.d, e[0] = 1, 2, 3, 4", "give each a line"),
+        ("self._life.guard(partial(call, 1))", "guard(partial(...))"),
+        ("def _f() -> None:\n    _guard(partial(call, partial(other, 1)))", "guard(partial(...))"),
         ("from pickle import loads", "pickle"),
         ("import torch\ntorch.load('x')", "torch.load"),
         ('def _f() -> None:\n    """Do.\n\n    >>> _f()\n    """', "below a line Examples:"),
@@ -749,7 +764,8 @@ def test_a_broken_style_rule_is_seen(source, says):
 def test_good_style_is_not():
     nested = "def _f() -> None:\n  def g() -> None:\n" + body(9)
     private = "class _A:\n  def f(self, a: int) -> None:\n" + body(9)
-    for good in ("x = 1\n" * 600, "def _f(*a: int) -> None:\n" + body(59), nested, private):
+    few = "a, b, c = 1, 2, 3\na, b, c, d = call()\nguard(call, partial(other))\n"
+    for good in (few, "x = 1\n" * 600, "def _f(*a: int) -> None:\n" + body(59), nested, private):
         assert not list(style_faults("raypar/a.py", good)), good
     assert not list(style_faults("raypar/cli/main.py", "print(1)"))
 

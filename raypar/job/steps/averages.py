@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
 from raypar.errors import ConfigError, JobError
-from raypar.job.start.loaded_run import LoadedRun
-
-T = TypeVar("T")
 
 
 def demand_averages(run: Run) -> None:
@@ -24,35 +21,21 @@ def use_averages(calls: Calls, *, use: bool) -> None:
     calls.all("use_averages", use, what="averages of weights")
 
 
-def with_averages(calls: Calls, call: Callable[[], T]) -> T:
-    """Call a function while the actors compute with the averages of their weights.
+@contextmanager
+def averaged(calls: Calls, *, ema: bool) -> Iterator[None]:
+    """Let the actors compute with the averages of their weights in this context, if ``ema`` is true.
 
-    Args:
-        calls: Calls to the actors.
-        call: The function. After a JobError of it the actors are over, or load a snapshot, and so nothing is done.
+    After a JobError in it the actors are over, or load a snapshot, and so nothing is done.
     """
+    if not ema:
+        yield
+        return
     use_averages(calls, use=True)
     try:
-        answer = call()
+        yield
     except JobError:
         raise
     except Exception:
         use_averages(calls, use=False)
         raise
     use_averages(calls, use=False)
-    return answer
-
-
-def evaluation_step(loaded: LoadedRun, number: int, *, ema: bool) -> list[Any]:
-    """Have the actors take an evaluation step.
-
-    Args:
-        loaded: The run.
-        number: The number of the step, from 0.
-        ema: Whether they compute with the averages of their weights.
-    """
-
-    def take() -> list[Any]:
-        return loaded.calls.all("run", "evaluate", number, what=f"evaluation step {number + 1}")
-
-    return with_averages(loaded.calls, take) if ema else take()

@@ -23,7 +23,7 @@ from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
-from raypar.job.steps.averages import evaluation_step, with_averages
+from raypar.job.steps.averages import averaged
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
@@ -58,8 +58,7 @@ class TrainingLoop:
         holds: By rank, the shard that the rank holds of each of its logical parameters.
         next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
-        generating: Held while text is generated.
-        is_averaged: Whether that is done with the averages of the weights.
+        is_averaged: Whether text is generated with the averages of the weights.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class TrainingLoop:
         starter: Restarts,
     ) -> None:
         self._lifetime, self._starter, self._hand = lifetime, starter, StepsByHand(device)
-        self._training, self.generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
+        self._training, self._generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
         self._ahead: StepsAhead | None = None
         self.last: Report | None = None
         self.is_averaged = False
@@ -148,9 +147,13 @@ class TrainingLoop:
         """Compute the loss on validation data, as ``Job.evaluate`` does. That of averaged weights is not recorded."""
         self.demand_ready()
 
+        def step(number: int) -> list[Any]:
+            calls = self.loaded.calls
+            with averaged(calls, ema=ema):
+                return calls.all("run", "evaluate", number, what=f"evaluation step {number + 1}")
+
         def take(number: int) -> list[Any]:
-            step = partial(evaluation_step, ema=ema)
-            return self._after_this_step(lambda: self._alone(lambda: step(self.loaded, number), averaged=ema))
+            return self._after_this_step(lambda: self._alone(partial(step, number), averaged=ema))
 
         evaluation = self._evaluations.take(self.next_step, steps, take, ema=ema)
         if not ema:
@@ -185,9 +188,8 @@ class TrainingLoop:
     def copy_weights(self, folder: Path, *, ema: bool) -> Path:
         """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""
         self._demand_alive("an export")
-        save = partial(self._saver.copy_weights, folder, self.next_step)
-        with self._lifetime.guarded():
-            return with_averages(self.loaded.calls, save) if ema else save()
+        with self._lifetime.guarded(), averaged(self.loaded.calls, ema=ema):
+            return self._saver.copy_weights(folder, self.next_step)
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
@@ -209,6 +211,26 @@ class TrainingLoop:
             with self._guarded():
                 return call()
             return self._survived
+
+    @contextmanager
+    def generating(self, call: str, *, ema: bool = False) -> Iterator[None]:
+        """Generate text in this context.
+
+        Args:
+            call: What the user has called, for the message.
+            ema: Whether the actors compute with the averages of the weights meanwhile.
+
+        Raises:
+            JobError: Another call generates text.
+        """
+        if not self._generating.acquire(blocking=False):
+            raise JobError(f"this job is generating text: call {call} again when it has returned")
+        try:
+            self.is_averaged = ema
+            yield
+        finally:
+            self.is_averaged = False
+            self._generating.release()
 
     def demand_ready(self) -> None:
         """Raise JobError if the job is over, or in the middle of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from raypar.config.arguments import checked_arguments
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.averages import demand_averages, use_averages
 from raypar.job.steps.training_loop import TrainingLoop
@@ -149,18 +149,12 @@ class TextGenerator:
         sampling = Sampling(temperature, top_k, top_p, seed)
         every = [prompts] if isinstance(prompts, str) else prompts
         request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
-        if not self._loop.generating.acquire(blocking=False):
-            raise JobError("this job is generating text: call generate again when it has returned")
-        if isinstance(self._loop.loaded.run.model, Layers):
-            log.warning(
-                "modules of transformers keep no keys and values here: each token computes its whole text again"
-            )
-        try:
-            self._loop.is_averaged = ema
+        with self._loop.generating("generate", ema=ema):
+            if isinstance(self._loop.loaded.run.model, Layers):
+                log.warning(
+                    "modules of transformers keep no keys and values here: each token computes its whole text again"
+                )
             return TextGeneration(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
-        finally:
-            self._loop.is_averaged = False
-            self._loop.generating.release()
 
 
 class TextGeneration:
@@ -221,7 +215,7 @@ class TextGeneration:
         if again:
             self._begin(loaded)
         while len(self._handed) <= min(_AHEAD, self._request.new_tokens - self._made - 1):
-            self._handed.append(_submit(loaded, ["next"] * loaded.run.mesh.size))
+            self._handed.append(submitted(loaded, ["next"] * loaded.run.mesh.size))
         found = loaded.calls.gather(self._handed.popleft(), f"token {self._made + 1}", range(loaded.run.mesh.size))
         self._begun_on = loaded
         tokens = {loaded.world.at(rank)["dp"]: drawn for rank, drawn in enumerate(found) if drawn}
@@ -238,15 +232,13 @@ class TextGeneration:
         schedule = forwards_of(loaded, _num_groups(loaded, len(self._texts)))
         self._seats = prompt_groups(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
         whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
-        orders = []
-        for rank in range(loaded.run.mesh.size):
-            seats = self._seats[loaded.world.at(rank)["dp"]]
-            filler = (Prompt(-1, whole[0][:1]),)  # all replicas take part in every step, also those with nothing to do
-            groups = tuple(tuple(Prompt(number, whole[number]) for number in one) or filler for one in seats)
-            orders.append(Prompts(schedule, groups, self._slots(groups), self._request.sampling))
+        orders = [
+            Prompts(schedule, groups, self._slots(groups), self._request.sampling)
+            for groups in groups_by_rank(loaded, self._seats, whole, whole[0][:1])
+        ]
         if self._ema:
             use_averages(loaded.calls, use=True)
-        loaded.calls.gather(_submit(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
+        loaded.calls.gather(submitted(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
 
     def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
         """Return the positions of the caches of each group: the last token that is made is in none."""
@@ -261,7 +253,7 @@ class TextGeneration:
         ranks = range(loaded.run.mesh.size)
         while self._handed:
             loaded.calls.gather(self._handed.popleft(), "the last tokens", ranks)
-        ended = loaded.calls.gather(_submit(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+        ended = loaded.calls.gather(submitted(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
         if self._ema:
             use_averages(loaded.calls, use=False)
         return ended
@@ -303,6 +295,29 @@ def prompt_groups(prompts: int, replicas: int, groups: int) -> dict[int, list[li
     }
 
 
+def groups_by_rank(
+    loaded: LoadedRun,
+    seats: Mapping[int, Sequence[Sequence[int]]],
+    texts: Sequence[Sequence[int]],
+    filler: Sequence[int],
+) -> list[tuple[tuple[Prompt, ...], ...]]:
+    """Return the groups of prompts of each worker, by rank.
+
+    Args:
+        loaded: The run.
+        seats: The numbers of the prompts by replica and group.
+        texts: The token ids of each prompt.
+        filler: Those of a group without prompts: all replicas take part in every step, also with nothing to do.
+    """
+    return [
+        tuple(
+            tuple(Prompt(number, tuple(texts[number])) for number in group) or (Prompt(-1, tuple(filler)),)
+            for group in seats[loaded.world.at(rank)["dp"]]
+        )
+        for rank in range(loaded.run.mesh.size)
+    ]
+
+
 def _num_groups(loaded: LoadedRun, prompts: int) -> int:
     """Return into how many groups the prompts of a replica are cut: as many as pipeline ranks, if there are enough.
 
@@ -314,6 +329,6 @@ def _num_groups(loaded: LoadedRun, prompts: int) -> int:
     return max(1, min(loaded.schedule.num_ranks, each // enough))
 
 
-def _submit(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
+def submitted(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
     """Give each worker its order, without waiting; returns the object refs by rank."""
     return [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]

@@ -8,15 +8,15 @@ from math import log
 from typing import Any
 
 from raypar.actors.bounds import Count
-from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.actors.specs.sampling import Prompts, Sampling
 from raypar.config.arguments import checked_arguments
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.job.text.generation import Read, forwards_of, prompt_groups, request_of
+from raypar.job.text.generation import Read, forwards_of, groups_by_rank, prompt_groups, request_of, submitted
 from raypar.schedules.float_sum import float_sum
 
-_FILLER = Prompt(-1, (0, 0))  # for groups without texts, as all replicas take part in every step
+_FILLER = (0, 0)  # for groups without texts
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,8 @@ class TextScorer:
             JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
         """
         self._loop.demand_ready()
-        if not self._loop.generating.acquire(blocking=False):
-            raise JobError("this job is generating text: call score again when it has returned")
-        try:
+        with self._loop.generating("score"):
             return scores(lambda: self._loop.loaded, self._loop.read, texts, batch)
-        finally:
-            self._loop.generating.release()
 
 
 def scores(
@@ -123,14 +119,12 @@ def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
     run, ranks = loaded.run, range(loaded.run.mesh.size)
     schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
     seats = prompt_groups(len(texts), run.mesh.dp, schedule.num_microbatches)
-    orders = []
-    for rank in ranks:
-        mine = seats[loaded.world.at(rank)["dp"]]
-        groups = tuple(tuple(Prompt(number, tuple(texts[number])) for number in one) or (_FILLER,) for one in mine)
-        orders.append(Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True))
-    refs = [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]
+    orders = [
+        Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True)
+        for groups in groups_by_rank(loaded, seats, texts, _FILLER)
+    ]
     found: dict[int, Any] = {}
-    for rank, made in enumerate(loaded.calls.gather(refs, "scoring texts", ranks)):
+    for rank, made in enumerate(loaded.calls.gather(submitted(loaded, orders), "scoring texts", ranks)):
         for numbers, each in zip(seats[loaded.world.at(rank)["dp"]], made, strict=False):
             found |= dict(zip(numbers, each, strict=False))
     return [found[number] for number in range(len(texts))]
