@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import index
@@ -61,6 +61,17 @@ def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
         more = f"; and {len(faults) - MOST_LISTED} more" if len(faults) > MOST_LISTED else ""
         raise ValueError("; ".join(faults[:MOST_LISTED]) + more)
     return tuple(rows)
+
+
+def _placement_of(holders: Mapping[int, Sequence[int]], replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return the pipeline rank of each stage.
+
+    Args:
+        holders: By stage, the rows that have it.
+        replicas: Number of rows of each pipeline rank; () if each has one.
+    """
+    rank_of = [rank for rank, count in enumerate(replicas) for _ in range(count)]
+    return tuple(rank_of[holders[stage][0]] if rank_of else holders[stage][0] for stage in range(len(holders)))
 
 
 def _number_faults(stages: Collection[int], last_microbatch: int, forwards: int, stream: int) -> Iterator[str]:
@@ -221,11 +232,8 @@ class Schedule:
         except ValueError as error:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         holders: dict[int, list[int]] = {}  # by stage, the rows that have it
-        last_microbatch = -1
-        forwards = 0
-        communicates = False
-        forward_only = True
-        stream = 0
+        last_microbatch, forwards, stream = -1, 0, 0
+        communicates, forward_only = False, True
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
             for stage, op, microbatch, _ in row:
@@ -250,15 +258,12 @@ class Schedule:
         faults |= dict.fromkeys(_number_faults(holders, last_microbatch, forwards, stream))
         if faults:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
-        home = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
-        placement = tuple(home[holders[stage][0]] for stage in range(len(holders)))
-        lowered = communicates if lowered is None else lowered
         return cls(
             name=name,
             rows=frozen,
-            placement=placement,
+            placement=_placement_of(holders, replicas),
             num_microbatches=last_microbatch + 1,
-            lowered=lowered,
+            lowered=communicates if lowered is None else lowered,
             forward_only=forward_only,
             stream=stream,
             replicas=replicas,

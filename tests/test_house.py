@@ -57,7 +57,7 @@ def python_files(*tops):
     return [path for path in project_files() if path.suffix == ".py" and (not tops or path.parts[0] in tops)]
 
 
-LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.Module)
+LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Assign, ast.Call, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.Module)
 
 
 @lru_cache(maxsize=1)  # one file after the other goes through all checks
@@ -689,6 +689,12 @@ def bare_doctests(docstring):
             yield line.strip()
 
 
+def most_at_once(assignment):
+    """How many names an assignment gives the values of a tuple that is written out: 0 for any other assignment."""
+    targets = [len(one.elts) for one in assignment.targets if isinstance(one, ast.Tuple)]
+    return max(targets, default=0) if isinstance(assignment.value, ast.Tuple) else 0
+
+
 def calls_of(nodes, name):
     """Those of some nodes that call a function of this name."""
     return [node for node in nodes if isinstance(node, ast.Call) and dotted(node.func) == name]
@@ -717,10 +723,9 @@ def style_faults(path, source):
     for node in nodes:
         if isinstance(node, ast.Attribute) and dotted(node) in UNPICKLES:
             yield f"{path}:{node.lineno}: {dotted(node)}: nothing is pickled here; safetensors, JSON or TOML"
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            if any(isinstance(one, ast.Tuple) and len(one.elts) > MAX_AT_ONCE for one in node.targets):
-                yield f"{path}:{node.lineno}: more than {MAX_AT_ONCE} assignments in one: give each a line"
-        if isinstance(node, ast.Call) and dotted(node.func).endswith("guard") and calls_of(node.args, "partial"):
+        if isinstance(node, ast.Assign) and most_at_once(node) > MAX_AT_ONCE:
+            yield f"{path}:{node.lineno}: more than {MAX_AT_ONCE} assignments in one: give each a line"
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("guard") and calls_of(node.args[:1], "partial"):
             yield f"{path}:{node.lineno}: guard(partial(...)): call in a context, or give what is called a name"
         if isinstance(node, ast.Call) and dotted(node.func) == "print" and path not in PRINTS:
             yield f"{path}:{node.lineno}: print outside the command line"

@@ -115,9 +115,8 @@ class Stage:
                     part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._learns, self._halved = learns, halved
-        self._is_half, self._is_alone = is_half, is_alone
-        self._weights, self._overflow = weights, overflow
+        self._learns, self._is_half, self._is_alone = learns, is_half, is_alone
+        self._halved, self._weights, self._overflow = halved, weights, overflow
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules

@@ -22,7 +22,7 @@ def use_averages(calls: Calls, *, use: bool) -> None:
 
 
 @contextmanager
-def averaged(calls: Calls, *, ema: bool) -> Iterator[None]:
+def with_averages(calls: Calls, *, ema: bool) -> Iterator[None]:
     """Let the actors compute with the averages of their weights in this context, if ``ema`` is true.
 
     After a JobError in it the actors are over, or load a snapshot, and so nothing is done.

@@ -23,7 +23,7 @@ from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
-from raypar.job.steps.averages import averaged
+from raypar.job.steps.averages import with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
@@ -149,7 +149,7 @@ class TrainingLoop:
 
         def step(number: int) -> list[Any]:
             calls = self.loaded.calls
-            with averaged(calls, ema=ema):
+            with with_averages(calls, ema=ema):
                 return calls.all("run", "evaluate", number, what=f"evaluation step {number + 1}")
 
         def take(number: int) -> list[Any]:
@@ -188,7 +188,7 @@ class TrainingLoop:
     def copy_weights(self, folder: Path, *, ema: bool) -> Path:
         """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""
         self._demand_alive("an export")
-        with self._lifetime.guarded(), averaged(self.loaded.calls, ema=ema):
+        with self._lifetime.guarded(), with_averages(self.loaded.calls, ema=ema):
             return self._saver.copy_weights(folder, self.next_step)
 
     def stepper(self) -> Stepper:
