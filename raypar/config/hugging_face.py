@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.folder import CONFIG, FileTensor, read_config, same_bytes, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
+from raypar.actors.safetensors_header import FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
