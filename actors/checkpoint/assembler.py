@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored, til
 from raypar.actors.checkpoint.shards import read_header
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import AT_ONCE, checkpoint_errors
+from raypar.actors.safetensors_header import FileTensor, read_beginning
 from raypar.actors.sharding import Sharding
 
 _DTYPES: Mapping[str, torch.dtype] = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
@@ -53,20 +53,6 @@ class ShardFolder:
         return (self._folder / file).open("rb", buffering=0)
 
 
-class _Kept(NamedTuple):
-    """A tensor in a shard file.
-
-    Attributes:
-        dtype: In safetensors' spelling.
-        shape: Its shape.
-        start: Its first byte in the file.
-    """
-
-    dtype: str
-    shape: Shape
-    start: int
-
-
 class _Common(NamedTuple):
     """What a stored slice and an actor's part have in common along a dim.
 
@@ -93,7 +79,7 @@ class Assembler:
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
-        self._files: dict[str, dict[str, _Kept]] = {}
+        self._files: dict[str, dict[str, FileTensor]] = {}
 
     def read(self, logical: Logical, own: Sharding = _WHOLE) -> Tensor:
         """Read a logical tensor, or a part of it, into new host memory. Slices of other parts need not be there.
@@ -142,7 +128,7 @@ class Assembler:
             self._fill(part, stored, by_dim)
         return part
 
-    def _kept(self, stored: Stored) -> _Kept:
+    def _kept(self, stored: Stored) -> FileTensor:
         """Return where a slice is in its file."""
         if stored.file not in self._files:
             self._files[stored.file] = self._read_file(stored.file)
@@ -151,13 +137,12 @@ class Assembler:
             raise CheckpointError([f"{stored} is not there"])
         return kept
 
-    def _read_file(self, file: str) -> dict[str, _Kept]:
+    def _read_file(self, file: str) -> dict[str, FileTensor]:
         """Read where the tensors of a shard are."""
         known = self._source.header(file)
         with checkpoint_errors(f"{file!r} can't be read"), self._source.open(file) as shard:
-            size = int.from_bytes(shard.read(8), "little")
-            plain = json.loads(shard.read(size))
-        return {name: _Kept(*found, 8 + size + plain[name]["data_offsets"][0]) for name, found in known.items()}
+            found, _ = read_beginning(shard.fileno(), file)
+        return {name: found[name] for name in known}
 
     def _fill(self, part: Tensor, stored: Stored, common: Sequence[Sequence[_Common]]) -> None:
         """Copy what a stored slice and a part have in common, by dim and at least one element, into the part."""
@@ -175,7 +160,7 @@ class Assembler:
                     taken = tuple(slice(one.start, one.start + one.length) for one in others)
                     part[(slice(place + row, place + row + count), *into)] = rows[(slice(None), *taken)]
 
-    def _rows(self, stored: Stored, kept: _Kept, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    def _rows(self, stored: Stored, kept: FileTensor, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Read consecutive rows, along dim 0, of a stored tensor; a scalar is one row."""
         shape = kept.shape[1:]
         size = math.prod(shape) * dtype.itemsize

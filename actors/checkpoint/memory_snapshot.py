@@ -25,10 +25,12 @@ from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
 from raypar.actors.checkpoint.shards import AtHand, ShardFile, stored_in
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
+from raypar.actors.errors import CheckpointError
 from raypar.actors.files import checkpoint_errors, write_whole
 from raypar.actors.memory_files import reserve
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.process_identity import ProcessIdentity, open_files
+from raypar.actors.safetensors_header import beginning_of, read_beginning
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
@@ -267,19 +269,20 @@ class _Slot:
     def _lay_out(self, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
         """Write the header for tensors of these kinds, and make room for their data."""
         header = _Header.for_tensors(rank, tensors, shards)
-        text, mark = header.text()
-        start = 8 + len(text)
-        size = start + sum(nbytes(tensor) for tensor in tensors.values())
+        beginning = header.beginning(tensors)
+        at = len(beginning)
+        size = at + sum(nbytes(tensor) for tensor in tensors.values())
         self._room.clear()
         self._map = None  # the room's tensors are gone, and the old mapping with them
         os.ftruncate(self.fd, 0)
         reserve(self.fd, 0, size)
-        os.pwrite(self.fd, len(text).to_bytes(8, "little") + text, 0)
-        self._map, self._mark_at = mmap.mmap(self.fd, size), 8 + mark
+        os.pwrite(self.fd, beginning, 0)
+        self._map, self._mark_at = mmap.mmap(self.fd, size), beginning.index(_UNFINISHED.encode())
         data = torch.frombuffer(self._map, dtype=torch.uint8)
-        for name, (first, last) in header.offsets.items():
+        for name in header.kinds:
             tensor = tensors[name]
-            self._room[name] = data[start + first : start + last].view(tensor.dtype).view(tensor.shape)
+            start, at = at, at + nbytes(tensor)
+            self._room[name] = data[start:at].view(tensor.dtype).view(tensor.shape)
 
     def _mark(self, text: str) -> None:
         assert self._map is not None
@@ -293,61 +296,49 @@ class _Header:
     Attributes:
         step: Number of steps taken; None if the snapshot is not whole.
         kinds: Dtype and shape of each tensor, in the order in the file.
-        offsets: Where each is in the data.
         tensors: The logical tensors, each with its slices in this file.
     """
 
     step: int | None
     kinds: dict[str, tuple[str, Shape]]
-    offsets: dict[str, tuple[int, int]]
     tensors: dict[str, Logical]
 
     @classmethod
     def for_tensors(cls, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> _Header:
         """Describe tensors of a rank, the widest dtypes first, so that all are aligned."""
-        kinds, offsets, logical, end = {}, {}, dict[str, Logical](), 0
+        kinds, logical = {}, dict[str, Logical]()
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             part, whole = stored_in(str(rank), name, tensor, shards.get(name)), untiled(name)
             before = logical[whole].slices if whole in logical else ()
             logical[whole] = Logical(part.dtype, part.shape, (*before, *part.slices))
             kinds[name] = (DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
-            offsets[name] = (end, end := end + nbytes(tensor))
-        return cls(None, kinds, offsets, logical)
+        return cls(None, kinds, logical)
 
     @classmethod
     def of(cls, fd: int) -> _Header:
         """Read the header of a memory file."""
-        plain = json.loads(_text_of(fd))
-        about = plain.pop("__metadata__")
-        kinds = {name: (one["dtype"], tuple(one["shape"])) for name, one in plain.items()}
+        found, about = read_beginning(fd, "a snapshot")
+        kinds = {name: (one.dtype, one.shape) for name, one in found.items()}
         tensors = {
             name: Logical(dtype, tuple(shape), tuple(Stored(*one[:2], *map(tuple, one[2:])) for one in slices))
             for name, (dtype, shape, slices) in json.loads(about["tensors"]).items()
         }
         step = None if about["step"] == _UNFINISHED else int(about["step"])
-        return cls(step, kinds, {name: tuple(one["data_offsets"]) for name, one in plain.items()}, tensors)
+        return cls(step, kinds, tensors)
 
-    def text(self) -> tuple[bytes, int]:
-        """Return the header's text, padded so that the data is aligned, and where in it the step is marked."""
+    def beginning(self, tensors: Mapping[str, Tensor]) -> bytes:
+        """Return the beginning of a file for tensors of these kinds, after which their data is aligned."""
         about = {
             name: [one.dtype, one.shape, [[s.file, s.key, s.offset, s.shape] for s in one.slices]]
             for name, one in self.tensors.items()
         }
-        plain = {"__metadata__": {"step": _UNFINISHED, "tensors": json.dumps(about)}}
-        for name, (dtype, shape) in self.kinds.items():
-            plain[name] = {"dtype": dtype, "shape": shape, "data_offsets": self.offsets[name]}  # type: ignore[dict-item]
-        text = json.dumps(plain).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        return text, text.index(_UNFINISHED.encode())
-
-
-def _text_of(fd: int) -> bytes:
-    return os.pread(fd, int.from_bytes(os.pread(fd, 8, 0), "little"), 8)
+        kinds = [(name, *kind, nbytes(tensors[name])) for name, kind in self.kinds.items()]
+        return beginning_of(kinds, {"step": _UNFINISHED, "tensors": json.dumps(about)}, _ALIGNMENT)
 
 
 def _step_of(fd: int) -> int | None:
     """Return the step of the snapshot in a memory file; None if there is no whole one, as of a copy under way."""
-    with suppress(ValueError):  # which the header is while another copy arrives
+    with suppress(CheckpointError, ValueError):  # the header is none while another copy arrives
         step = _Header.of(fd).step
         return step if any(os.pread(fd, 8, 0)) else None
     return None

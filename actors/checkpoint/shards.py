@@ -5,7 +5,6 @@ torch is imported only where a tensor is made or read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import checkpoint_errors, plain_size, write_whole
+from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.sharding import Shard
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 AtHand = Callable[[list["Tensor"]], AbstractContextManager[object]]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_MAX_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
 _PART = 8 << 20  # bytes of a tensor that are written at a time
 
 
@@ -143,15 +142,8 @@ def _bytes_of(tensors: Mapping[str, Tensor], at_hand: AtHand | None) -> Iterator
     """Yield the file's bytes: length of the header, header, then each tensor, in parts of a few megabytes."""
     import torch
 
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _spelled(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise CheckpointError([f"{len(tensors)} tensors are too many for one shard: write several"])
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    kinds = [(name, _spelled(name, one), one.shape, one.numel() * one.element_size()) for name, one in tensors.items()]
+    yield memoryview(beginning_of(kinds))
     for tensor in tensors.values():
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         for part in flat.split(max(1, _PART // flat.element_size())):

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from raypar.actors.files import checkpoint_errors, open_named
-from raypar.actors.hugging_face.folder import ITEM, model_type_of, tensors_in
+from raypar.actors.hugging_face.folder import model_type_of, tensors_in
+from raypar.actors.safetensors_header import ITEM
 
 _SAMPLE = 32  # elements that are read of a tensor, at its beginning and in its middle
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import AT_ONCE, checkpoint_errors, open_named
 from raypar.actors.hugging_face.conversions import TABLES
+from raypar.actors.safetensors_header import ITEM, FileTensor, read_beginning
 from raypar.schedules.schedule import first_faults
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
 BASE = "raypar_base"  # key of an adapter's metadata: the fingerprint of the weights that it was trained on
-ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element, of the dtypes that weights may have
 _WHAT_HAS = {
     CONFIG: f"a model's folder has {CONFIG}, {SINGLE} (or several with an index) and the tokenizer's files; give one"
     " that save_pretrained has written, or that was downloaded whole",
@@ -28,27 +27,10 @@ _WHAT_HAS = {
 _ONLY_ADAPTER = "{folder!r} holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _MOST_JSON = 64 << 20
-_MOST_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
 _SAFE = (
     "transformers can: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
     ".save_pretrained('{folder}-safetensors')\""
 )
-
-
-class FileTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        file: Name of the file.
-        dtype: In safetensors' spelling.
-        shape: Its shape.
-        start: Its first byte in the file.
-    """
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
@@ -111,7 +93,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, FileTensor]:
             faults.append(f"{file} is missing, in which {INDEX} has {count} tensors: copy it into {str(folder)!r}")
             continue
         try:
-            inside = _header(folder, file)
+            inside, _ = _tensors_of(folder, file)
         except CheckpointError as error:
             faults += error.faults
             continue
@@ -164,10 +146,9 @@ def adapters_in(folder: Path) -> tuple[dict[str, FileTensor], str]:
         else:
             told_as += f": {_WHAT_HAS[ADAPTER_CONFIG]}"
         raise CheckpointError([told_as])
-    plain, _, _ = _plain_header(folder, ADAPTER)
-    metadata = plain.get("__metadata__")
-    base = metadata.get(BASE) if isinstance(metadata, dict) else None
-    return _header(folder, ADAPTER), base if isinstance(base, str) else ""
+    found, metadata = _tensors_of(folder, ADAPTER)
+    base = metadata.get(BASE)
+    return found, base if isinstance(base, str) else ""
 
 
 def _index(folder: Path) -> Mapping[str, str]:
@@ -200,46 +181,7 @@ def _no_weights(folder: Path) -> str:
     return f"{told_as}: give a folder that save_pretrained has written, or that was downloaded whole"
 
 
-def _plain_header(folder: Path, file: str) -> tuple[dict[str, Any], int, int]:
-    """Return the header of a safetensors file, its bytes and the file's. Raises CheckpointError if it is broken."""
+def _tensors_of(folder: Path, file: str) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file. Raises CheckpointError if it is not sound."""
     with checkpoint_errors(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
-        status = os.fstat(opened.fileno())
-        length = int.from_bytes(opened.read(8), "little")
-        if length > min(_MOST_HEADER, status.st_size - 8):
-            raise CheckpointError([f"{file!r} is no safetensors file, or ends in its header: copy it again"])
-        raw = opened.read(length)
-    try:
-        plain = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _broken(file, error) from error
-    if not isinstance(plain, dict):
-        raise _broken(file, "it is no object")
-    return plain, length, status.st_size
-
-
-def _header(folder: Path, file: str) -> dict[str, FileTensor]:
-    """Return the tensors of a safetensors file. Raises CheckpointError if it is none, or ends early."""
-    plain, length, size = _plain_header(folder, file)
-    try:
-        entries = {name: entry for name, entry in plain.items() if name != "__metadata__"}
-        found = {name: _kept(file, entry, 8 + length) for name, entry in entries.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise _broken(file, error) from error
-    if end > size:
-        raise CheckpointError([f"{file!r} ends early, {end - size} bytes are missing: copy it again"])
-    return found
-
-
-def _broken(file: str, why: object) -> CheckpointError:
-    return CheckpointError([f"{file!r} has a broken header ({why}): copy it again"])
-
-
-def _kept(file: str, entry: Mapping[str, Any], start: int) -> FileTensor:
-    """Read an entry of a header. Raises ValueError, KeyError or TypeError if it contradicts itself."""
-    dtype, shape, (first, behind) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, first, behind)):
-        raise ValueError("a size is no whole number")
-    if dtype in ITEM and behind - first != math.prod(shape) * ITEM[dtype]:
-        raise ValueError("a tensor has not the bytes that its shape needs")
-    return FileTensor(file, str(dtype), shape, start + first)
+        return read_beginning(opened.fileno(), file)

@@ -17,6 +17,7 @@ from raypar.actors.files import AT_ONCE, checkpoint_errors, whole_folder, write_
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
@@ -292,14 +293,8 @@ def _bytes_of(
     import torch
 
     kinds = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for one in tensors:
-        start, end = end, end + sizes[one.name]
-        header[one.name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [start, end]}
-    text = _json(header, indent=None)
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    header = [(one.name, dtype, one.shape, sizes[one.name]) for one in tensors]
+    yield memoryview(beginning_of(header, {"format": "pt"}))
     for one in tensors:
         for rows in _columns_of(source, one) if one.is_transposed else _rows_of(source, one):
             yield rows.to(kinds[dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
@@ -355,5 +350,5 @@ def _read_ours(source: Assembler, part: _Part, spans: Sequence[Sequence[tuple[in
     return found
 
 
-def _json(plain: Mapping[str, Any], indent: int | None = 2) -> bytes:
-    return json.dumps(plain, indent=indent, ensure_ascii=False).encode()
+def _json(plain: Mapping[str, Any]) -> bytes:
+    return json.dumps(plain, indent=2, ensure_ascii=False).encode()

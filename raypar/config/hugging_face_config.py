@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypar.actors.specs.model import GPT, Llama
+from raypar.config.hugging_face_families import FAMILIES, Family
 
-
-class _Type(NamedTuple):
-    """A type of model at Hugging Face.
-
-    Attributes:
-        architecture: Its class.
-        must: Settings that it always has; see ``_settings``.
-        may: Further settings that it may have.
-    """
-
-    architecture: str
-    must: frozenset[str]
-    may: frozenset[str]
-
-
-def _type(architecture: str, must: str = "", may: str = "") -> _Type:
-    return _Type(architecture, frozenset(must.split()), frozenset(may.split()))
-
-
-_TYPES: Mapping[str, _Type] = {  # of two that a model could be, the first
-    "gpt2": _type("GPT2LMHeadModel", may="qkv_bias"),
-    "llama": _type("LlamaForCausalLM", may="head_width"),
-    "mistral": _type("MistralForCausalLM", may="window head_width"),
-    "gemma": _type("GemmaForCausalLM", "gelu_tanh scaled_embedding", "head_width"),
-    "gemma2": _type(
-        "Gemma2ForCausalLM",
-        "gelu_tanh scaled_embedding post_norms",
-        "query_scale attention_cap logit_cap window window_first window_skips head_width",
-    ),
-    "qwen2": _type("Qwen2ForCausalLM", "qkv_bias", "window window_first window_skips head_width"),
-    "qwen3": _type("Qwen3ForCausalLM", "qk_norm", "window window_first window_skips head_width"),
-    "mixtral": _type("MixtralForCausalLM", "moe", "window head_width"),
-    "qwen3_moe": _type("Qwen3MoeForCausalLM", "qk_norm moe", "window head_width"),
-}
+_KNOWN = [family.known_fields for family in FAMILIES.values() if family.model is Llama]
+_OF_SOME = frozenset.union(*_KNOWN) - frozenset.intersection(*_KNOWN) - {"gate", "window_first"}  # see ``_settings``
 
 SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeScaling
     "factor": "factor",
@@ -52,7 +21,7 @@ SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeSca
     "attention_factor": "attention",
     "truncate": "truncate",
 }
-REQUIRED: Mapping[str, tuple[str, ...]] = {  # names without which transformers refuses a type
+REQUIRED_NAMES: Mapping[str, tuple[str, ...]] = {  # names without which transformers refuses a type
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
@@ -73,8 +42,8 @@ def type_of(model: GPT | Llama, preferred: str | None = None) -> tuple[str | Non
         The type, or None if there is none; and why there is none.
     """
     faults, has = [*_misfits(model)], _settings(model)
-    kinds = [name for name in _TYPES if (name == "gpt2") == isinstance(model, GPT)]
-    fitting = [name for name in kinds if _TYPES[name].must <= has <= _TYPES[name].must | _TYPES[name].may]
+    kinds = {name: family for name, family in FAMILIES.items() if isinstance(model, family.model)}
+    fitting = [name for name, one in kinds.items() if one.required_fields <= has <= one.known_fields]
     if preferred in fitting:
         fitting = [preferred]
     if not fitting:
@@ -97,38 +66,22 @@ def config_of(model: GPT | Llama, model_type: str, begun: Mapping[str, Any], dty
     kept = dict(begun) if begun.get("model_type") == model_type else {}
     for old in ("torch_dtype", "transformers_version", "layer_types", "rope_scaling", "auto_map", "_name_or_path"):
         kept.pop(old, None)
-    common = {
-        "architectures": [_TYPES[model_type].architecture],
-        "model_type": model_type,
-        "dtype": dtype,
-        "tie_word_embeddings": model.tied,
-        "vocab_size": model.vocab,
-    }
-    own = _of_gpt(model, kept) if isinstance(model, GPT) else _of_llama(model, model_type, kept)
-    return dict(sorted((kept | common | own).items()))
+    family = FAMILIES[model_type]
+    own: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type, "dtype": dtype}
+    own |= {name: values[0] for name, values in family.activations.items()}
+    for setting in family.settings:
+        own |= setting.written(model, kept)
+    if isinstance(model, Llama):
+        own |= _rope(model) | _windows(model, family, kept)
+    return dict(sorted((kept | own).items()))
 
 
 def _settings(model: GPT | Llama) -> frozenset[str]:
     """Return which settings a model has that only some types have."""
-    has = {
-        "qkv_bias": model.qkv_bias,
-        "window": model.window is not None,
-        "window_first": model.window is not None and model.window_first > 0,
-        "window_skips": model.window_skips is not None,
-        "moe": model.moe is not None,
-        "head_width": model.head_size * model.heads != model.hidden,
-    }
-    if isinstance(model, Llama):
-        has |= {
-            "qk_norm": model.qk_norm,
-            "gelu_tanh": model.gate == "gelu_tanh",
-            "scaled_embedding": model.scaled_embedding,
-            "post_norms": model.post_norms,
-            "query_scale": model.query_scale is not None,
-            "attention_cap": model.attention_cap is not None,
-            "logit_cap": model.logit_cap is not None,
-        }
-    return frozenset(name for name, is_set in has.items() if is_set)
+    has = {name for name in _OF_SOME if getattr(model, name, None)}
+    has |= {"window_first"} if model.window is not None and model.window_first else set()
+    has |= {"head_width"} if model.head_size * model.heads != model.hidden else set()
+    return frozenset(has | ({"gate"} if isinstance(model, Llama) and model.gate == "gelu_tanh" else set()))
 
 
 def _misfits(model: GPT | Llama) -> Iterator[str]:
@@ -167,88 +120,34 @@ def _unlike_mixtral(model: Llama) -> Iterator[str]:
         yield f"model.moe.width is {model.expert_width}, and a Mixtral's experts have model.ffn, {model.mlp_width}"
 
 
-def _of_gpt(model: GPT, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a GPT-2, which keeps the positions that a shorter run did not train."""
-    return {
-        "activation_function": "gelu" if model.gelu == "exact" else "gelu_new",
-        "attn_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "resid_pdrop": model.dropout,
-        "layer_norm_epsilon": model.norm_eps,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_inner": model.mlp_width,
-        "n_layer": model.layers,
-        "n_positions": max(model.seq, int(kept.get("n_positions") or 0)),
-    }
-
-
-def _of_llama(model: Llama, model_type: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a Llama or of one of its relatives."""
-    found: dict[str, Any] = {
-        "attention_dropout": model.dropout,
-        "head_dim": model.head_size,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.mlp_width,
-        "max_position_embeddings": _positions(model, int(kept.get("max_position_embeddings") or 0)),
-        "num_attention_heads": model.heads,
-        "num_hidden_layers": model.layers,
-        "num_key_value_heads": model.num_kv_heads,
-        "pad_token_id": model.pad_id,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_base,
-        "rope_parameters": _rope(model),  # where transformers 5 looks
-        "rope_scaling": None if model.rope_scaling is None else _rope(model),  # where transformers 4 does
-    }
-    if model_type != "gemma2":
-        found["hidden_act"] = "gelu_pytorch_tanh" if model_type == "gemma" else "silu"
-    if model_type.startswith("gemma"):
-        found["hidden_activation"] = "gelu_pytorch_tanh"
-    elif model_type != "llama":
-        found["sliding_window"] = model.window
-    if model_type == "gemma2":
-        found |= {
-            "attn_logit_softcapping": model.attention_cap,
-            "final_logit_softcapping": model.logit_cap,
-            "query_pre_attn_scalar": model.head_size if model.query_scale is None else int(model.query_scale),
-            "sliding_window": model.window or kept.get("sliding_window") or 4096,  # it has one also if no block uses it
-        }
-    if model_type == "gemma2" or model.window_skips is not None:
+def _windows(model: Llama, family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which blocks have a window."""
+    windows, found = family.windows, dict[str, Any]()
+    if windows is None:
+        return found
+    found["sliding_window"] = model.window
+    if windows.skips is not None:  # it has one also if no block uses it
+        found["sliding_window"] = model.window or kept.get("sliding_window") or family.defaults["sliding_window"]
+    if windows.skips is not None or model.window_skips is not None:
         slides = [model.window_of(block) is not None for block in range(model.layers)]
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
-    if model_type in ("qwen2", "qwen3", "qwen3_moe"):
+    if windows.flagged:
         found["use_sliding_window"] = model.window is not None
-        if model.window is not None and model_type != "qwen3_moe":  # which has windows in every block, whatever it is
-            found["max_window_layers"] = model.window_first
-    if (moe := model.moe) is not None:
-        found |= {
-            "num_experts_per_tok": moe.top_k,
-            "num_local_experts": moe.experts,
-            "router_aux_loss_coef": moe.alpha,
-        }
-        if model_type == "qwen3_moe":
-            found |= {
-                "num_experts": moe.experts,
-                "moe_intermediate_size": model.expert_width,
-                "norm_topk_prob": moe.normalises,
-                "decoder_sparse_step": moe.every,
-            }
+    if windows.begins and model.window is not None:
+        found["max_window_layers"] = model.window_first
     return found
 
 
-def _positions(model: Llama, before: int) -> int:
-    """Return the most positions of the model; dynamic scaling goes by them, so they are those of its training."""
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.kind == "dynamic" and scaling.trained is not None:
-        return scaling.trained
-    return max(model.seq, before)
-
-
 def _rope(model: Llama) -> dict[str, Any]:
-    """Return the settings of a model's angles."""
-    found: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
-    if (scaling := model.rope_scaling) is None:
-        return found
-    own = ("factor", *_OF_KIND[scaling.kind])
-    named = {theirs: getattr(scaling, ours) for theirs, ours in SCALING.items() if ours in own}
-    return found | {"rope_type": scaling.kind} | {name: value for name, value in named.items() if value is not None}
+    """Return the settings of a model's angles, where transformers 5 looks for them, and where transformers 4 does."""
+    table: dict[str, Any] = {"rope_theta": model.rope_base, "rope_type": "default"}
+    scaling = model.rope_scaling
+    if scaling is not None:
+        own = ("factor", *_OF_KIND[scaling.kind])
+        named = {theirs: getattr(scaling, ours) for theirs, ours in SCALING.items() if ours in own}
+        table |= {"rope_type": scaling.kind} | {name: value for name, value in named.items() if value is not None}
+    return {
+        "rope_theta": model.rope_base,
+        "rope_parameters": table,
+        "rope_scaling": None if scaling is None else dict(table),
+    }

@@ -28,6 +28,7 @@ from raypar.actors.errors import ActionError
 from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.relayout.moves import HeldTensors, Kind, volume
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
+from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.cluster.processes import ProcessReport
@@ -179,16 +180,14 @@ class StandIn:
         pass
 
     def write(self, folder: str, beside: bool = False) -> tuple[ShardFile, dict[str, Logical]] | None:
-        saved, header, end = dict[str, Logical](), dict[str, Any](), 0
+        saved, kinds, end = dict[str, Logical](), list[tuple[str, str, Any, int]](), 0
         file = f"rank-{self.plan.rank:05}.safetensors"
         for name, part in saved_parts(self.plan.world, self.plan.rank).items():
             size = nbytes_of({name: part})
-            header[name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [end, end + size]}
+            kinds.append((name, "F32", part.shape, size))
             saved[name] = Logical("F32", part.whole, (Stored(file, name, part.offset, part.shape),))
             end += size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        data = len(text).to_bytes(8, "little") + text + bytes(end)
+        data = beginning_of(kinds) + bytes(end)
         (Path(folder) / file).write_bytes(data)
         return ShardFile(file, len(data), hashlib.sha256(data).hexdigest()), saved
 

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted
-from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, ITEM, FileTensor, adapters_in, model_type_of, read_config
+from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, adapters_in, model_type_of, read_config
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import converted, is_ignored
-from raypar.actors.hugging_face.folder import ITEM, FileTensor, model_type_of, tensors_in
+from raypar.actors.hugging_face.folder import model_type_of, tensors_in
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
