@@ -188,7 +188,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ),
         (
             {"mesh": Mesh(tp="2d:2x2"), "sequence_parallel": True},
-            "sequence_parallel: mesh.tp is '2d:2x2', which divides norms and dropout already: set it to false",
+            "sequence_parallel is True, but mesh.tp is '2d:2x2', which divides norms and dropout already: set",
         ),
         (
             {"mesh": Mesh(tp="2d:2x2"), "data_parallel": "parameter_server"},
