@@ -27,6 +27,8 @@ def lowered_programs(
     skeleton: Skeleton,
     schedule: str | Schedule | None = None,
     costs: Costs | None = None,
+    *,
+    counts_replicas: bool = True,
 ) -> Programs:
     """Return the programs of a schedule in the sizes of a run, without splitting backwards.
 
@@ -35,6 +37,7 @@ def lowered_programs(
         skeleton: Its model without weights.
         schedule: The schedule; None for the run's.
         costs: How long actions last, for a schedule that depends on it; None for its default.
+        counts_replicas: Whether the fields are sound that say whether replicas reduce gradients.
 
     Raises:
         ScheduleError: The schedule does not fit the run, or breaks a rule.
@@ -45,7 +48,7 @@ def lowered_programs(
         run.microbatches,
         run.chunks,
         steps=run.flush_every,
-        reduce_grad=zero_actions_of(run).reduce == "step",
+        reduce_grad=counts_replicas and zero_actions_of(run).reduce == "step",
         costs=costs,
         replicas=() if any(turn_faults(run)) else run.mesh.rank_dp,
         skips=skips_of(run, skeleton),

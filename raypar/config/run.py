@@ -16,7 +16,7 @@ from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.hints import hint
 from raypar.config.mended import mended
 from raypar.config.programs import finished_programs, lowered_programs
-from raypar.config.rules import Conflict, Examined, RunRule, UnsoundError, faults_by, guarded
+from raypar.config.rules import Examined, RunRule, UnsoundError, faults_by, guarded
 from raypar.config.schedule import Programs, schedule_faults, with_offload
 from raypar.config.validate import (
     adapter_folder,
@@ -48,7 +48,7 @@ def _model_faults(examined: Examined) -> Iterator[str]:
         yield from examined.run.model.faults(examined.right)
 
 
-_RULES: tuple[RunRule, ...] = (
+RULES: tuple[RunRule, ...] = (
     _model_faults,
     lambda examined: examined.run.mesh.faults(examined.right),
     *zero.ZERO_RULES,
@@ -72,7 +72,6 @@ _RULES: tuple[RunRule, ...] = (
     *data.DATA_RULES,
     *outputs.OUTPUT_RULES,
 )
-CONFLICTS: tuple[Conflict, ...] = tuple(rule for rule in _RULES if isinstance(rule, Conflict))
 
 
 def check_run(
@@ -138,18 +137,23 @@ def _besides(pair: tuple[Run, Run], examined: Examined) -> list[str]:
 def _compared(examined: Examined) -> tuple[Programs | None, list[str]]:
     """Return a run's programs, None if there are none, and what is wrong with several of its fields together."""
     examined = replace(examined, run=guarded(examined.run, examined.right))
-    programs, examined = _with_programs(examined)
-    return programs, [*faults_by(_RULES, examined)]
+    programs, examined = with_programs(examined)
+    return programs, [*faults_by(RULES, examined)]
 
 
-def _with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
-    """Return a run's lowered programs, None if there are none, and the run with what is wrong with its schedule."""
+def with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
+    """Return a run's lowered programs, None if there are none, and the run with what is wrong with its schedule.
+
+    Args:
+        examined: The run.
+    """
     run = examined.run
     try:
         # A schedule by name is not built in slices that are refused anyway: of many slices that takes minutes.
         if isinstance(run.schedule, str) and any(faults_by(token_slices.SLICE_RULES, examined)):
             run = replace(run, token_slices=1)
-        programs = lowered_programs(run, examined.whole)
+        counts = examined.right("mesh", "data_parallel", "servers", "zero", "offload")
+        programs = lowered_programs(run, examined.whole, counts_replicas=counts)
     except UnsoundError:
         return None, replace(examined, misfits=schedule_faults(run.schedule) if examined.right("schedule") else [])
     except ScheduleError as error:

@@ -37,9 +37,6 @@ def _stream_faults(examined: Examined) -> Iterator[str]:
         told = f"{name} flushes the pipeline after {schedule.stream} steps"
         fix = f"set it to 1 or a multiple of {schedule.stream}"
         yield f"snapshot_every is {run.snapshot_every}, but {told}: {fix}"
-    if not schedule.validated and run.loss_scale.is_on(run.precision):
-        fix = "leave loss_scale.use out" if run.loss_scale.use == "on" else "set precision.compute to 'bf16' or 'fp32'"
-        yield f"the loss is scaled, but in {name} every stage updates by itself, without a vote of all: {fix}"
 
 
 def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
@@ -89,6 +86,12 @@ _SHARED = tuple(
     for level, said in ((None, "zero is 1 (its usual level)"), *((level, f"zero is {level}") for level in (1, 2, 3)))
 )
 _TOGETHER = (SERVERS, OFFLOAD, HALVES, DYNAMIC, RECHECK, OVERFLOW, *_SHARED)
+_SCALED = Setting(
+    "run",
+    lambda run: run.loss_scale.is_on(run.precision),
+    "the loss is scaled",
+    "set precision.compute to 'bf16' or 'fp32', or loss_scale.use to 'off'",
+)
 _LOADS = "but {other}, and loads of experts are counted in a step"
 _NO_TAGS = "but messages of NCCL have no tags on GPUs, and forwards come again"
 STREAM_RULES: tuple[RunRule, ...] = (
@@ -96,6 +99,7 @@ STREAM_RULES: tuple[RunRule, ...] = (
     Conflict(Setting("delay_feedback"), _ON_TIME, fix="leave it out"),
     Conflict(_FLUSHED_LATE, CUDA, _NO_TAGS),
     *(Conflict(one, _UNVOTED, fix=one.without) for one in (CLIP, NONFINITE, EMA)),
+    Conflict(_SCALED, _UNVOTED, "but {other}, without a vote of all", _SCALED.undo),
     *(Conflict(one, when, fix=one.without) for one in _TOGETHER for when in (_UNVOTED, _VOTED)),
     *(Conflict(EXPERTS, when, _LOADS, EXPERTS.undo) for when in (_UNVOTED, _VOTED)),
     *(Conflict(_TIED_ENDS, when, fix=TIED.undo) for when in (_UNVOTED, _VOTED)),

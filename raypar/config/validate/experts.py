@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.rules import Conflict, Examined, RunRule, Setting, several
-from raypar.config.validate.settings import EP, EXPERT_ACTORS, OWN_LAYERS, SERVERS, TILES
+from raypar.config.validate.settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 
 
 def _part_faults(examined: Examined) -> Iterator[str]:
@@ -141,7 +142,17 @@ _SHADOWS = Setting("expert_shadows", undo="set expert_shadows to 0")
 _ROUNDS = Setting("expert_rounds", several, undo="set expert_rounds to 1")
 _ORDER = Setting("expert_order", said="expert_order is given")
 _APART = Setting("run", lambda run: run.mesh.divides_experts and run.mesh.tp != 1, "mesh.tp is {run.mesh.tp}")
+_DIVIDED = (EP, EXPERT_ACTORS)
+_HYBRID = Setting(
+    "run",
+    lambda run: (run.mesh.shard or 1 << 62) < run.mesh.dp * run.mesh.cp,
+    "mesh.shard is {run.mesh.shard}",
+    "leave mesh.shard out",
+)
 EXPERT_RULES: tuple[RunRule, ...] = (
+    Conflict(EXPERT_ACTORS, EP, "and {other}, but experts are on actors of their own or on ranks"),
+    *(Conflict(each, GRID, "but a grid of tensor ranks has no experts", "give mesh.tp a number") for each in _DIVIDED),
+    *(Conflict(_HYBRID, each, f"and {{other}}: {not_yet(HYBRID_EXPERTS)}") for each in _DIVIDED),
     _joint_faults,
     Conflict(_SHADOWS, _WHOLE, fix=_SHADOWS.undo),
     Conflict(_SHADOWS, EXPERT_ACTORS, "but expert actors have no tokens to keep", _SHADOWS.undo),
@@ -152,7 +163,6 @@ EXPERT_RULES: tuple[RunRule, ...] = (
     _order_faults,
     Conflict(_ORDER, _WHOLE, fix="leave it out"),
     _part_faults,
-    Conflict(EP, SERVERS, "but servers hold all weights of a replica", SERVERS.undo),
-    Conflict(EXPERT_ACTORS, SERVERS, "but servers hold all weights of a replica", SERVERS.undo),
+    *(Conflict(each, SERVERS, "but servers hold all weights of a replica", SERVERS.undo) for each in _DIVIDED),
     Conflict(OWN_LAYERS, _APART, "and {other}, but experts of your own layers need mesh.tp 1", "leave mesh.tp out"),
 )

@@ -10,7 +10,7 @@ from raypar.actors.specs.recompute import recompute_faults
 from raypar.config.rules import Conflict, Examined, RunRule, Setting
 from raypar.config.validate.asynchronous import unversioned_weight_faults
 from raypar.config.validate.experts import idle_expert_faults
-from raypar.config.validate.settings import EXPERT_ACTORS, HALVES
+from raypar.config.validate.settings import EXPERT_ACTORS, HALVES, OWN_LAYERS
 from raypar.config.validate.sharing import sharing_faults
 from raypar.config.validate.zero import share_faults
 
@@ -36,7 +36,7 @@ def _fields_of_layers(examined: Examined, num_stages: int) -> Iterator[str]:
         count = model.layers
     if count is not None:
         yield from split_faults(run.split, count, num_stages)
-        yield from recompute_faults(run.recompute, count, has_core=not isinstance(model, Layers))
+        yield from recompute_faults(run.recompute, count)
 
 
 def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int | None]:
@@ -102,8 +102,11 @@ _WHOLE = Setting(
     "run", lambda run: isinstance(run.model, Layers) and not run.model.halves, "your own Layers are not to be split"
 )
 _HALVES = "give Layers(halves=True), or let backward be auto or whole"
+_CORES = "but raypar can't tell which of your own layers attend"
+_SELECTIVE = Setting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
 LAYER_RULES: tuple[RunRule, ...] = (
     _layer_faults,
+    Conflict(_SELECTIVE, OWN_LAYERS, _CORES, "use 'full' or 'none'"),
     Conflict(
         Setting("model.skips", said="model.skips has skips"),
         EXPERT_ACTORS,

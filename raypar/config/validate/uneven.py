@@ -10,6 +10,9 @@ from raypar.actors.specs.run import Run
 from raypar.config.rules import Conflict, Examined, RunRule, Setting
 from raypar.config.validate.parallel import divided_faults
 from raypar.config.validate.settings import (
+    CONTEXT,
+    EP,
+    EXPERT_ACTORS,
     EXPERTS,
     FAILURES,
     OFFLOAD,
@@ -17,8 +20,10 @@ from raypar.config.validate.settings import (
     OWN_LAYERS,
     RANK_TP,
     RECHECK,
+    REPLICAS,
     SEQUENCE,
     SERVERS,
+    TENSOR,
     TIED,
     UNEVEN,
 )
@@ -58,7 +63,11 @@ _REASONS = {
     OVERFLOW: "overflow is not counted",
     EXPERTS: "replicas that take microbatches in turn do not sum the loads of their experts",
 }
+_EACH = "leave one out, or give it for each rank as mesh.rank_"
+_FIXES = {REPLICAS: f"{_EACH}dp", TENSOR: f"{_EACH}tp", **dict.fromkeys((CONTEXT, EP, EXPERT_ACTORS), "leave one out")}
+_FOR_ALL = "which is for all ranks, and does not combine with {other}"
 UNEVEN_RULES: tuple[RunRule, ...] = (
+    *(Conflict(one, axis, _FOR_ALL, fix) for one, fix in _FIXES.items() for axis in UNEVEN),
     *(Conflict(one, axis, f"but with {{other}} {why}") for one, why in _REASONS.items() for axis in UNEVEN),
     lambda examined: turn_faults(examined.run),
     Conflict(OWN_LAYERS, RANK_TP, "but with {other} each rank divides layers in its own way"),

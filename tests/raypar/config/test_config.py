@@ -556,6 +556,7 @@ def test_a_wrong_type_is_told_in_plain_words(change, says):
 
 
 def test_wrong_types_and_wrong_values_come_together(tiny, text):
+    check_run(tiny)  # its text is converted: for a run with other faults none is
     run = replace(
         tiny,
         model=GPT(layers=1, hidden="wide", heads=5, seq=32, vocab=50),
