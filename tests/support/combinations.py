@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,13 +72,21 @@ FEATURES: Mapping[str, Changes] = {
     "counted overflow": {"overflow_every": 2},
     "torch's compiler": {"compile": True},
 }
-BASE: Changes = {"mesh.pp": 2, "micro_batch_size": 4, "model.dropout": 0.0, "clip": None, "device": "cpu"}
+BASE: Changes = {
+    "mesh.pp": 2,
+    "model.layers": 4,
+    "micro_batch_size": 4,
+    "model.dropout": 0.0,
+    "clip": None,
+    "device": "cpu",
+}
+TEXT = rp.Text(str(Path(__file__).parents[2] / "LICENSE"))
 _PARTS = {"moe": rp.MoE, "lora": rp.Lora}
 _KINDS = {"llama": rp.Llama, "sgd": rp.SGD, "muon": rp.Muon}
 
 
 def _layers() -> list[torch.nn.Module]:
-    return [torch.nn.Linear(8, 8) for _ in range(8)]
+    return [torch.nn.Linear(8, 8) for _ in range(4)]
 
 
 def _batch(step: int, microbatch: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +95,7 @@ def _batch(step: int, microbatch: int, dp: int) -> tuple[torch.Tensor, torch.Ten
 
 @cache
 def _own() -> dict[str, Any]:
-    plan = {f"layers.{n}": ("row" if n % 2 else "column") for n in range(8)}
+    plan = {f"layers.{n}": ("row" if n % 2 else "column") for n in range(4)}
     return {"model": rp.Layers(_layers, torch.nn.functional.mse_loss, plan=plan), "data": rp.Batches(_batch)}
 
 
@@ -121,12 +130,21 @@ def run_of(changes: Changes, data: rp.Text) -> rp.Run:
 def command(changes: Changes) -> str:
     """Return the command, or the run in Python, that has the base's and these values."""
     if "model" in changes:
-        said = {**{path: value for path, value in BASE.items() if path != "model.dropout"}, **changes}
+        said = {**{path: value for path, value in BASE.items() if not path.startswith("model.")}, **changes}
         mesh = ", ".join(f"{path[5:]}={value!r}" for path, value in said.items() if path.startswith("mesh."))
         rest = {path: value for path, value in said.items() if not path.startswith("mesh.")}
-        fields = (f"{path}={value if path in OWN else repr(value)}" for path, value in rest.items())
+        fields = (_field(path, value) for path, value in rest.items())
         return f"rp.faults(rp.Run({', '.join(fields)}, mesh=rp.Mesh({mesh})))"
     return " ".join(["raypar train gpt-tiny --dry-run", *map(_flag, {**BASE, **changes}.items())])
+
+
+def _field(path: str, value: Any) -> str:
+    """Return a field and its value as Python has them."""
+    if path in OWN:
+        return f"{path}={value}"
+    if path == "optim.kind":
+        return f"optim=rp.{_KINDS[value].__name__}()"
+    return f"precision=rp.Precision({value!r})" if path == "precision.compute" else f"{path}={value!r}"
 
 
 def _flag(item: tuple[str, Any]) -> str:
@@ -156,7 +174,7 @@ def table() -> tuple[Mapping[tuple[str, str], str], Sequence[tuple[str, str]]]:
     cells, numbers, notes = dict[tuple[str, str], str](), dict[object, int](), list[tuple[str, str]]()
     for pair in combinations(FEATURES, 2):
         changes = merged(pair)
-        found = None if changes is None else refusal(changes, rp.Text())
+        found = None if changes is None else refusal(changes, TEXT)
         if changes is not None and found is not None and found[0] not in numbers:
             numbers[found[0]] = len(notes) + 1
             notes.append((found[1], command(changes)))
@@ -192,7 +210,7 @@ HEAD = """
 
 <!-- made by python -m tests.support.combinations: change the rules in raypar/config/validate, not this page -->
 
-Each run is `raypar train gpt-tiny`, a GPT of 8 layers, with `--mesh.pp 2 --micro-batch-size 4 --model.dropout 0.0
+Each run is `raypar train gpt-tiny`, a GPT, with `--mesh.pp 2 --model.layers 4 --micro-batch-size 4 --model.dropout 0.0
 --clip none --device cpu` and the flags of the features.
 
 - `yes`: the two go together.
