@@ -11,7 +11,6 @@ from typing import Literal
 from raypar.actors.bounds import Count, Some
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
-from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -52,8 +51,6 @@ class Mesh:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
         if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.expert_actors", "mesh.shard"):
             yield from self._expert_actor_faults() if self.expert_actors else self._expert_faults()
-        if right("mesh.pp", "mesh.rank_dp", "mesh.rank_tp"):
-            yield from self._uneven_faults(right)
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
             replicas = "1 replica" if self.dp * self.cp == 1 else f"{self.dp * self.cp} replicas"
@@ -70,21 +67,6 @@ class Mesh:
                 fix = f"give one number for each, or set mesh.pp to {len(counts)}"
                 yield f"mesh.rank_{axis}", f"mesh.rank_{axis} is {counts}, for {given} (mesh.pp): {fix}"
 
-    def _uneven_faults(self, right: Callable[..., bool]) -> Iterator[str]:
-        """Yield the reasons why pipeline ranks cannot have so many replicas or tensor ranks each."""
-        for axis, counts in (("dp", self.rank_dp), ("tp", self.rank_tp)):
-            if counts and right(f"mesh.{axis}") and getattr(self, axis) != 1:
-                all_ranks = f"mesh.{axis} is {getattr(self, axis)!r}, which is for all ranks"
-                yield f"mesh.rank_{axis} is {counts}, and {all_ranks}: leave one out"
-        if self.rank_dp or self.rank_tp:
-            named = "mesh.rank_dp" if self.rank_dp else "mesh.rank_tp"
-            alone = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep, "expert_actors": self.expert_actors}
-            for field, value in alone.items():
-                both = field in ("dp", "tp") and getattr(self, f"rank_{field}")
-                if right(f"mesh.{field}") and value not in (0, 1) and not both:
-                    each = f", or give it for each rank as mesh.rank_{field}" if field in ("dp", "tp") else ""
-                    yield f"{named} is given, and mesh.{field} is {value!r}: they do not combine, leave one out{each}"
-
     def _expert_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
         if self.ep == 1:
@@ -98,9 +80,7 @@ class Mesh:
         if self.etp is not None and self.etp not in (1, self.tensor_ranks):
             yield f"mesh.etp is {self.etp}: an expert has all {self.tensor_ranks} tensor ranks or one: use one of these"
             return
-        if self.grid is not None:
-            yield f"mesh.ep is {self.ep}, but a grid of tensor ranks has no experts: give mesh.tp a number"
-        elif self.inner % (self.ep * self.expert_ranks):
+        if self.grid is None and self.inner % (self.ep * self.expert_ranks):
             most = self.inner // self.expert_ranks
             near = max(count for count in range(1, self.ep + 1) if most % count == 0)
             what = "dp x cp" if self.expert_ranks > 1 or self.tensor_ranks == 1 else "dp x cp x tp"
@@ -110,22 +90,12 @@ class Mesh:
                 f"mesh.ep is {self.ep}, so tensor ranks have the same experts, and no replicas sum "
                 f"their gradients: use {self.inner}, or set mesh.dp to 2"
             )
-        if self.shard is not None and self.shard < self.dp * self.cp:
-            told = f"mesh.shard is {self.shard}, and mesh.ep {self.ep}: {not_yet(HYBRID_EXPERTS)}"
-            yield f"{told}: leave mesh.shard out, or set mesh.ep to 1"
 
     def _expert_actor_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be on actors of their own."""
         named = f"mesh.expert_actors is {self.expert_actors}"
-        if self.ep > 1:
-            yield f"{named}, and mesh.ep is {self.ep}: experts are on actors of their own or on ranks: leave one out"
         if self.etp is not None and self.etp > 1:
             yield f"{named}, and mesh.etp is {self.etp}: an expert is whole on its actor: leave mesh.etp out"
-        if self.grid is not None:
-            yield f"{named}, but a grid of tensor ranks has no experts: give mesh.tp a number"
-        if self.shard is not None and self.shard < self.dp * self.cp:
-            told = f"mesh.shard is {self.shard}, and {named}: {not_yet(HYBRID_EXPERTS)}"
-            yield f"{told}: leave one of them out"
 
     @property
     def inner(self) -> int:

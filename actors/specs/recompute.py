@@ -22,17 +22,14 @@ def word_of(recompute: Recompute, body: range, layer: int) -> Word:
     return recompute[layer - body.start] if layer in body else "none"
 
 
-def recompute_faults(recompute: Recompute, num_layers: int, *, has_core: bool) -> Iterator[str]:
+def recompute_faults(recompute: Recompute, num_layers: int) -> Iterator[str]:
     """Yield the faults of a run's ``recompute``.
 
     Args:
         recompute: The field's value.
         num_layers: Number of layers in the model's body.
-        has_core: Whether raypar knows the attention cores of the layers, which "selective" recomputes.
     """
     words = (recompute,) if isinstance(recompute, str) else recompute
     if not isinstance(recompute, str) and len(words) != num_layers:
         fix = f"set recompute to {words[0] if words else 'full'!r}, say, or give one for each layer"
         yield f"recompute has {len(words)} words, the model {num_layers} layers: {fix}"
-    if "selective" in words and not has_core:
-        yield "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'"

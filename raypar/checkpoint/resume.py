@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +20,10 @@ from raypar.checkpoint.find import VerifiedCheckpoint, instead_of, listed, newes
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
 from raypar.config.fields import FieldFault, field_faults, short_repr
-from raypar.config.run import check_run
+from raypar.config.launchable import check_launch
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
 from raypar.config.validate.parallel import idle_fields
-from raypar.config.validate.recovery import recovery_faults
 from raypar.config.validate.replacing import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
@@ -106,13 +105,24 @@ class Prepared(NamedTuple):
     found: VerifiedCheckpoint | None
 
 
-def prepared(run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, *, overwrite: bool = False) -> Prepared:
+def prepared(
+    run: Run,
+    resume: str | PathLike[str] | VerifiedCheckpoint | None,
+    *,
+    overwrite: bool = False,
+    replaces: bool = False,
+    convert: Callable[[Run], None] = lambda _: None,
+    besides: Callable[[Run], Iterable[str]] = lambda _: (),
+) -> Prepared:
     """Check a run, its checkpoint and its folder, before any actor starts.
 
     Args:
         run: The run.
         resume: Checkpoint to continue from: a path (see ``find``) or the checkpoint itself; None for a new run.
         overwrite: Whether the run replaces one that is in its folder.
+        replaces: Whether the actors of another run take it.
+        convert: Converts the data of a run that has no faults otherwise.
+        besides: Returns further faults of the run.
 
     Returns:
         The run, its lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
@@ -131,11 +141,19 @@ def prepared(run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, 
     skeleton, programs = Skeleton(run.model, run.seed), None
     try:
         resumed = None if found is None else found.path
-        programs = check_run(run, resumed, skeleton, overwrite=overwrite, wrong=wrong)
+        programs = check_launch(
+            run,
+            resumed,
+            skeleton,
+            overwrite=overwrite,
+            wrong=wrong,
+            replaces=replaces,
+            convert=convert,
+            others=[*besides(run)],
+        )
     except ConfigError as error:
         can_compare = found is not None and not any(fault.of_type for fault in field_faults(run))
         faults = [*error.faults, *(changed_faults(run, found) if can_compare and found is not None else [])]
-    faults += recovery_faults(run.max_failures)
     if faults or programs is None:
         raise ConfigError(faults)
     for idle in idle_fields(run):

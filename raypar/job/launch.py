@@ -27,7 +27,6 @@ from raypar.job.start.before_launch import look_ahead
 from raypar.job.start.conversion import convert_on_cluster
 from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
-from raypar.planner.resource_needs import memory_faults
 from raypar.recovery.chaos import injectable, never_happen
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
@@ -100,12 +99,11 @@ def launch_in(
             there, and no checkpoint is saved.
         group: The placement group in which the actors are to be.
     """
-    convert_on_cluster(run)
-    run, programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
-    look_ahead(run, programs, skeleton)
+    run, programs, skeleton, found = prepared(run, resume, overwrite=overwrite, convert=convert_on_cluster)
     chaos, wrong = injectable(chaos, world_of(run), programs["train"])
-    if faults := [*memory_faults(run, programs["train"], skeleton), *wrong]:
-        raise ConfigError(faults)
+    if wrong:
+        raise ConfigError(wrong)
+    look_ahead(run, programs, skeleton)
     for told in never_happen(chaos, run, 0 if found is None else found.manifest.step):
         log.warning("%s", told)
     run = settled(run)

@@ -24,6 +24,7 @@ from raypar.cli.words.run_args import RunArgs
 from raypar.cluster.devices import ActorResources
 from raypar.cluster.placement import RACK, Node, place, placement_lines
 from raypar.config.fields import FieldFault
+from raypar.config.launchable import check_launch
 from raypar.config.run import check_run, unrecorded
 from raypar.config.toml import changed_of, toml_of
 from raypar.errors import ConfigError
@@ -90,7 +91,7 @@ def run_plan(words: Sequence[str]) -> str:
 def _as_it_is(run: Run, args: PlanArgs, wrong: Sequence[FieldFault]) -> str:
     """Say what a run takes as it is."""
     named = [FieldFault("calibration", text, of_type=True) for text in calibration_faults(args.calibration)]
-    check_run(run, wrong=[*wrong, *named])
+    check_launch(run, wrong=[*wrong, *named], here=False)
     takes = "" if run.resources == Resources() else f"each actor takes {run.resources}\n\n"
     found = f"{takes}{zero_levels_table(run)}"
     return found if starts_own_ray() else f"{found}\n\n{placed(run)}"

@@ -11,9 +11,8 @@ from raypar.actors.specs.worlds import world_of
 from raypar.cli.words.parsing import parse
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.run import check_run, unrecorded
-from raypar.config.validate.recovery import recovery_faults
-from raypar.errors import ConfigError
+from raypar.config.launchable import check_launch
+from raypar.config.run import unrecorded
 from raypar.planner.hardware.this_machine import actor_count_faults
 
 if TYPE_CHECKING:
@@ -53,14 +52,7 @@ def step(words: Sequence[str]) -> None:
 
 def _check(run: Run, wrong: Sequence[FieldFault]) -> None:
     """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
-    faults = list[str]()
-    try:
-        check_run(run, wrong=wrong)
-    except ConfigError as error:
-        faults = error.faults
     right = right_fields([*wrong, *field_faults(run)])
-    faults += recovery_faults(run.max_failures) if right("max_failures") else ()
-    if right("mesh", "data_parallel", "servers", "zero"):
-        faults += actor_count_faults(world_of(run).size, run.resources.cpus)
-    if faults:
-        raise ConfigError(faults)
+    sized = right("mesh", "data_parallel", "servers", "zero")
+    others = actor_count_faults(world_of(run).size, run.resources.cpus) if sized else ()
+    check_launch(run, wrong=wrong, others=[*others])

@@ -27,17 +27,16 @@ from raypar.cli.words.output_files import growing_file, output_file_faults, whol
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
+from raypar.config.launchable import check_launch
 from raypar.config.recipes import RECIPES
-from raypar.config.run import check_run
 from raypar.config.validate.device import device_faults
 from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields
-from raypar.config.validate.recovery import recovery_faults
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named
 from raypar.planner.hardware.this_machine import actor_count_faults
-from raypar.planner.resource_needs import TOO_MUCH, Rows, memory_faults
+from raypar.planner.resource_needs import TOO_MUCH, Rows
 from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
@@ -156,8 +155,6 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Dry
             run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False, room=args.room)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
-    if not wrong:
-        convert_data(run)
     chosen_folder = run.folder == AUTO
     try:
         schedule = _checked(run, args, begun, wrong, words)
@@ -207,39 +204,43 @@ def _checked(
     Raises:
         ConfigError: There are faults. The error lists all of them.
     """
-    schedule, faults = None, list[str]()
-    try:
-        schedule = check_run(run, None if begun is None else begun.path, overwrite=args.overwrite, wrong=wrong)["train"]
-    except ConfigError as error:
-        faults = error.faults
     right = right_fields([*wrong, *field_faults(run)])
-    faults += [*output_file_faults("--log", args.log), *output_file_faults("--trace", args.trace)]
-    faults += calibration_faults(args.calibration)
+    others = [*output_file_faults("--log", args.log), *output_file_faults("--trace", args.trace)]
+    others += calibration_faults(args.calibration)
     if right("model", "data", "mesh"):
-        faults += sample_faults(run, args.sample_every)
+        others += sample_faults(run, args.sample_every)
     if args.overwrite and run.folder is None:
-        faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
+        others.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
-        faults.append(finished(begun, run.steps, words))
-    faults += injected(args.chaos, run, schedule, begun)[1]
+        others.append(finished(begun, run.steps, words))
     elsewhere = [*device_faults(run.device)] if right("device") else []  # what a dry run says of another machine
     on_paper = bool(elsewhere) and args.dry_run
     if on_paper:
         logging.getLogger("raypar").warning("this is a plan for other machines: %s", elsewhere[0])
     else:
-        faults += elsewhere
-    faults += recovery_faults(run.max_failures) if right("max_failures") else ()
+        others += elsewhere
     for flag, seconds in (("nodes", args.wait_for_nodes), ("room", args.wait_for_room)):
         if not 0 <= seconds < math.inf:
-            faults.append(f"--wait-for-{flag} is {seconds}: it must be a number of seconds, 0 or more")
+            others.append(f"--wait-for-{flag} is {seconds}: it must be a number of seconds, 0 or more")
     if not 0 <= args.room <= _MOST_ROOM:
-        faults.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
+        others.append(f"--room is {args.room}: it must be a number of GiB, 0 to {_MOST_ROOM:,}")
     elif args.room and not args.auto_microbatch:
-        faults.append("--room is for --auto-microbatch: give that as well, or leave it out")
+        others.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if not on_paper and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
-        faults += actor_count_faults(world_of(run).size + run.spares, run.resources.cpus)
-    if schedule is not None:
-        faults += memory_faults(run, schedule)
+        others += actor_count_faults(world_of(run).size + run.spares, run.resources.cpus)
+    schedule, faults = None, list[str]()
+    try:
+        schedule = check_launch(
+            run,
+            None if begun is None else begun.path,
+            overwrite=args.overwrite,
+            wrong=wrong,
+            others=others,
+            convert=(lambda _: None) if args.dry_run else convert_data,
+        )["train"]
+    except ConfigError as error:
+        faults = error.faults
+    faults += injected(args.chaos, run, schedule, begun)[1]
     if (faults or args.dry_run) and right("folder"):  # otherwise the launch looks for them
         faults += resume_faults(run, begun, args.overwrite, is_sound=schedule is not None)
     if faults or schedule is None:

@@ -1,12 +1,9 @@
-"""Check that the adapters of a PEFT folder are those of a model, before any actor starts.
-
-Check that a layout can have low-rank adapters.
-"""
+"""Check that the adapters of a PEFT folder are those of a model, and that a layout can have adapters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +13,10 @@ from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, adapters_in, model
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
-from raypar.actors.specs.model import Layers, Transformer
-from raypar.actors.specs.run import Run
+from raypar.actors.specs.model import Transformer
 from raypar.config.fields import short_repr
+from raypar.config.rules import Conflict, Examined, RunRule
+from raypar.config.validate.settings import ADAPTERS, GRID, TILES
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 
@@ -185,21 +183,16 @@ def _positive(value: object) -> float | None:
     return float(value)
 
 
-def lora_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield what can't be together with adapters.
+def _rank_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if adapters have a larger rank than a layer has inputs or outputs."""
+    model = examined.run.model
+    if isinstance(model, Transformer) and model.lora is not None and model.lora.rank > model.hidden:
+        told = f"model.lora.rank is {model.lora.rank}, and a layer's inputs or outputs are {model.hidden}"
+        yield f"{told}, so no layer has that rank: use {min(8, model.hidden)}, say, or leave out model.lora"
 
-    Args:
-        run: The run.
-        right: Called with paths of fields, returns whether these have valid values by themselves.
-    """
-    if not right("model", "mesh", "tile") or isinstance(run.model, Layers) or run.model.lora is None:
-        return
-    fix = "leave out model.lora"
-    if isinstance(run.mesh.tp, str):
-        told = f"model.lora: adapters are not divided over a grid (mesh.tp {run.mesh.tp!r})"
-        yield f"{told}: use another mesh.tp, or {fix}"
-    if run.tile not in (1, {}):
-        yield f"model.lora: linear layers in tiles (tile {run.tile!r}) have no adapters: leave out tile, or {fix}"
-    if right("model.lora.rank", "model.hidden") and run.model.lora.rank > run.model.hidden:
-        told = f"model.lora.rank is {run.model.lora.rank}, and a layer's inputs or outputs are {run.model.hidden}"
-        yield f"{told}, so no layer has that rank: use {min(8, run.model.hidden)}, say, or {fix}"
+
+ADAPTER_RULES: tuple[RunRule, ...] = (
+    Conflict(ADAPTERS, GRID, "and adapters are not divided over a grid, but {other}"),
+    Conflict(ADAPTERS, TILES, "and linear layers in tiles have no adapters, but {other}"),
+    _rank_faults,
+)

@@ -1,62 +1,42 @@
-"""Check what an asynchronous schedule can't have: all that takes the gradients of every stage together."""
+"""Rules of an asynchronous schedule: all that takes the gradients of every stage together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.specs.model import Transformer
-from raypar.actors.specs.run import Run
+from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.validate.settings import (
+    CLIP,
+    CUDA,
+    DYNAMIC,
+    EMA,
+    EXPERTS,
+    HALVES,
+    NONFINITE,
+    OFFLOAD,
+    OVERFLOW,
+    RECHECK,
+    SERVERS,
+    TIED,
+)
 from raypar.schedules.schedule import Schedule
 
 
-def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield what does not combine with a run's schedule because that is asynchronous, or because it is not.
-
-    Args:
-        run: The run.
-        schedule: Its schedule of training steps.
-        right: Returns whether some fields have their declared types and ranges.
-    """
-    name = f"schedule {schedule.name!r}"
+def _stream_faults(examined: Examined) -> Iterator[str]:
+    """Yield what does not fit the sizes of an asynchronous schedule, or the steps between two flushes."""
+    run, schedule = examined.run, examined.train
     if not schedule.stream:
-        if right("delay_feedback") and run.delay_feedback:
-            yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
         return
-    if right("flush_every") and run.flush_every not in (None, schedule.stream):
+    name = f"schedule {schedule.name!r}"
+    if run.flush_every not in (None, schedule.stream):
         yield f"flush_every is {run.flush_every}, but {name} has {schedule.stream} steps: set it to {schedule.stream}"
     if schedule.num_stages > schedule.num_ranks:
         yield f"{name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks: give each rank one stage"
-    when = f" with flush_every={run.flush_every}" if schedule.validated else ""
-    told = f"but in {name}{when} every stage updates by itself"
-    if schedule.validated and right("device") and run.device == "cuda":
-        tags = "messages of NCCL have no tags on GPUs, and forwards come again"
-        yield f"flush_every is {run.flush_every}, but {tags}: leave it out, or set device to 'cpu'"
-    if schedule.validated and right("delay_feedback") and run.delay_feedback:
-        yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
-    for field, fits, fix in _FITTING:
-        if (field not in _VALIDATED or not schedule.validated) and right(field) and not fits(getattr(run, field)):
-            yield f"{field} is {getattr(run, field)!r}, {told}: set {field} to {fix}"
-    if right("zero", "mesh") and run.mesh.dp * run.mesh.cp > 1 and run.zero != 0:
-        level = 1 if run.zero is None else run.zero
-        yield f"zero is {level}, {told}: set zero to 0, so that replicas hold all versions whole"
-    if right("loss_scale", "precision") and not schedule.validated and run.loss_scale.is_on(run.precision):
-        fix = "leave loss_scale.use out" if run.loss_scale.use == "on" else "set precision.compute to 'bf16' or 'fp32'"
-        yield f"the loss is scaled, {told}, without a vote of all: {fix}"
-    if right("model") and isinstance(run.model, Transformer):
-        if run.model.moe is not None:
-            yield f"model.moe is given, {told}, and loads of experts are counted in a step: set model.moe to None"
-        if run.model.tied and right("mesh") and run.mesh.pp > 1:
-            yield f"model.tied ties the first stage's weights to the last one's, {told}: set model.tied to False"
-    if (
-        right("snapshot_every", "max_failures")
-        and run.max_failures
-        and run.snapshot_every % schedule.stream > (run.snapshot_every == 1)
-    ):
-        yield (
-            f"snapshot_every is {run.snapshot_every}, but {name} flushes the pipeline after {schedule.stream} steps: "
-            f"set it to 1 or a multiple of {schedule.stream}"
-        )
+    if run.max_failures and run.snapshot_every % schedule.stream > (run.snapshot_every == 1):
+        told = f"{name} flushes the pipeline after {schedule.stream} steps"
+        fix = f"set it to 1 or a multiple of {schedule.stream}"
+        yield f"snapshot_every is {run.snapshot_every}, but {told}: {fix}"
 
 
 def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
@@ -92,15 +72,35 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Map
         )
 
 
-_VALIDATED = ("clip", "nonfinite", "ema")  # what all stages decide together, which validated updates allow
-_FITTING: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("clip", lambda value: value is None, "None, as there is no global norm"),
-    ("nonfinite", lambda value: value == "stop", "'stop'"),
-    ("ema", lambda value: value is None, "None"),
-    ("data_parallel", lambda value: value == "all_reduce", "'all_reduce'"),
-    ("offload", lambda value: value == "none", "'none'"),
-    ("backward", lambda value: value != "split", "'whole'"),
-    ("order", lambda value: value == "row", "'row'"),
-    ("recheck_every", lambda value: not value, "0"),
-    ("overflow_every", lambda value: not value, "0"),
+_ALONE = "in schedule {train.name!r}%s every stage updates by itself"
+_UNVOTED = Setting("train", lambda train: train.stream and not train.validated, _ALONE % "")
+_VOTED = Setting("train", lambda train: train.validated, _ALONE % " with flush_every={run.flush_every}")
+_ON_TIME = Setting(
+    "train", lambda train: not train.stream or train.validated, "in schedule {train.name!r} no gradient is late"
+)
+_FLUSHED_LATE = Setting("train", lambda train: train.validated, "flush_every is {run.flush_every}", "leave it out")
+_TIED_ENDS = Setting("run", lambda run: run.mesh.pp > 1 and getattr(run.model, "tied", False), "model.tied is True")
+_WHOLE_VERSIONS = "set zero to 0, so that replicas hold all versions whole"
+_SHARED = tuple(
+    Setting("run", lambda run, level=level: run.mesh.dp * run.mesh.cp > 1 and run.zero == level, said, _WHOLE_VERSIONS)
+    for level, said in ((None, "zero is 1 (its usual level)"), *((level, f"zero is {level}") for level in (1, 2, 3)))
+)
+_TOGETHER = (SERVERS, OFFLOAD, HALVES, DYNAMIC, RECHECK, OVERFLOW, *_SHARED)
+_SCALED = Setting(
+    "run",
+    lambda run: run.loss_scale.is_on(run.precision),
+    "the loss is scaled",
+    "set precision.compute to 'bf16' or 'fp32', or loss_scale.use to 'off'",
+)
+_LOADS = "but {other}, and loads of experts are counted in a step"
+_NO_TAGS = "but messages of NCCL have no tags on GPUs, and forwards come again"
+STREAM_RULES: tuple[RunRule, ...] = (
+    _stream_faults,
+    Conflict(Setting("delay_feedback"), _ON_TIME, fix="leave it out"),
+    Conflict(_FLUSHED_LATE, CUDA, _NO_TAGS),
+    *(Conflict(one, _UNVOTED, fix=one.without) for one in (CLIP, NONFINITE, EMA)),
+    Conflict(_SCALED, _UNVOTED, "but {other}, without a vote of all", _SCALED.undo),
+    *(Conflict(one, when, fix=one.without) for one in _TOGETHER for when in (_UNVOTED, _VOTED)),
+    *(Conflict(EXPERTS, when, _LOADS, EXPERTS.undo) for when in (_UNVOTED, _VOTED)),
+    *(Conflict(_TIED_ENDS, when, fix=TIED.undo) for when in (_UNVOTED, _VOTED)),
 )

@@ -1,12 +1,9 @@
-"""Check the data of a run, and that they fit its model.
-
-Check that a layout can keep the examples apart that share a sequence.
-"""
+"""Rules of data: that they fit the model, and that a layout can keep the examples apart that share a sequence."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from raypar.actors.data.example_batches import example_faults
 from raypar.actors.data.example_sets import are_converted
@@ -15,53 +12,56 @@ from raypar.actors.data.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.rules import Conflict, Examined, RunRule, Setting
 from raypar.config.validate.model import length_faults
-
-_UNREAD = "data.lengths is given, but only experts of GPT and Llama read it, and model is Layers: leave it out"
-
-
-def packing_faults(run: Run) -> Iterator[str]:
-    """Yield what keeps examples from sharing a sequence.
-
-    Args:
-        run: The run, whose mesh and model have no faults.
-    """
-    if not isinstance(run.data, Examples) or not run.data.packing:
-        return
-    fix = "use data.packing=False, which gives each example a sequence of its own"
-    if isinstance(run.model, Layers):
-        yield f"data.packing: layers of your own do not know where examples begin: {fix}"
-        return
-    if isinstance(run.mesh.tp, str):
-        yield f"data.packing: on grids (mesh.tp {run.mesh.tp!r}) attention does not know where examples begin: {fix}"
-    if run.model.positions not in ("rope", "alibi") and (run.mesh.cp > 1 or run.sequence_parallel):
-        what = "mesh.cp" if run.mesh.cp > 1 else "sequence_parallel"
-        yield f"data.packing: with {what} positions {run.model.positions!r} count from the sequence's beginning: {fix}"
+from raypar.config.validate.settings import GRID, OWN_LAYERS
 
 
-def data_faults(run: Run, right: Callable[..., bool], *, converts: bool = True) -> list[str]:
-    """Return the faults of the data. A size of the model that is itself wrong is not compared with the data.
+def data_faults(examined: Examined) -> Iterator[str]:
+    """Yield the faults of the data. A size of the model that is itself wrong is not compared with the data.
 
     Args:
-        run: The run.
-        right: Returns whether some fields have their declared types and ranges.
-        converts: Whether data that the cache has not are converted to look for faults in them.
+        examined: The run.
     """
+    run = examined.run
+    examined.demand("data")
     if isinstance(run.data, Batches):
         from raypar.config.validate.batches import batches_faults  # imports torch
 
-        lengths = length_faults(run, run.data, right) if right("model.seq") else ()
-        unread = run.data.lengths is not None and isinstance(run.model, Layers)
-        return [*batches_faults(run.data), *lengths, *([_UNREAD] if unread else ())]
-    seq = run.model.seq if right("model.seq") else 1
+        yield from batches_faults(run.data)
+        yield from length_faults(examined, run.data)
+        return
+    seq, folder = examined.sound("model.seq", 1), examined.sound("model.hf", None)
+    vocab = examined.sound("model.vocab", sys.maxsize)
     if seq is None:
-        return [
-            "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
-        ]
-    folder = run.model.hf if right("model.hf") else None
-    vocab = run.model.vocab if right("model.vocab") else sys.maxsize
-    if not converts and not (are_converted(run.data) if isinstance(run.data, Examples) else is_converted(run.data)):
-        return [*packing_faults(run)] if isinstance(run.data, Examples) else []
+        fix = "give Layers(seq=..., vocab=...), or data=Batches(fn)"
+        yield f"data is text, but the model has no sequence length: {fix}"
+        return
+    found: Iterable[str] = ()
     if isinstance(run.data, Examples):
-        return [*packing_faults(run), *(f"data.{fault}" for fault in example_faults(run.data, seq, vocab, folder))]
-    return [f"data.{fault}" for fault in text_faults(run.data, seq, vocab, folder)]
+        if examined.converts or are_converted(run.data):
+            found = example_faults(run.data, seq, vocab, folder)
+    elif examined.converts or is_converted(run.data):
+        found = text_faults(run.data, seq, vocab, folder)
+    yield from (f"data.{fault}" for fault in found)
+
+
+def _counts_from(run: Run) -> bool:
+    """Return whether positions count from the beginning of a sequence, and not from that of an example."""
+    return not isinstance(run.model, Layers) and run.model.positions not in ("rope", "alibi")
+
+
+_APART = "set data.packing to False, which gives each example a sequence of its own"
+_COUNT = "positions {run.model.positions!r} count from the sequence's beginning"
+_LENGTHS = Setting("data.lengths", said="data.lengths is given")
+_PACKING = Setting("data.packing", undo=_APART)
+_WITH_CP = Setting("run", lambda run: run.mesh.cp > 1 and _counts_from(run), f"with mesh.cp {_COUNT}")
+_ALONG = Setting("run", lambda run: run.sequence_parallel and _counts_from(run), f"with sequence_parallel {_COUNT}")
+DATA_RULES: tuple[RunRule, ...] = (
+    Conflict(_PACKING, OWN_LAYERS, "but layers of your own do not know where examples begin", _APART),
+    Conflict(_PACKING, GRID, "but on grids ({other}) attention does not know where examples begin", _APART),
+    Conflict(_PACKING, _WITH_CP, fix=_APART),
+    Conflict(_PACKING, _ALONG, fix=_APART),
+    Conflict(_LENGTHS, OWN_LAYERS, "but only experts of GPT and Llama read it, and model is Layers"),
+    data_faults,
+)

@@ -5,10 +5,10 @@ Check what a run's actors take of their nodes against its other fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
+from raypar.config.rules import Conflict, RunRule, Setting
 from raypar.planner.hardware.this_machine import torch_has_cuda
 
 
@@ -18,14 +18,11 @@ def device_faults(choice: DeviceChoice) -> Iterator[str]:
         yield "device is 'cuda', but torch is built without CUDA here: install a build with it"
 
 
-def resource_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield what is wrong with a run's resources, each with its fix.
-
-    Args:
-        run: The run.
-        right: Returns whether some fields have their declared types and ranges.
-    """
-    if right("resources"):
-        yield from run.resources.faults()
-    if right("resources", "device") and run.resources.gpus is not None and run.device == "cpu":
-        yield f"resources.gpus is {run.resources.gpus:g}, but device is 'cpu': leave one of them out"
+RESOURCE_RULES: tuple[RunRule, ...] = (
+    lambda examined: examined.run.resources.faults(),
+    Conflict(
+        Setting("resources.gpus", lambda gpus: gpus is not None),
+        Setting("device", "cpu"),
+        fix="leave one of them out",
+    ),
+)

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.specs.model import Layers, Transformer
-from raypar.actors.specs.moe import MoE
+from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.rules import Conflict, Examined, RunRule, Setting, several
+from raypar.config.validate.settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 
 
-def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why ``mesh.ep`` or ``mesh.expert_actors`` cannot divide a run's experts.
-
-    Args:
-        run: The run.
-        skeleton: The model without weights. Of a GPT or Llama it is not built.
-        right: Called with paths of fields, returns whether these have valid values by themselves.
-    """
-    mesh, own = run.mesh, isinstance(run.model, Layers)
-    if right("model", "mesh") and isinstance(run.model, Transformer) and run.model.moe is not None:
-        yield from _joint_faults(run.model, run.model.moe, mesh.pp)
-    if right("expert_shadows", "mesh") and run.expert_shadows:
-        yield from _shadow_faults(run, skeleton, right)
-    if right("expert_rounds", "expert_shadows", "mesh") and run.expert_rounds > 1:
-        yield from _round_faults(run)
-    if right("expert_order", "mesh", "model") and run.expert_order and _are_counted(run):
-        yield from _order_faults(run, skeleton)
-    if not mesh.divides_experts or not right("model" if own else "model.layers", "mesh.tp"):
+def _part_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why ``mesh.ep`` or ``mesh.expert_actors`` cannot divide a run's experts."""
+    run, skeleton, mesh = examined.run, examined.skeleton, examined.run.mesh
+    own = isinstance(run.model, Layers)
+    if not mesh.divides_experts:
         return
     field, parts = ("mesh.expert_actors", mesh.expert_actors) if mesh.expert_actors else ("mesh.ep", mesh.ep)
     off = f"set {field} to {0 if mesh.expert_actors else 1}"
@@ -46,11 +35,9 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         fix = f"{fit}, or set {field} to {fewer}"
         yield f"{field} {parts} does not divide the {count} experts of a layer: {fix}"
     fewest = min((count // parts for count in counts if count % parts == 0), default=run.expert_rounds)
-    if right("expert_rounds") and run.expert_rounds > fewest:
+    if run.expert_rounds > fewest:
         few = f"an actor has {fewest} of a layer's experts, and each round needs one"
         yield f"expert_rounds is {run.expert_rounds}, but {few}: set it to {fewest}{' or less' if fewest > 1 else ''}"
-    if run.data_parallel == "parameter_server":
-        yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
     shared = _shared(skeleton) if own else set[int]()
     for name, experts in skeleton.model.expert_lists.items() if own else ():
         if any(id(parameter) in shared for parameter in experts.parameters()):
@@ -58,13 +45,12 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         if any(True for _ in experts.buffers()):
             why = "which checkpoints have by replica, and not by expert"
             yield f"{field} is {parts}, but the experts of {name} have buffers, {why}: make them parameters, or {off}"
-    if own and mesh.tensor_ranks > 1:
-        yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
 
 
-def _joint_faults(model: Transformer, moe: MoE, pp: int) -> Iterator[str]:
+def _joint_faults(examined: Examined) -> Iterator[str]:
     """Yield why the loss of experts can't be one over all layers."""
-    if moe.loss != "joint":
+    model, pp = examined.run.model, examined.run.mesh.pp
+    if isinstance(model, Layers) or (moe := model.moe) is None or moe.loss != "joint":
         return
     if not isinstance(moe.experts, int):
         yield "model.moe.loss is 'joint', but layers have unequal numbers of experts: give one, or use 'switch'"
@@ -81,14 +67,13 @@ def _shared(skeleton: Skeleton) -> set[int]:
     return {parameter for parameter, times in held.items() if times > 1}
 
 
-def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -> Iterator[str]:
+def idle_expert_faults(examined: Examined) -> Iterator[str]:
     """Yield the pipeline ranks whose expert actors would have no experts.
 
     Args:
-        run: A run whose mesh and model are valid, whose split fits the schedule.
-        skeleton: The model without weights. Of a GPT or Llama it is not built.
-        placement: The pipeline rank of each stage.
+        examined: A run whose layers fit its schedule.
     """
+    run, skeleton, placement = examined.run, examined.skeleton, examined.train.placement
     if not run.mesh.expert_actors or not _are_counted(run):
         return
     have = {placement[stage] for stage in _stages(run, skeleton, len(placement))}
@@ -110,33 +95,19 @@ def _stages(run: Run, skeleton: Skeleton, num_stages: int) -> set[int]:
     return {stage for stage, part in enumerate(parts) if any(model.names[index] in layers for index in part)}
 
 
-def _shadow_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why experts cannot be shadowed."""
-    if not run.mesh.divides_experts:
-        yield f"expert_shadows is {run.expert_shadows}, but mesh.ep is 1, so no token travels: set it to 0"
-    if run.mesh.expert_actors:
-        yield f"expert_shadows is {run.expert_shadows}, but expert actors have no tokens to keep: set it to 0"
-    if right("tile") and run.tile != 1:
-        yield "expert_shadows: experts in tiles are never whole on other actors: set it to 0, or tile to 1"
-    if isinstance(run.model, Layers) and right("model"):
-        for name in skeleton.model.unlike_experts():
+def _shadow_faults(examined: Examined) -> Iterator[str]:
+    """Yield the lists of own experts that can't be shadowed."""
+    if examined.run.expert_shadows and isinstance(examined.run.model, Layers):
+        for name in examined.skeleton.model.unlike_experts():
             fix = "build them alike, with weights only, or set it to 0"
             yield f"expert_shadows: the experts of {name} have other shapes than one another, or buffers: {fix}"
 
 
-def _round_faults(run: Run) -> Iterator[str]:
-    """Yield the reasons why tokens cannot travel to experts in rounds."""
-    if not run.mesh.divides_experts:
-        yield f"expert_rounds is {run.expert_rounds}, but mesh.ep is 1, so no token travels: set it to 1"
-    if run.expert_shadows:
-        yield (
-            f"expert_rounds is {run.expert_rounds}, and expert_shadows {run.expert_shadows}: shadows are for tokens "
-            "that travel at once, so set expert_rounds to 1 or expert_shadows to 0"
-        )
-
-
-def _order_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
+def _order_faults(examined: Examined) -> Iterator[str]:
     """Yield the orders of experts that are none, or of no list of experts."""
+    run, skeleton = examined.run, examined.skeleton
+    if not run.expert_order or not _are_counted(run):
+        return
     if isinstance(run.model, Layers):
         lists = {name: len(experts) for name, experts in skeleton.model.expert_lists.items()}
     else:
@@ -147,8 +118,6 @@ def _order_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
             yield f"expert_order: there are no experts {name!r}: name a list of them, as {known!r}, or leave it out"
         elif sorted(words.split()) != sorted(map(str, range(count))):
             yield f"expert_order: {name!r} is {words!r}: give each of the numbers 0 to {count - 1} once, with blanks"
-    if not run.mesh.divides_experts:
-        yield "expert_order is of experts that actors divide, and mesh.ep is 1: leave it out"
 
 
 def _are_counted(run: Run) -> bool:
@@ -166,3 +135,34 @@ def _counts(run: Run, skeleton: Skeleton) -> set[int]:
     if moe is None:
         return set()
     return {moe.experts} if isinstance(moe.experts, int) else {*moe.experts}
+
+
+_WHOLE = Setting("run", lambda run: not run.mesh.divides_experts, "mesh.ep is 1, so no token travels")
+_SHADOWS = Setting("expert_shadows", undo="set expert_shadows to 0")
+_ROUNDS = Setting("expert_rounds", several, undo="set expert_rounds to 1")
+_ORDER = Setting("expert_order", said="expert_order is given")
+_APART = Setting("run", lambda run: run.mesh.divides_experts and run.mesh.tp != 1, "mesh.tp is {run.mesh.tp}")
+_DIVIDED = (EP, EXPERT_ACTORS)
+_HYBRID = Setting(
+    "run",
+    lambda run: (run.mesh.shard or 1 << 62) < run.mesh.dp * run.mesh.cp,
+    "mesh.shard is {run.mesh.shard}",
+    "leave mesh.shard out",
+)
+EXPERT_RULES: tuple[RunRule, ...] = (
+    Conflict(EXPERT_ACTORS, EP, "and {other}, but experts are on actors of their own or on ranks"),
+    *(Conflict(each, GRID, "but a grid of tensor ranks has no experts", "give mesh.tp a number") for each in _DIVIDED),
+    *(Conflict(_HYBRID, each, f"and {{other}}: {not_yet(HYBRID_EXPERTS)}") for each in _DIVIDED),
+    _joint_faults,
+    Conflict(_SHADOWS, _WHOLE, fix=_SHADOWS.undo),
+    Conflict(_SHADOWS, EXPERT_ACTORS, "but expert actors have no tokens to keep", _SHADOWS.undo),
+    Conflict(_SHADOWS, TILES, "but experts in tiles are never whole on other actors"),
+    _shadow_faults,
+    Conflict(_ROUNDS, _WHOLE, fix=_ROUNDS.undo),
+    Conflict(_ROUNDS, _SHADOWS, "and {other}, but shadows are for tokens that travel at once"),
+    _order_faults,
+    Conflict(_ORDER, _WHOLE, fix="leave it out"),
+    _part_faults,
+    *(Conflict(each, SERVERS, "but servers hold all weights of a replica", SERVERS.undo) for each in _DIVIDED),
+    Conflict(OWN_LAYERS, _APART, "and {other}, but experts of your own layers need mesh.tp 1", "leave mesh.tp out"),
+)

@@ -11,6 +11,8 @@ from raypar.actors.hugging_face.folder import model_type_of, tensors_in
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.config.rules import Examined, RunRule
+from raypar.config.validate.adapter_folder import adapter_folder_faults
 
 _MOST_TOLD = 5  # tensors that are named for each kind of fault
 
@@ -90,3 +92,22 @@ def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skelet
         "it has tensors that the model has not": extra,
         f"a {model_type} has no tensors for weights of this model": unnamed,
     }
+
+
+def _begin_faults(examined: Examined) -> Iterator[str]:
+    """Yield what is wrong in the folders that weights and adapters begin with, if the model's sizes fit each other.
+
+    A checkpoint of adapters has only what learns: the other weights come from the folder then, too.
+    """
+    examined.demand("model")
+    model, begins = examined.run.model, examined.resumed is None
+    if isinstance(model, Layers):
+        if begins and model.hf is not None:
+            yield from weight_folder_faults(model, examined.skeleton)
+    elif (begins or model.lora is not None) and not any(model.faults(examined.right)):
+        yield from weight_folder_faults(model, examined.skeleton)
+        if begins:
+            yield from adapter_folder_faults(model, examined.skeleton)
+
+
+FOLDER_RULES: tuple[RunRule, ...] = (_begin_faults,)

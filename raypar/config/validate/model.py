@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.rules import Examined
 
 
 def heads_near(heads: int, ways: int, hidden: int) -> str:
@@ -44,20 +45,20 @@ def _of(heads: int, hidden: int) -> str:
     return f"{heads} heads" if nearest == hidden else f"{heads} heads with model.hidden {nearest}"
 
 
-def length_faults(run: Run, data: Batches, right: Callable[..., bool]) -> Iterator[str]:
+def length_faults(examined: Examined, data: Batches) -> Iterator[str]:
     """Yield a fault if the first batch of the user's functions has no whole ids, or sequences that do not fit the run.
 
     They may have ``seq`` tokens at the most, and a number that actors or slices divide.
 
     Args:
-        run: The run.
+        examined: The run.
         data: Its functions.
-        right: Returns whether some fields have their declared types and ranges.
     """
+    run = examined.run
     model = run.model
     if not isinstance(model, Transformer):
         return
-    divisors = dict(_divisors(run, right))
+    divisors = dict(_divisors(run))
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         try:
             inputs: Any = fn(0, 0, 0)[0] if fn is not None else ()
@@ -76,11 +77,11 @@ def length_faults(run: Run, data: Batches, right: Callable[..., bool]) -> Iterat
                 yield f"{name} returns sequences of {odd} tokens, but {why}: give {multiples_near(odd, count)} tokens"
 
 
-def _divisors(run: Run, right: Callable[..., bool]) -> Iterator[tuple[str, int]]:
+def _divisors(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the numbers of which the length of a sequence is a multiple, each after the reason."""
-    if right("token_slices") and run.token_slices > 1:
+    if run.token_slices > 1:
         yield f"token_slices is {run.token_slices}", run.token_slices
-    if not right("mesh.cp", "context") or run.mesh.cp == 1:
+    if run.mesh.cp == 1:
         return
     pieces = num_pieces(run.context, run.mesh.cp)
     yield f"mesh.cp {run.mesh.cp} with context {run.context!r} cuts them into {pieces} pieces", pieces

@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.models.skeleton import Skeleton, with_its_names
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patterns, rule_of
-from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.actors.specs.optim import AnyOptimizer, Muon
-from raypar.actors.specs.run import Run
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.optim import Muon
 from raypar.config.fields import short_repr
+from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.validate.settings import EMA, SERVERS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def average_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield what can't be together with an average of the weights.
-
-    Args:
-        run: The run.
-        right: Called with paths of fields, returns whether these have valid values by themselves.
-    """
-    if not right("ema") or run.ema is None:
-        return
-    if right("data_parallel") and run.data_parallel == "parameter_server":
-        told = f"ema is {run.ema:g}, but data_parallel is 'parameter_server', whose servers keep no averages"
-        yield f"{told}: set data_parallel to 'all_reduce', or leave ema out"
-    if right("precision") and run.precision.master != "fp32":
-        told = f"ema is {run.ema:g}, but precision.master is {run.precision.master!r}, in which an average hardly moves"
-        yield f"{told}: set precision.master to 'fp32', or leave ema out"
-
-
-def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
+def _group_faults(examined: Examined) -> Iterator[str]:
     """Yield the faults of patterns of names, and of what they leave to Muon, each with its fix.
 
-    Without a pattern or Muon nothing is built, and torch is not imported.
-
-    Args:
-        optim: The optimizer's settings.
-        model: The model.
-        skeleton: Its skeleton, whose building must not fail.
+    Without a pattern or Muon nothing is built, and torch is not imported. Of a model whose sizes are wrong, the names
+    alone are compared.
     """
+    examined.demand("optim", "model")
+    optim, model = examined.run.optim, examined.run.model
     if not isinstance(optim, Muon) and not any(optimizer_patterns(optim)):
         return
+    skeleton = examined.skeleton
+    if isinstance(model, Transformer) and any(model.faults(examined.right)):
+        skeleton = Skeleton(with_its_names(model), examined.run.seed)
     weights = skeleton.weights
     homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
     named = [*weights, *homes]
@@ -91,3 +76,12 @@ def _near(pattern: str, names: list[str]) -> str:
 
     ends = [f"{name.partition('.')[0]}.*" for name in names], [f"*.{name.rpartition('.')[2]}" for name in names]
     return names_near(pattern, [*ends[0], *ends[1], *names])
+
+
+_HARDLY_MOVES = "but {other}, in which an average hardly moves"
+_ROUGH = Setting("precision.master", lambda kind: kind != "fp32", undo="set precision.master to 'fp32'")
+AVERAGE_RULES: tuple[RunRule, ...] = (
+    Conflict(EMA, SERVERS, "but {other}, whose servers keep no averages"),
+    Conflict(EMA, _ROUGH, _HARDLY_MOVES),
+)
+OPTIMIZER_RULES: tuple[RunRule, ...] = (lambda examined: examined.run.optim.faults(examined.right), _group_faults)

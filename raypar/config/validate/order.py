@@ -1,32 +1,17 @@
-"""Check that the order in which values arrive may decide what actors do next."""
+"""Rules of an order of actions in which the arrival of values decides what actors do next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
+from raypar.config.rules import Conflict, RunRule, Setting
+from raypar.config.validate.settings import DYNAMIC, OFFLOADED_WEIGHTS, SHARDED_WEIGHTS
 
-_FIX = "set order to 'row'"
-
-
-def order_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why a run can't have its order.
-
-    Args:
-        run: The run.
-        right: Returns whether some fields have their declared types and ranges.
-    """
-    if not right("order", "executor") or run.order == "row":
-        return
-    if run.executor != "tasks":
-        told = "its actors follow their rows by themselves: set executor to 'tasks'"
-        yield f"order is 'dynamic', but executor is {run.executor!r}, and {told}, or order to 'row'"
-    if right("zero", "offload") and (run.zero == 3 or run.offload == "parameters"):
-        named = "zero is 3" if run.zero == 3 else "offload is 'parameters'"
-        yield f"order is 'dynamic', but {named}, and weights come for use in the order of the rows: {_FIX}"
-    if right("device"):
-        yield from order_on(run, run.device)
+_ROWS = "but {other}, and weights come for use in the order of the rows"
+_COMPILED = Setting("executor", "compiled", undo="set executor to 'tasks'")
+_BY_THEMSELVES = "but {other}, and its actors follow their rows by themselves"
 
 
 def order_on(run: Run, device: DeviceChoice) -> Iterator[str]:
@@ -37,4 +22,12 @@ def order_on(run: Run, device: DeviceChoice) -> Iterator[str]:
         device: The device, as far as it is known.
     """
     if run.order == "dynamic" and device == "cuda":
-        yield f"order is 'dynamic', but messages of NCCL have no tags on GPUs: {_FIX}, or device to 'cpu'"
+        yield f"order is 'dynamic', but messages of NCCL have no tags on GPUs: {DYNAMIC.without}, or device to 'cpu'"
+
+
+ORDER_RULES: tuple[RunRule, ...] = (
+    Conflict(DYNAMIC, _COMPILED, _BY_THEMSELVES, "set executor to 'tasks', or order to 'row'"),
+    Conflict(DYNAMIC, SHARDED_WEIGHTS, _ROWS, DYNAMIC.undo),
+    Conflict(DYNAMIC, OFFLOADED_WEIGHTS, _ROWS, DYNAMIC.undo),
+    lambda examined: order_on(examined.run, examined.run.device),
+)

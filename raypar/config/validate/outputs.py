@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import short_repr
+from raypar.config.rules import Conflict, Examined, RunRule, Setting
 from raypar.config.validate.replacing import is_under_way, replacing_faults
 from raypar.paths import (
     AUTO,
@@ -29,18 +30,14 @@ from raypar.paths import (
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
-def track_faults(track: Sequence[Tracker], folder: str | None) -> Iterator[str]:
-    """Yield the reasons why trackers cannot be used.
-
-    Args:
-        track: Names of the trackers.
-        folder: The run's folder; None if it has none.
-    """
+def _track_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why trackers cannot be used."""
+    track = examined.run.track
     for name in track:
         package = _PACKAGES.get(name)
         if package is not None and package not in sys.modules and not _installed(package):
             yield f"track has {name!r}, but there is no package {package}: pip install {package}"
-    if "tensorboard" in track and folder is None:
+    if "tensorboard" in track and examined.run.folder is None:
         yield "track has 'tensorboard', which writes into the run's folder: give a folder"
 
 
@@ -122,3 +119,13 @@ def _is_home(path: Path, resumed: Path | None) -> bool:
     """Return whether the checkpoint to continue from is in this run folder."""
     home = None if resumed is None else run_folder_of(resumed)
     return home is not None and home.resolve() == path.resolve()
+
+
+def _folder_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why a run cannot use its folder."""
+    if (folder := examined.run.folder) is not None:
+        yield from run_folder_faults(folder, examined.resumed, overwrite=examined.overwrite)
+
+
+_NO_FOLDER = Setting("folder", None, "there is no folder for checkpoints", "give folder")
+OUTPUT_RULES: tuple[RunRule, ...] = (_folder_faults, _track_faults, Conflict(Setting("save_every"), _NO_FOLDER))

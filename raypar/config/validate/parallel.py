@@ -7,14 +7,13 @@ from typing import Any
 
 from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.mesh.grid import grid_of
-from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import DataParallel
-from raypar.actors.specs.data import Batches, Examples, Text
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import Context
+from raypar.config.rules import Conflict, Examined, RunRule, Setting, builds
 from raypar.config.validate.model import heads_near, multiples_near
+from raypar.config.validate.settings import CONTEXT, DIVIDED_SEQUENCE, EXPERTS, GRID, OWN_LAYERS, SERVERS, TENSOR
 
 
 def idle_fields(run: Run) -> Iterator[str]:
@@ -46,34 +45,20 @@ def idle_fields(run: Run) -> Iterator[str]:
         yield f"buddy_every {run.buddy_every} has no effect with snapshot_every 0: give snapshot_every, or leave it out"
 
 
-def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
-    """Yield the reasons why a model's sequences cannot be divided over the context-parallel axis.
-
-    Args:
-        model: The model.
-        mesh: The mesh, whose ``cp`` is the number of context ranks.
-        context: How attention reaches all tokens.
-        sequence: Whether sequence parallelism is on.
-    """
-    cp = mesh.cp
-    if cp == 1:
-        return
-    if isinstance(model, Layers):
-        yield f"mesh.cp is {cp}: the user's own Layers can't be divided by tokens, only a GPT or Llama: set it to 1"
+def _context_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why a model's sequences cannot be divided over the context-parallel axis."""
+    run, model, mesh = examined.run, examined.run.model, examined.run.mesh
+    context, cp = run.context, mesh.cp
+    if cp == 1 or isinstance(model, Layers):
         return
     if model.seq % (pieces := num_pieces(context, cp)):
         what = f"mesh.cp {cp}: context {context!r} cuts a sequence into {pieces} pieces"
         yield f"{what}, but model.seq is {model.seq}: set model.seq to {multiples_near(model.seq, pieces)}"
-    elif sequence and mesh.grid is None and model.seq // cp % mesh.tensor_ranks:
+    elif run.sequence_parallel and mesh.grid is None and model.seq // cp % mesh.tensor_ranks:
         whole = pieces * mesh.tensor_ranks
         yield (
             f"sequence_parallel: mesh.cp x mesh.tp = {cp * mesh.tensor_ranks} does not divide model.seq {model.seq}: "
             f"set model.seq to {multiples_near(model.seq, whole)}"
-        )
-    if isinstance(model, Llama) and model.attention_cap and context not in ("ulysses", "rsa"):
-        yield (
-            f"context {context!r} computes attention in blocks, and model.attention_cap changes every score: use "
-            "context 'ulysses' or 'rsa', or set mesh.cp to 1"
         )
     if context == "ulysses":
         yield from _head_faults(model, cp, mesh.tensor_ranks if mesh.grid is None else mesh.grid.side)
@@ -100,19 +85,12 @@ def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
         )
 
 
-def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]:
-    """Yield the reasons why a model cannot be divided over a tensor-parallel grid.
+def _grid_faults(model: GPT | Llama, tp: str) -> Iterator[str]:
+    """Yield the reasons why a model cannot be divided over a tensor-parallel grid, such as "2d:2x2".
 
     The vocabulary need not be a multiple of anything.
-
-    Args:
-        model: The model.
-        tp: The grid, as ``mesh.tp`` spells it, such as "2d:2x2".
-        sequence: Whether sequence parallelism is on.
     """
     grid, named = grid_of(tp), f"mesh.tp is {tp!r}"
-    if sequence:
-        yield f"sequence_parallel: {named}, which divides norms and dropout already: set it to false"
     if model.heads % grid.side:
         near = heads_near(model.heads, grid.side, model.hidden)
         yield f"{named}, but {grid.side} does not divide model.heads {model.heads}: use {near}"
@@ -132,19 +110,16 @@ def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]
         yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: {fix}"
 
 
-def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int) -> Iterator[str]:
-    """Yield a fault if a grid cannot divide the samples of a microbatch equally.
-
-    Args:
-        tp: The grid, as ``mesh.tp`` spells it.
-        data: The data. Of the user's own batches, only the first is checked.
-        micro_batch_size: Samples in a microbatch of text.
-    """
+def _sample_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if a grid cannot divide the samples of a microbatch. Of own batches, only the first is checked."""
+    run, data, tp = examined.run, examined.run.data, examined.run.mesh.tp
+    if not isinstance(tp, str):
+        return
     parts = grid_of(tp).batch_parts
     what = f"of which mesh.tp {tp!r} can't make {parts} equal parts"
     if not isinstance(data, Batches):
-        if micro_batch_size % parts:
-            yield f"micro_batch_size is {micro_batch_size}, {what}: set it to {multiples_near(micro_batch_size, parts)}"
+        if (samples := run.micro_batch_size) % parts:
+            yield f"micro_batch_size is {samples}, {what}: set it to {multiples_near(samples, parts)}"
         return
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         try:
@@ -156,52 +131,75 @@ def batch_faults(tp: str, data: Text | Examples | Batches, micro_batch_size: int
             yield f"{name} returns {size} samples, {what}: return {multiples_near(size, parts)}"
 
 
-def tensor_faults(
-    model: GPT | Llama | Layers, tp: int | str, data_parallel: DataParallel, *, sequence: bool, plan: str
-) -> Iterator[str]:
-    """Yield the reasons why a model cannot be divided over the tensor-parallel axis.
+def _tensor_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why a model cannot be divided over the tensor-parallel axis."""
+    run, model, tp = examined.run, examined.run.model, examined.run.mesh.tp
+    if tp == 1:
+        return
+    if isinstance(model, Layers):
+        if not isinstance(tp, str) and not model.plan:
+            usual = "give Layers(plan={name of a module: style}), as help(raypar.Layers) tells, or set it to 1"
+            fix = _plan(examined) or usual
+            yield f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: {fix}"
+    elif isinstance(tp, str):
+        yield from _grid_faults(model, tp)
+    else:
+        yield from divided_faults(model, tp)
+        if run.sequence_parallel and model.seq % tp:
+            near = multiples_near(model.seq, tp)
+            yield f"sequence_parallel: mesh.tp {tp} does not divide model.seq {model.seq}: use {near}"
 
-    The vocabulary need not be a multiple of ``tp``. A user's plan is checked elsewhere, against the modules.
+
+def _plan(examined: Examined) -> str:
+    """Return a plan to give for own layers that have none; "" where they do not build."""
+    if not builds(examined.whole):
+        return ""
+    from raypar.actors.models.user_plan import plan_to_give  # imports torch
+
+    return plan_to_give(examined.whole.layers, examined.run.mesh.tensor_ranks)
+
+
+def divided_faults(model: GPT | Llama, tp: int, named: str = "mesh.tp") -> Iterator[str]:
+    """Yield the reasons why the sizes of a model cannot be divided over tensor ranks.
+
+    The vocabulary need not be a multiple of ``tp``.
 
     Args:
         model: The model.
-        tp: Number of tensor-parallel ranks, or a grid such as "2d:2x2".
-        data_parallel: How replicas share gradients.
-        sequence: Whether sequence parallelism is on.
-        plan: What to do about the user's own layers without a plan, "" where it is not known.
+        tp: Number of tensor ranks, 2 or more.
+        named: The field that says so.
     """
-    if tp == 1:
-        return
-    if data_parallel == "parameter_server":
-        yield f"mesh.tp is {tp!r}, but servers hold whole weights: set data_parallel to 'all_reduce'"
-    if isinstance(model, Layers):
-        if isinstance(tp, str):
-            yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"
-        elif not model.plan:
-            fix = plan or "give Layers(plan={name of a module: style}), as help(raypar.Layers) tells, or set it to 1"
-            yield f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: {fix}"
-        if sequence:
-            yield "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False"
-        return
-    if isinstance(tp, str):
-        yield from grid_faults(model, tp, sequence=sequence)
-        if model.moe is not None:
-            fix = f"set it to {grid_of(tp).size}, or model.moe to None"
-            yield f"mesh.tp is {tp!r}, a grid, over which experts can't be divided: {fix}"
-        return
     if model.heads % tp:
         near = heads_near(model.heads, tp, model.hidden)
         fewer = next(fewer for fewer in range(tp - 1, 0, -1) if model.heads % fewer == 0)
-        yield f"mesh.tp {tp} does not divide model.heads {model.heads}: use {near}, or set mesh.tp to {fewer}"
+        yield f"{named} {tp} does not divide model.heads {model.heads}: use {near}, or set {named} to {fewer}"
     if model.num_kv_heads != model.heads and model.num_kv_heads % tp and tp % model.num_kv_heads:
         fewer = max(kv for kv in range(1, tp) if tp % kv == 0)
-        yield f"mesh.tp {tp}, model.kv_heads {model.num_kv_heads}: one must divide the other, use {fewer} or {tp}"
+        yield f"{named} {tp}, model.kv_heads {model.num_kv_heads}: one must divide the other, use {fewer} or {tp}"
     if model.expert_width < tp:
-        yield f"mesh.tp {tp} is more than the width {model.expert_width} of an expert: set it to that at most"
+        yield f"{named} {tp} is more than the width {model.expert_width} of an expert: set it to that at most"
     if isinstance(model, Llama) and model.mlp_width % tp:
-        yield f"mesh.tp {tp} does not divide model.ffn {model.mlp_width}: use {multiples_near(model.mlp_width, tp)}"
-    if sequence and model.seq % tp:
-        near = multiples_near(model.seq, tp)
-        yield f"sequence_parallel: mesh.tp {tp} does not divide model.seq {model.seq}: use {near}"
+        yield f"{named} {tp} does not divide model.ffn {model.mlp_width}: use {multiples_near(model.mlp_width, tp)}"
     if model.vocab < tp:
-        yield f"mesh.tp {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"
+        yield f"{named} {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"
+
+
+_BLOCKS = Setting(
+    "run", lambda run: run.mesh.cp > 1 and run.context not in ("ulysses", "rsa"), "context is {run.context!r}"
+)
+_CAP = Setting("model.attention_cap")
+_CAPPED = "which computes attention in blocks, and model.attention_cap changes every score"
+_UNCAPPED = "use context 'ulysses' or 'rsa', or set mesh.cp to 1"
+_ONE_AXIS = "set it to {run.mesh.tensor_ranks}, or model.moe to None"
+PARALLEL_RULES: tuple[RunRule, ...] = (
+    Conflict(TENSOR, SERVERS, "but servers hold whole weights", SERVERS.undo),
+    Conflict(GRID, OWN_LAYERS, "but own layers are divided by a plan, over a number of actors", "set it to 2, say"),
+    Conflict(DIVIDED_SEQUENCE, OWN_LAYERS, "but raypar does not know where the sequence of own layers is"),
+    Conflict(DIVIDED_SEQUENCE, GRID, "but {other}, which divides norms and dropout already", DIVIDED_SEQUENCE.undo),
+    Conflict(GRID, EXPERTS, "a grid, over which experts can't be divided", _ONE_AXIS),
+    _tensor_faults,
+    _sample_faults,
+    Conflict(CONTEXT, OWN_LAYERS, "but the user's own Layers can't be divided by tokens, only a GPT or Llama"),
+    _context_faults,
+    Conflict(_BLOCKS, _CAP, _CAPPED, _UNCAPPED),
+)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.run import Run
+from raypar.config.rules import Examined
 
 
-def sharing_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
+def sharing_faults(examined: Examined) -> Iterator[str]:
     """Yield the weights of own layers that would not follow their shards, if a run shards weights.
 
     Args:
-        run: A run whose zero and model are valid, and whose model can be built.
-        skeleton: The skeleton of its model.
+        examined: A run whose layers fit its schedule.
     """
+    run, skeleton = examined.run, examined.skeleton
     if run.zero != 3 or not isinstance(run.model, Layers):
         return
     from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch

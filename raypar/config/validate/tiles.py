@@ -1,35 +1,22 @@
-"""Check that the linear layers of a run can be cut into the tiles that it asks for."""
+"""Rules of linear layers that are cut into tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.optim import Muon
-from raypar.actors.specs.run import Run
+from raypar.config.rules import Conflict, Examined, RunRule
 from raypar.config.validate.model import divisors_near
+from raypar.config.validate.settings import EXPERTS, RANK_TP, SERVERS, TENSOR, TILES
 
 
-def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why linear layers can't be cut, each with its fix.
-
-    Args:
-        run: A run whose tile and model are valid.
-        skeleton: The skeleton of its model.
-        right: Called with paths of the run's fields, returns whether these have valid values by themselves.
-    """
+def _cut_faults(examined: Examined) -> Iterator[str]:
+    """Yield the linear layers that can't be cut, each with its fix."""
+    run, skeleton = examined.run, examined.skeleton
     patterns = tile_patterns(run.model, run.tile)
-    if all(count == 1 for count in patterns.values()):
-        return
-    if right("mesh") and run.mesh.ways("tp") > 1:
-        tp = f"mesh.rank_tp is {run.mesh.rank_tp}" if run.mesh.rank_tp else f"mesh.tp is {run.mesh.tp!r}"
-        yield f"tile is {run.tile!r}, but {tp}, which divides the same layers: set tile to 1, or leave the other out"
-    if right("data_parallel") and run.data_parallel == "parameter_server":
-        yield f"tile is {run.tile!r}, but data_parallel is 'parameter_server', whose servers are not told: set it to 1"
-    if isinstance(run.model, Transformer) and run.model.moe is not None:
-        yield f"tile is {run.tile!r}, but the model has experts, whose matrices are not cut: set it to 1"
+    if all(count == 1 for count in patterns.values()) or EXPERTS.is_in(examined):
         return
     from raypar.actors.models.module_tree import names_near, starred  # imports torch
     from raypar.actors.models.tiled import linears_of
@@ -50,7 +37,7 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
             yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"
     told = set[tuple[str, int, bool, bool]]()  # layers of the same name but for numbers, which have the same faults
     for path, linear in found.items():
-        whole = right("optim") and isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2)
+        whole = isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2)
         count, alike = tile_count(patterns, path), (starred(path), linear.out_features, path in tied, whole)
         if count == 1 or alike in told:
             continue
@@ -63,3 +50,13 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
             yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, set tile to {others}"
         if whole:
             yield f"tile cuts {path}, whose matrix Muon updates as a whole: name it in optim.adamw, or leave it out"
+
+
+_ALSO = "but {other}, which divides the same layers"
+TILE_RULES: tuple[RunRule, ...] = (
+    Conflict(TILES, TENSOR, _ALSO),
+    Conflict(TILES, RANK_TP, "but {other} is {run.mesh.rank_tp}, which divides the same layers"),
+    Conflict(TILES, SERVERS, "but {other}, whose servers do not know tiles"),
+    Conflict(TILES, EXPERTS, "but the model has experts, whose matrices are not cut"),
+    _cut_faults,
+)

@@ -11,14 +11,14 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.run import check_run, unrecorded
+from raypar.config.launchable import check_launch
+from raypar.config.run import unrecorded
 from raypar.config.schedule import Programs
 from raypar.config.validate.order import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
-from raypar.job.start.before_launch import demand_fitting
 from raypar.planner.hardware.this_machine import computes_here, total_memory
-from raypar.planner.resource_needs import memory_faults, memory_in_all
+from raypar.planner.resource_needs import memory_in_all
 from raypar.schedules.formatting import size
 
 _SAME = (  # fields that must not differ
@@ -61,16 +61,13 @@ def other_layout(
     faults += _same_faults(before, run)
     programs = None
     try:
-        programs = check_run(replace(unrecorded(run), nonfinite="stop"), skeleton=skeleton)
-        demand_fitting(run, skeleton, programs["train"].num_stages)
+        programs = check_launch(replace(unrecorded(run), nonfinite="stop"), skeleton=skeleton, replaces=True)
     except ConfigError as error:
         faults += error.faults
     if programs is not None:
         faults += _layout_faults(run, programs, present.programs, device)
     if programs is not None and not faults:
-        faults += memory_faults(run, programs["train"], skeleton, replaces=True)
-        if not faults:
-            faults += state_copy_faults(present, Layout(run, programs), skeleton)
+        faults += state_copy_faults(present, Layout(run, programs), skeleton)
     if faults or programs is None:
         raise ConfigError([f"relayout: {fault}" for fault in faults])
     return Layout(run, programs)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.run import lowered_step
+from raypar.config.programs import lowered_step
 from raypar.errors import JobError, StepLostError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.recovery.failures import Failure

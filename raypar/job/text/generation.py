@@ -16,7 +16,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
 from raypar.config.arguments import checked_arguments
-from raypar.config.run import zero_actions_of
+from raypar.config.programs import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
 from raypar.errors import ConfigError

@@ -233,16 +233,16 @@ def test_the_forecast_counts_one_more_value_of_a_weight(optim):
         (
             {"data_parallel": "parameter_server", "mesh": rp.Mesh(dp=2)},
             "ema is 0.75, but data_parallel is 'parameter_server', whose servers keep no averages: "
-            "set data_parallel to 'all_reduce', or leave ema out",
+            "leave ema out, or set data_parallel to 'all_reduce'",
         ),
         (
             {"precision": rp.Precision(compute="bf16", reduce="bf16", master="bf16")},
             "ema is 0.75, but precision.master is 'bf16', in which an average hardly moves: "
-            "set precision.master to 'fp32', or leave ema out",
+            "leave ema out, or set precision.master to 'fp32'",
         ),
         (
             {"schedule": "pipedream", "mesh": rp.Mesh(pp=2), "clip": None, "model": replace(MODEL, tied=False)},
-            "ema is 0.75, but in schedule 'pipedream' every stage updates by itself: set ema to None",
+            "ema is 0.75, but in schedule 'pipedream' every stage updates by itself: leave ema out",
         ),
         ({"ema": 1.0}, "ema is 1.0: it must be below 1"),
     ],

@@ -151,10 +151,10 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
     ("changes", "says"),
     [
         ({"mesh": rp.Mesh(pp=2, rank_dp=(2, 3, 1))}, "mesh.rank_dp is (2, 3, 1), for 2 pipeline ranks (mesh.pp): give"),
-        ({"mesh": rp.Mesh(pp=2, dp=2, rank_dp=(2, 1))}, "and mesh.dp is 2, which is for all ranks: leave one out"),
+        ({"mesh": rp.Mesh(pp=2, dp=2, rank_dp=(2, 1))}, "mesh.dp is 2, which is for all ranks, and does not combine with mesh.rank_dp: leave one out"),
         (
             {"mesh": rp.Mesh(pp=2, tp=2, rank_dp=(2, 1))},
-            "they do not combine, leave one out, or give it for each rank as",
+            "does not combine with mesh.rank_dp: leave one out, or give it for each rank as mesh.rank_tp",
         ),
         ({"microbatches": 3}, "microbatches is 3, but mesh.rank_dp is (2, 1), and as many replicas take a step's"),
         (
@@ -163,7 +163,7 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
         ),
         (
             {"max_failures": 1},
-            "max_failures is 1, but with mesh.rank_dp a run ends with its first failure: set it to 0",
+            "max_failures is 1, but with mesh.rank_dp a run ends with its first failure: set max_failures to 0",
         ),
         ({"mesh": rp.Mesh(pp=2, rank_tp=(3, 1))}, "mesh.rank_tp 3 does not divide model.heads 2"),
         ({"mesh": rp.Mesh(pp=2, rank_tp=(2, 1)), "model": replace(GPT, tied=True)}, "set model.tied to False"),

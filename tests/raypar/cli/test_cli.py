@@ -504,7 +504,7 @@ def test_recipes_are_listed_with_their_sizes(said):
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
     seen = []
     monkeypatch.setattr(
-        commands, "check_run", lambda run, resumed, **_: seen.append(run) or {"train": lower(build("1f1b", 2, 4))}
+        commands, "check_launch", lambda run, resumed, **_: seen.append(run) or {"train": lower(build("1f1b", 2, 4))}
     )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
@@ -785,7 +785,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
 def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
-        short_runs, "check_run", lambda run, wrong: seen.append(run.steps) or raising(JobError("enough"))()
+        short_runs, "check_launch", lambda run, **_: seen.append(run.steps) or raising(JobError("enough"))()
     )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"')

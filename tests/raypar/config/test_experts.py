@@ -136,7 +136,8 @@ def test_an_unknown_field_is_answered():
 def test_servers_sum_no_loads_for_a_bias():
     run = replace(run_with(gate="sigmoid", bias_rate=0.1), data_parallel="parameter_server", mesh=rp.Mesh(dp=2))
     says = (
-        "model.moe.bias_rate is 0.1, but with servers replicas do not sum their loads: set data_parallel to 'all_reduc"
+        "model.moe.bias_rate is 0.1, but with servers replicas do not sum their loads: "
+        "set model.moe.bias_rate to 0 and give alpha, or set data_parallel to 'all_reduce'"
     )
     assert any(fault.startswith(says) for fault in rp.faults(run))
     assert not rp.faults(replace(run, model=run_with(gate="sigmoid").model))

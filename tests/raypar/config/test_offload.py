@@ -26,8 +26,8 @@ def test_all_faults_of_offload_come_at_once(tmp_path):
     fix = "give the path of a folder of a fast disk"
     assert rp.faults(run) == [
         "zero_units is 2, but data_parallel is 'parameter_server': servers shard nothing, leave it out",
-        "offload is 'optimizer', but parameter servers hold the optimizer: set data_parallel to 'all_reduce', or leave "
-        "offload out",
+        "offload is 'optimizer', but parameter servers hold the optimizer: leave offload out, or set data_parallel to "
+        "'all_reduce'",
         f"offload_folder {folder!r} is not there: make it, or {fix}",
     ]
     told = rp.faults(replace(run, data_parallel="all_reduce", offload_folder=None, tile=5))
@@ -42,7 +42,8 @@ def test_all_faults_of_offload_come_at_once(tmp_path):
 def test_experts_are_offloaded_and_not_cut():
     model = replace(rp.recipe("gpt-tiny").model, moe=rp.MoE(experts=4))
     run = tiny(model=model, tile=2, mesh=rp.Mesh(dp=2, ep=2), offload="optimizer")
-    assert "tile is 2, but the model has experts, whose matrices are not cut: set it to 1" in rp.faults(run)
+    why = "tile is 2, but the model has experts, whose matrices are not cut"
+    assert f"{why}: set tile to 1, or set model.moe to None" in rp.faults(run)
     assert not [one for one in rp.faults(replace(run, tile=1)) if "offload" in one or "expert" in one]
 
 
@@ -57,7 +58,7 @@ def test_a_folder_that_can_not_be_used_is_told_with_its_fix(where, tmp_path, mon
 
 def test_a_folder_without_offload_has_no_use(tmp_path):
     assert rp.faults(tiny(offload_folder=str(tmp_path))) == [
-        f"offload_folder is {str(tmp_path)!r}, but offload is 'none': leave the folder out, or set offload to "
+        f"offload_folder is {str(tmp_path)!r}, but offload is 'none': leave offload_folder out, or set offload to "
         "'optimizer' or 'parameters'"
     ]
 

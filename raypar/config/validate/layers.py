@@ -1,0 +1,117 @@
+"""Rules of the fields that refer to a model's layers: split, recompute, plans, skips, and weights that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from raypar.actors.models.partition import split_faults
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.recompute import recompute_faults
+from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.validate.asynchronous import unversioned_weight_faults
+from raypar.config.validate.experts import idle_expert_faults
+from raypar.config.validate.settings import EXPERT_ACTORS, HALVES, OWN_LAYERS
+from raypar.config.validate.sharing import sharing_faults
+from raypar.config.validate.zero import share_faults
+
+
+def _layer_faults(examined: Examined) -> Iterator[str]:
+    """Yield what does not fit the layers, and else what does not fit where they are."""
+    if examined.num_stages is None:
+        return
+    if found := [*_fields_of_layers(examined, examined.num_stages)]:
+        yield from found
+    else:
+        for rule in (share_faults, idle_expert_faults, sharing_faults, _placement_faults):
+            yield from rule(examined)
+
+
+def _fields_of_layers(examined: Examined, num_stages: int) -> Iterator[str]:
+    """Yield the faults of split, recompute and own layers."""
+    run, model = examined.run, examined.run.model
+    if isinstance(model, Layers):
+        examined.demand("model")
+        count = yield from _own_faults(examined, model)
+    else:
+        count = model.layers
+    if count is not None:
+        yield from split_faults(run.split, count, num_stages)
+        yield from recompute_faults(run.recompute, count)
+
+
+def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int | None]:
+    """Yield the faults of own layers, and return how many there are; None if they can't be built."""
+    from torch.nn import Module
+
+    from raypar.actors.models.skip_connections import skip_faults
+    from raypar.actors.models.their_layers import TheirLayers
+    from raypar.actors.models.user_layers import UnfitLayersError
+    from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
+    from raypar.config.distributed_trial import shared_norm_faults
+    from raypar.config.validate.batches import loss_faults, user_function_failure
+    from raypar.config.validate.transformers_modules import their_plan_faults
+
+    run, skeleton = examined.run, examined.whole
+    yield from loss_faults(model)
+    if isinstance(model.fn, Module):
+        kind, fix = type(model.fn).__name__, "give a function that returns a list of modules, lambda: [...]"
+        yield f"model.fn is a module, {kind}: {fix}"
+        return None
+    try:
+        count, layers = len(skeleton.model.body), skeleton.layers
+    except UnfitLayersError as error:
+        yield from str(error).splitlines()
+        return None
+    except Exception as error:
+        yield user_function_failure("model.fn", error)
+        return None
+    copied = max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
+    yield from embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
+    if run.mesh.ways("dp") > 1:
+        yield from shared_norm_faults(layers)
+    if isinstance(model.fn, TheirLayers):
+        yield from their_plan_faults(model, layers, run.mesh.tensor_ranks)
+    else:
+        yield from plan_faults(model.plan, layers, run.mesh.tensor_ranks)
+    yield from skip_faults(model.skips, count)
+    return count
+
+
+def _placement_faults(examined: Examined) -> Iterator[str]:
+    """Yield the weights of own layers that layers on other actors use, too, without registering them."""
+    run, schedule = examined.run, examined.train
+    if not isinstance(run.model, Layers) or (schedule.num_ranks == 1 and not schedule.stream):
+        return
+    from raypar.actors.models.unregistered import borrowed  # imports torch
+    from raypar.actors.worker.build.weight_owners import homes_of
+
+    model = examined.skeleton.model
+    homes, names = homes_of(model, run.split, schedule), model.names
+    yield from unversioned_weight_faults(examined.skeleton, schedule, homes)
+    for layer, owner, name in borrowed(model.skeleton):
+        if homes[layer] != homes[owner]:
+            where = f"they are on different actors, pp={homes[layer]} and pp={homes[owner]}"
+            yield (
+                f"model: {names[layer]} uses {names[owner]}.{name} without registering it, and {where}: make the "
+                f"module or the parameter an attribute of {names[layer]} (then it is one tied weight), or give "
+                "both to one stage with split"
+            )
+
+
+_WHOLE = Setting(
+    "run", lambda run: isinstance(run.model, Layers) and not run.model.halves, "your own Layers are not to be split"
+)
+_HALVES = "give Layers(halves=True), or let backward be auto or whole"
+_CORES = "but raypar can't tell which of your own layers attend"
+_SELECTIVE = Setting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
+LAYER_RULES: tuple[RunRule, ...] = (
+    _layer_faults,
+    Conflict(_SELECTIVE, OWN_LAYERS, _CORES, "use 'full' or 'none'"),
+    Conflict(
+        Setting("model.skips", said="model.skips has skips"),
+        EXPERT_ACTORS,
+        "which expert actors have no part in",
+        EXPERT_ACTORS.undo,
+    ),
+    Conflict(HALVES, _WHOLE, fix=_HALVES),
+)
