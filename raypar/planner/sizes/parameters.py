@@ -9,7 +9,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.types import Split
-from raypar.planner.sizes.tensors import adapters_of, blocks_of, embedding_tensors, head_tensors, held_count
+from raypar.planner.sizes.tensors import adapters_of, block_tensors, embedding_tensors, head_tensors, held_count
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def held_by_stage(
         mesh: The mesh of the actors.
         tied: Whether a tied weight counts in the first stage only; None: if this is the last one, too.
     """
-    blocks, found = blocks_of(model, mesh), list[StageParameters]()
+    blocks, found = block_tensors(model, mesh), list[StageParameters]()
     kinds = {id(block): block for block in blocks}
     each = {kind: (held_count(one), held_count(w for w in one if w.is_expert)) for kind, one in kinds.items()}
     for stage, layers in enumerate(stages):
@@ -73,7 +73,7 @@ def num_parameters(model: GPT | Llama) -> int:
 def active_parameters(model: GPT | Llama) -> int:
     """Return how many of a model's parameters compute a token: of experts those that it chooses, the router's all."""
     used = 0 if model.moe is None else model.moe.top_k
-    of_experts = [one for block in blocks_of(model, Mesh()) for one in block if one.experts]
+    of_experts = [one for block in block_tensors(model, Mesh()) for one in block if one.experts]
     return num_parameters(model) - sum((one.experts - used) * one.held for one in of_experts)
 
 

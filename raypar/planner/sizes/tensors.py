@@ -119,7 +119,7 @@ def tensors_by_stage(
         layers: Blocks in a unit.
         ties: Whether one actor has both ends of a tied weight, of which the head's then has the embedding's name.
     """
-    kinds = blocks_of(model, mesh) if model.lora is None else adapters_of(model, mesh)
+    kinds = block_tensors(model, mesh) if model.lora is None else adapters_of(model, mesh)
     blocks = [[one._replace(name=f"blocks.{index}.{one.name}") for one in block] for index, block in enumerate(kinds)]
     stages = [
         [blocks[first : min(first + layers, held.stop)] for first in range(held.start, held.stop, layers)]
@@ -145,7 +145,7 @@ def held_tensors(stages: Sequence[Stage], schedule: Schedule) -> list[list[Weigh
     return [[*of_rank.values()] for of_rank in found]
 
 
-def blocks_of(model: GPT | Llama, mesh: Mesh) -> list[Sequence[Weight]]:
+def block_tensors(model: GPT | Llama, mesh: Mesh) -> list[Sequence[Weight]]:
     """Return the tensors of each block on an actor, with their names inside the block; without adapters.
 
     Args:
@@ -171,7 +171,7 @@ def adapters_of(model: GPT | Llama, mesh: Mesh) -> list[Sequence[Weight]]:
 
 
 def embedding_tensors(model: GPT | Llama, mesh: Mesh) -> list[Weight]:
-    """Return the tensors of the embeddings on an actor; the arguments are those of ``blocks_of``."""
+    """Return the tensors of the embeddings on an actor; the arguments are those of ``block_tensors``."""
     positions = {"learned": model.seq, "hierarchical": math.isqrt(model.seq - 1) + 1}.get(model.positions, 0)
     found = [_vocabulary(model, mesh, "embed.tokens.weight")]
     if positions:
