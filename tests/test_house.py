@@ -464,7 +464,7 @@ MAY_IMPORT = {
         "schedules"
     ),
     "raypar/planner": (
-        "actors actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar "
+        "actors actors/mesh actors/models actors/optim actors/specs raypar "
         "raypar/planner/calibrated raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
         "raypar/planner/search raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),

@@ -27,7 +27,7 @@ from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.sharding import Pieces, Sharding
-from raypar.actors.specs.model import AttentionKind, Llama, Transformer
+from raypar.actors.specs.model import AttentionKind, Transformer
 from raypar.actors.tensors import Values, bent, in_fp32
 
 
@@ -197,7 +197,6 @@ class Attention(nn.Module, Incremental):
         between: Rope | Alibi | None,
         desk: ScratchAllocator,
         *,
-        bias: bool,
         window: int | None = None,
         documents: Documents | None = None,
         slices: TokenSlices | None = None,
@@ -208,15 +207,13 @@ class Attention(nn.Module, Incremental):
         linear, kv, biased = linear_of(spec.linear), self.width * spec.num_kv_heads, spec.qkv_bias
         self.q = linear(spec.hidden, self.width * spec.heads, bias=biased)
         self.k, self.v = linear(spec.hidden, kv, bias=biased), linear(spec.hidden, kv, bias=biased)
-        normed = isinstance(spec, Llama) and spec.qk_norm
-        self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if normed else None
+        self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if spec.qk_norm else None
         alibi = between if isinstance(between, Alibi) else None
-        cap = spec.attention_cap if isinstance(spec, Llama) else None
-        scale = spec.query_scale if isinstance(spec, Llama) else None
+        scale = spec.query_scale
         self._longer = 1.0 if scale is None else math.sqrt(self.width / scale)  # the core divides by sqrt(width)
-        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents, cap)
-        self.out = linear(self.width * spec.heads, spec.hidden, bias=bias)
+        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents, spec.attention_cap)
+        self.out = linear(self.width * spec.heads, spec.hidden, bias=spec.has_biases)
         self.q_lora, self.k_lora = adapter_of(spec, self.q, "q"), adapter_of(spec, self.k, "k")
         self.v_lora, self.out_lora = adapter_of(spec, self.v, "v"), adapter_of(spec, self.out, "out")
         self.fan = SharedInputLinears(together=spec.attention == "blocks")

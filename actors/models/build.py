@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.actors.models.base import Model
-from raypar.actors.models.gpt import GPTModel
-from raypar.actors.models.llama import LlamaModel
+from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.models.unregistered import borrowed
 from raypar.actors.models.user_layers import LayersModel
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -22,9 +21,7 @@ def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:
         spec: Description of the model.
         seed: The run's seed, for a user's function that draws random numbers while it builds the layers.
     """
-    if isinstance(spec, Layers):
-        return LayersModel(spec, seed)
-    return GPTModel(spec) if isinstance(spec, GPT) else LlamaModel(spec)
+    return LayersModel(spec, seed) if isinstance(spec, Layers) else TransformerModel(spec)
 
 
 def first_learning(model: Model, parts: Sequence[Sequence[int]]) -> int:

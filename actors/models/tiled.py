@@ -93,20 +93,6 @@ def tiled_layers(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> It
             yield module, count
 
 
-def tile_sizes(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> list[int]:
-    """Return the number of parameters of each tile of a layer of a model; the arguments are as in ``tiled_layers``."""
-    found = []
-    for linear, count in tiled_layers(name, layer, patterns):
-        found += [sum(p.numel() for p in linear.parameters(recurse=False)) // count] * count
-    return found
-
-
-def added_tensors(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> int:
-    """Return how many tensors more a layer has when it is cut; the arguments are as in ``tiled_layers``."""
-    cut = tiled_layers(name, layer, patterns)
-    return sum((count - 1) * len([*linear.parameters(recurse=False)]) for linear, count in cut)
-
-
 def linears_of(name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers in a layer that can be cut, by logical name: plain ones that are trained."""
     for path, module in layer.named_modules(prefix=name):

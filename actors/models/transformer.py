@@ -1,4 +1,4 @@
-"""Pre-norm decoder shared by the model families: embedding, blocks and head, each a layer. See gpt.py and llama.py.
+"""Pre-norm decoder, a GPT or a Llama: embedding, blocks and head, each a layer.
 
 Shapes: B microbatch, S sequence, D hidden, V vocabulary.
 """
@@ -6,7 +6,6 @@ Shapes: B microbatch, S sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,12 +25,13 @@ from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, add
 from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.deferred_init import on_meta, unfilled
+from raypar.actors.models.mlp import MLP, GatedMLP
 from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.lora import LORA, is_adapter
-from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.tensors import Values, bent
 
 
@@ -41,11 +41,9 @@ class Embedding(nn.Module, Incremental):
     def __init__(self, spec: Transformer, documents: Documents, slices: TokenSlices) -> None:
         super().__init__()
         self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
-        padding = spec.pad_id if isinstance(spec, Llama) else None
-        self.tokens = nn.Embedding(spec.vocab, spec.hidden, padding)
+        self.tokens = nn.Embedding(spec.vocab, spec.hidden, spec.pad_id)
         self.positions = added_positions(spec)
-        scaled = isinstance(spec, Llama) and spec.scaled_embedding
-        self._scaled = scaled or isinstance(self.positions, Sinusoidal)
+        self._scaled = spec.scaled_embedding or isinstance(self.positions, Sinusoidal)
         self.drop = nn.Dropout(spec.dropout)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ class Head(nn.Module):
 
     def __init__(self, spec: Transformer, norm: nn.Module) -> None:
         super().__init__()
-        self.norm, self._cap = norm, spec.logit_cap if isinstance(spec, Llama) else None
+        self.norm, self._cap = norm, spec.logit_cap
         self.out = linear_of(spec.linear)(spec.hidden, spec.vocab, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -126,7 +124,8 @@ def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
 class TransformerModel(Model):
     """A decoder with the layers ``embed``, ``blocks.0``, ..., ``head``.
 
-    Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3), or read from a folder of Hugging Face.
+    A GPT is one with pre-LayerNorm (Radford et al. 2019, GPT-2, section 2.3), a Llama as in Touvron et al. 2023,
+    section 2.2. Weights are initialised as in GPT-2, or read from a folder of Hugging Face.
     """
 
     tensor_plan: TensorPlan = (
@@ -155,11 +154,10 @@ class TransformerModel(Model):
         ("head.out", "enter"),
     )
 
-    bias: bool  # whether the attention's output projection has a bias
     documents: Documents
     slices: TokenSlices
 
-    def __init__(self, spec: Transformer) -> None:
+    def __init__(self, spec: GPT | Llama) -> None:
         self.spec = spec
         self.names = ("embed", *(f"blocks.{i}" for i in range(spec.layers)), "head")
         self.body = range(1, spec.layers + 1)
@@ -172,13 +170,14 @@ class TransformerModel(Model):
             on_meta(lambda: map(partial(self._layer, between(spec), ScratchAllocator()), range(len(self.names))))
         )
 
-    @abstractmethod
     def norm(self) -> nn.Module:
         """Return a norm over D whose weight is initialised to 1."""
+        kind = nn.RMSNorm if self.spec.has_rms_norms else nn.LayerNorm
+        return kind(self.spec.hidden, eps=self.spec.norm_eps)
 
-    @abstractmethod
     def mlp(self, width: int) -> nn.Module:
-        """Return an MLP of this width, (..., D) -> (..., D). Its output projection must be called ``down``."""
+        """Return an MLP of this width, (..., D) -> (..., D). Its output projection is called ``down``."""
+        return GatedMLP(self.spec, width) if isinstance(self.spec, Llama) else MLP(self.spec, width)
 
     def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.make``.
@@ -249,7 +248,7 @@ class TransformerModel(Model):
             return Head(spec, self.norm())
         block = index - self.body.start
         window = spec.window_of(block)
-        attn = Attention(spec, apart, desk, bias=self.bias, window=window, documents=self.documents, slices=self.slices)
+        attn = Attention(spec, apart, desk, window=window, documents=self.documents, slices=self.slices)
         norms = [self.norm() for _ in range(spec.norms)]
         return DecoderBlock(norms, attn, self._mlp_or_experts(block), spec.dropout)
 

@@ -90,7 +90,7 @@ class Transformer:
                 told = f"model.lora.targets is {self.lora.targets!r}, and experts have no adapters"
                 yield f"{told}: use 'attn', or leave out model.moe"
         if self.lora is not None and right("model.lora"):
-            yield from self.lora.faults(gated=self.mlp_matrices == 3)
+            yield from self.lora.faults(gated=self.is_gated)
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
             told = f"model.window_first is {self.window_first}, but there is no window"
             yield f"{told}: give model.window, or leave it out"
@@ -156,6 +156,56 @@ class Transformer:
         return self.heads
 
     @property
+    def has_biases(self) -> bool:
+        """Whether norms and linear layers have biases, but those of queries, keys, values and the head."""
+        return False
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """Whether norms are RMSNorms, which need no means; else they are LayerNorms."""
+        return False
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs have gates, a third matrix."""
+        return False
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Number of weight matrices of hidden x mlp_width in an MLP."""
+        return 3 if self.is_gated else 2
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys pass a norm each."""
+        return False
+
+    @property
+    def scaled_embedding(self) -> bool:
+        """Whether the vectors of tokens are multiplied by the square root of hidden."""
+        return False
+
+    @property
+    def query_scale(self) -> float | None:
+        """Scores are divided by its square root; None: by that of a head's width."""
+        return None
+
+    @property
+    def attention_cap(self) -> float | None:
+        """Scores s become cap * tanh(s / cap); None: they stay as they are."""
+        return None
+
+    @property
+    def logit_cap(self) -> float | None:
+        """Logits s become cap * tanh(s / cap); None: they stay as they are."""
+        return None
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token of padding, whose vector gets no gradient; None: every vector gets one."""
+        return None
+
+    @property
     def norms(self) -> int:
         """Number of norms of a block."""
         return 2
@@ -168,11 +218,6 @@ class Transformer:
     @property
     def mlp_width(self) -> int:
         """Width of a block's MLP."""
-        raise NotImplementedError
-
-    @property
-    def mlp_matrices(self) -> int:
-        """Number of weight matrices of hidden x mlp_width in an MLP."""
         raise NotImplementedError
 
 
@@ -189,14 +234,14 @@ class GPT(Transformer):
     """exact: x times the normal distribution function; tanh: its approximation, which GPT-2 was trained with"""
 
     @property
+    def has_biases(self) -> bool:
+        """Norms and linear layers have biases."""
+        return True
+
+    @property
     def mlp_width(self) -> int:
         """Width of a block's MLP."""
         return self.mlp * self.hidden
-
-    @property
-    def mlp_matrices(self) -> int:
-        """Number of weight matrices of a block's MLP."""
-        return 2
 
 
 @known_fields(mlp="ffn, the width of its MLP itself")
@@ -263,9 +308,14 @@ class Llama(Transformer):
         return -(-self.hidden // 3) * 8 if self.ffn is None else self.ffn
 
     @property
-    def mlp_matrices(self) -> int:
-        """Number of weight matrices of a block's MLP."""
-        return 3
+    def has_rms_norms(self) -> bool:
+        """Norms are RMSNorms."""
+        return True
+
+    @property
+    def is_gated(self) -> bool:
+        """MLPs have gates."""
+        return True
 
 
 @known_fields()

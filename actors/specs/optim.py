@@ -47,6 +47,11 @@ class OptimizerSettings:
     rates: Mapping[str, NotNegative] = field(default_factory=dict, kw_only=True, hash=False)
     """by pattern, what the learning rate of its weights is multiplied by; of several patterns the first counts"""
 
+    @property
+    def states(self) -> int:
+        """Values that it keeps for a parameter, at the most."""
+        return 2
+
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the fields that have no effect beside others.
 
@@ -89,6 +94,11 @@ class SGD(OptimizerSettings):
     """share of the last update that goes into the next one"""
     weight_decay: NotNegative = 0.0
     """L2 penalty, for tensors of two or more dims only"""
+
+    @property
+    def states(self) -> int:
+        """The momentum, if it has one."""
+        return int(self.momentum > 0)
 
 
 @known_fields(betas="adamw_betas", eps="adamw_eps")

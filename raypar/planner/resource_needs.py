@@ -14,7 +14,7 @@ from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.optim.groups import is_matrix
-from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
@@ -22,17 +22,16 @@ from raypar.planner.hardware.this_machine import computes_here, free_disk, free_
 from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, element_bytes, states_of
 from raypar.planner.prediction import from_flops
-from raypar.planner.sizes.adapters import adapter_parameters, adapter_units
-from raypar.planner.sizes.owner_shares import OwnerShare, largest_share
+from raypar.planner.sizes.owner_shares import largest_share
 from raypar.planner.sizes.parameters import (
-    Units,
     active_parameters,
-    held_parameters,
+    adapter_parameters,
     num_parameters,
     stage_parameters,
-    unit_parameters,
 )
-from raypar.planner.sizes.tensors import Weight, held_tensors
+from raypar.planner.sizes.tensors import Stage, Weight, held_count, held_tensors, tensors_by_stage
+from raypar.planner.sizes.units import Units
+from raypar.planner.sizes.user_tensors import user_tensors
 from raypar.schedules.formatting import short_count, size
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -167,115 +166,52 @@ def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: C
 
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
-    mesh = run.mesh
-    if mesh.rank_tp:
-        each = {tp: _counts(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), schedule, skeleton) for tp in {*mesh.rank_tp}}
-        held = [each[tp].held[pp] for pp, tp in enumerate(mesh.rank_tp)]
-        matrices = [each[tp].matrices[pp] for pp, tp in enumerate(mesh.rank_tp) if each[tp].matrices]
-        units = [each[mesh.tp_of(home)].units[stage] for stage, home in enumerate(schedule.placement)]
-        return ParameterCounts(held, units, matrices, [0] * mesh.pp)
-    counts = _counts(run, schedule, skeleton)
-    if not mesh.expert_actors:
-        return counts
-    # A rank that held one part of the experts would have so many more than one that holds none.
-    with_some = replace(run, mesh=Mesh(pp=mesh.pp, dp=mesh.expert_actors, ep=mesh.expert_actors))
-    with_none = replace(run, mesh=Mesh(pp=mesh.pp, expert_actors=mesh.expert_actors))
-    some, none = _counts(with_some, schedule, skeleton), _counts(with_none, schedule, skeleton)
-    held = [one - other for one, other in zip(some.held, none.held, strict=True)]
-    matrices = [one - other for one, other in zip(some.matrices, none.matrices, strict=True)]
-    return replace(counts, apart=ParameterCounts(held, (), matrices))
-
-
-def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
-    """Count the parameters of all actors but those of experts."""
-    if not isinstance(run.model, Layers) and run.model.lora is not None:
-        return _adapter_counts(run, run.model, schedule, skeleton)
-    if not isinstance(run.model, Layers):
-        held = held_parameters(run.model, run.split, schedule, run.mesh)
-        patterns = tile_patterns(run.model, run.tile)
-        units = unit_parameters(
-            run.model,
-            run.split,
-            schedule.num_stages,
-            run.mesh,
-            run.zero_units,
-            patterns,
-            experts_stay=world_of(run).experts_stay,
-        )
-    else:
-        skeleton = skeleton or Skeleton(run.model, run.seed)
-        weights = skeleton.weights
-        held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
-        units = _units(run, schedule.num_stages, skeleton)
-    ranks = range(schedule.num_pipeline_ranks)
-    experts = [sum(units[stage].experts for stage in schedule.stages_on(rank)) for rank in ranks]
-    return ParameterCounts(
-        held, units, muon_parameters(run, schedule, skeleton), experts, shares=_shares(run, schedule)
+    world, model, mesh = world_of(run), run.model, run.mesh
+    stages = _stages(run, schedule, skeleton)
+    weights = held_tensors(stages, schedule)
+    counts = ParameterCounts(
+        held=[*map(held_count, weights)],
+        units=[Units.of(stage, tile_patterns(model, run.tile), experts_stay=world.experts_stay) for stage in stages],
+        matrices=_matrices(run, weights),
+        experts=[held_count(one for one in held if one.is_expert) for held in weights],
     )
+    if mesh.expert_actors:
+        with_some = replace(run, mesh=Mesh(pp=mesh.pp, dp=mesh.expert_actors, ep=mesh.expert_actors))
+        every = held_tensors(_stages(with_some, schedule, skeleton), schedule)
+        own = [[one for one in held if one.is_expert] for held in every]
+        counts = replace(counts, apart=ParameterCounts([*map(held_count, own)], (), _matrices(run, own)))
+    if isinstance(model, Layers):
+        return counts
+    if model.lora is not None:
+        whole = _stages(replace(run, model=replace(model, lora=None)), schedule, skeleton)
+        return replace(counts, frozen=[*map(held_count, held_tensors(whole, schedule))])
+    if run.tile == 1 and not mesh.is_uneven and world.sharded:
+        return replace(counts, shares=[largest_share(held, world, partial(_is_of_muon, run)) for held in weights])
+    return counts
 
 
-def _shares(run: Run, schedule: Schedule) -> list[OwnerShare]:
-    """Return what the replica that owns most has by pipeline rank; [] where that is about the N-th part, or unknown."""
-    model, world = run.model, world_of(run)
-    if isinstance(model, Layers) or run.tile != 1 or run.mesh.is_uneven or not world.sharded:
+def _stages(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Sequence[Stage]:
+    """Return the tensors of an actor of each stage."""
+    if isinstance(run.model, Layers):
+        return user_tensors(run, schedule.num_stages, skeleton or Skeleton(run.model, run.seed))
+    homes, mesh = schedule.placement, run.mesh
+    if mesh.rank_tp:
+        each = {tp: _stages(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), schedule, skeleton) for tp in {*mesh.rank_tp}}
+        return [each[mesh.tp_of(home)][stage] for stage, home in enumerate(homes)]
+    ties = homes[0] == homes[-1]
+    return tensors_by_stage(run.model, run.split, schedule.num_stages, mesh, run.zero_units, ties=ties)
+
+
+def _matrices(run: Run, weights: Sequence[Sequence[Weight]]) -> list[int]:
+    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one."""
+    if not isinstance(run.optim, Muon):
         return []
-    held, of_muon = held_tensors(model, run.split, schedule, run.mesh), partial(_is_of_muon, run)
-    return [largest_share(weights, world, of_muon) for weights in held]
+    each = [[one for weight in held for one in weight.each()] for held in weights]
+    return [held_count(one for one in held if _is_of_muon(run, one)) for held in each]
 
 
 def _is_of_muon(run: Run, weight: Weight) -> bool:
     return isinstance(run.optim, Muon) and is_matrix(run.optim, weight.name, weight.dims)
-
-
-def _adapter_counts(run: Run, model: GPT | Llama, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
-    """Count the parameters of a run in which adapters learn, and all else is frozen."""
-    units = adapter_units(model, run.split, schedule.num_stages, run.mesh.tensor_ranks, run.zero_units)
-    ranks = range(schedule.num_pipeline_ranks)
-    held = [sum(units[stage].whole for stage in schedule.stages_on(rank)) for rank in ranks]
-    frozen = held_parameters(replace(model, lora=None), run.split, schedule, run.mesh)
-    return ParameterCounts(held, units, muon_parameters(run, schedule, skeleton), [0] * len(held), frozen=frozen)
-
-
-def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
-    """Count the parameters of each stage's units of the user's own Layers."""
-    from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
-
-    model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
-    patterns = tile_patterns(run.model, run.tile)
-    found = []
-    for layers in model.stages(run.split, num_stages):
-        groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]
-        names = [
-            {homes.get(name, name) for index in group for name in _names(skeleton, index, run.mesh)} for group in groups
-        ]
-        stay = model.experts.keys() if world_of(run).experts_stay else set()
-        sizes = [sum(weights[name].numel() for name in one - stay) for one in names]
-        cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
-        every = set[str]().union(*names)
-        shared = sum(sizes) - sum(weights[name].numel() for name in every - stay)
-        own = every & model.experts.keys() if run.mesh.divides_experts else set()
-        experts = (sum(weights[name].numel() for name in own), len(own))
-        rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
-        tiles = [one for group in cut for layer in group for one in layer]
-        whole = [weights[name].numel() for name in every] if not tiles else []
-        of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
-        tensors = len(every) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
-        groups_of = list(zip(rests, cut, strict=True))
-        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts, experts[0] if stay else 0))
-    return found
-
-
-def _names(skeleton: Skeleton, index: int, mesh: Mesh) -> list[str]:
-    """Return the logical names of a layer's trainable parameters on the first rank of a mesh."""
-    layer, module = skeleton.model.names[index], skeleton.model.skeleton[index]
-    names = [f"{layer}.{inner}" for inner, parameter in module.named_parameters() if parameter.requires_grad]
-    return [name for name in names if _is_first(skeleton, name, mesh)]
-
-
-def _is_first(skeleton: Skeleton, name: str, mesh: Mesh) -> bool:
-    """Return whether a weight is on the first rank of a mesh, which has the first part of the experts, if any."""
-    expert = skeleton.model.experts.get(name)
-    return expert is None or (not mesh.expert_actors and expert.part(mesh.ep) == 0)
 
 
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:
@@ -291,17 +227,15 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
         tied = " with tied weights at their home alone" if run.model.tied and schedule.num_stages > 1 else ""
         stages = f"{used}; a stage has {_range(counts)}{tied}"
         if run.model.lora is not None:
-            learned = adapter_parameters(run.model, 1)[0] * run.model.layers
-            frozen = num_parameters(replace(run.model, lora=None))
-            return f"{frozen:,} frozen{stages}; adapters have {learned:,}, and those of an actor {_range(held)}"
+            frozen = num_parameters(run.model)
+            return f"{frozen:,} frozen{stages}; adapters have {whole:,}, and those of an actor {_range(held)}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 
 def _whole(run: Run, skeleton: Skeleton | None) -> int:
     """Count the parameters of the whole model that a checkpoint has: with adapters these alone."""
     if not isinstance(run.model, Layers):
-        has_adapters = run.model.lora is not None
-        return run.model.layers * adapter_parameters(run.model, 1)[0] if has_adapters else num_parameters(run.model)
+        return num_parameters(run.model) if run.model.lora is None else adapter_parameters(run.model)
     skeleton = skeleton or Skeleton(run.model, run.seed)
     return sum(weight.numel() for weight in skeleton.weights.values())
 
@@ -321,37 +255,6 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
         fix = f"set keep_last to {most} at most" if most > 0 else f"free about {size(min(saved, 2) * one - free)} more"
         return f"{told}: {TOO_MUCH}: {fix}, or give a folder of another disk"
     return told
-
-
-def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
-    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one.
-
-    Args:
-        run: The run.
-        schedule: The lowered schedule of a training step.
-        skeleton: The run's model without weights; built if None and needed.
-    """
-    if not isinstance(run.optim, Muon):
-        return []
-    if not isinstance(run.model, Layers) and run.model.lora is None:
-        tensors = held_tensors(run.model, run.split, schedule, run.mesh)
-        return [sum(one.held for one in held if _is_of_muon(run, one)) for held in tensors]
-    skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim
-    weights = skeleton.weights
-    sizes = {name: weight.numel() for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
-    ranks = 1 if isinstance(run.model, Layers) else run.mesh.tensor_ranks  # of Layers no parameter counts as divided
-    return [sum(sizes.get(name, 0) // ranks for name in names) for names in _held(run, schedule, skeleton)]
-
-
-def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
-    """Return the weights of an actor of each pipeline rank, a tied one by the name of its home."""
-    from raypar.actors.worker.build.weight_owners import sizes_of  # imports torch
-
-    sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
-    return [
-        [homes.get(name, name) for name in sizes.get(rank, {}) if _is_first(skeleton, name, run.mesh)]
-        for rank in range(schedule.num_pipeline_ranks)
-    ]
 
 
 def _range(counts: Sequence[int]) -> str:

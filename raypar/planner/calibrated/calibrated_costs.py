@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.model import Llama, Transformer
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.planner.assumed_rates import Rates
@@ -172,7 +172,7 @@ def _moved_kinds(world: World) -> Iterator[Kind]:
 
 def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
     """Yield what takes time in a block besides its products and messages."""
-    yield "llama" if isinstance(model, Llama) else "gpt"
+    yield "llama" if model.is_gated else "gpt"
     if run.mesh.pp > 1:
         yield "pipeline"
     if tp > 1:

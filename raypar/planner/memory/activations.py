@@ -133,7 +133,7 @@ def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: i
     ends = (own if model.dropout else 0.0) + own_numbers if layers.start == 0 else 0.0
     if head:
         ends += 2 * own + _norms(run, model, count=1) + _FP32 * logits + own_numbers
-        if isinstance(model, Llama) and model.logit_cap is not None:
+        if model.logit_cap is not None:
             ends += element * logits
     kept = float_sum(own for own, _ in each) + ends
     passing = max((full - own for own, full in each), default=0.0)  # a layer run again
@@ -178,11 +178,11 @@ def _part(run: Run) -> float:
 def _norms(run: Run, model: GPT | Llama, count: int) -> float:
     """Return the bytes that so many norms keep beside their inputs.
 
-    They are the deviation of every token, and its mean in a GPT, in fp32; a Llama's norms keep two tensors in fp32.
+    They are the deviation of every token, and its mean in a LayerNorm, in fp32; RMSNorms keep two tensors in fp32.
     """
-    is_llama = isinstance(model, Llama)
-    beside = (2 * _FP32 - _element(run)) * model.hidden if is_llama else 0
-    return count * _part(run) * model.seq * run.micro_batch_size * (beside + _FP32 * (1 if is_llama else 2))
+    rms = model.has_rms_norms
+    beside = (2 * _FP32 - _element(run)) * model.hidden if rms else 0
+    return count * _part(run) * model.seq * run.micro_batch_size * (beside + _FP32 * (1 if rms else 2))
 
 
 def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
@@ -208,7 +208,7 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     kept = element * (whole + (units - whole) / ranks) * sbh + _norms(run, model, count=model.norms)
     if num_experts:
         kept += tokens * _routing(run, model, num_experts) / (1 if own_rows and run.mesh.grid is None else ranks)
-    if isinstance(model, Llama) and model.qk_norm:  # two tensors and the deviations, as of other norms
+    if model.qk_norm:  # two tensors and the deviations, as of other norms
         kept += _FP32 * (2 * model.head_size + 1) * (model.heads + model.num_kv_heads) * tokens / ranks
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += element * sbh / ranks
@@ -221,7 +221,8 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
         return kept
     if is_materialised:
         beside = 2 if model.dropout else int(run.precision.is_half)  # scores in the layers' dtype beside the softmax
-        kept += (_FP32 * (2 if _is_capped(model) else 1) + beside * element) * scores / ranks
+        bent = model.attention_cap is not None  # which keeps another tensor of their size
+        kept += (_FP32 * (2 if bent else 1) + beside * element) * scores / ranks
     if model.attention == "materialised" and model.positions != "alibi" and not _is_narrow(model):
         kept += model.seq**2  # which scores are seen, one byte each
     return kept
@@ -237,11 +238,6 @@ def _routing(run: Run, model: GPT | Llama, num_experts: int) -> float:
     inputs = model.hidden * (run.precision.is_half + jitter)
     each = probabilities * num_experts + 3 * moe.top_k + sums + (moe.loss == "gshard") + 2 * moe.residual
     return _FP32 * (each + inputs)
-
-
-def _is_capped(model: GPT | Llama) -> bool:
-    """Return whether scores are bent, which keeps another tensor of their size."""
-    return isinstance(model, Llama) and model.attention_cap is not None
 
 
 def _is_narrow(model: GPT | Llama) -> bool:
@@ -283,7 +279,7 @@ def uneven_load(run: Run, model: GPT | Llama) -> float:
 
 def _inside(model: GPT | Llama, *, is_deferred: bool = False) -> int:
     """Return how many tensors inside of an MLP an F keeps, or an I for its W."""
-    return 2 if isinstance(model, GPT) else 3 if is_deferred else 4
+    return 2 if not model.is_gated else 3 if is_deferred else 4
 
 
 def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool, is_deferred: bool = False) -> tuple[float, float]:

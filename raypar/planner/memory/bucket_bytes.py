@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.actors.mesh.world import World
-from raypar.planner.sizes.parameters import Units
+from raypar.planner.sizes.units import Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
 

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.hardware.this_machine import device_kind, torch_has_cuda
@@ -39,7 +38,7 @@ from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_l
 from raypar.planner.memory.bucket_bytes import BucketBytes
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.sizes.owner_shares import OwnerShare
-from raypar.planner.sizes.parameters import Units
+from raypar.planner.sizes.units import Units
 from raypar.schedules.rules import USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
@@ -355,10 +354,8 @@ def states_of(run: Run, counts: ParameterCounts) -> list[int]:
     average if the run keeps one.
     """
     average = int(run.ema is not None)
-    if isinstance(run.optim, SGD):
-        return [count * (bool(run.optim.momentum) + average) for count in counts.held]
-    singles = counts.matrices if isinstance(run.optim, Muon) else [0] * len(counts.held)
-    return [(2 + average) * count - min(count, single) for count, single in zip(counts.held, singles, strict=True)]
+    singles, states = counts.matrices or [0] * len(counts.held), run.optim.states + average
+    return [states * count - min(count, single) for count, single in zip(counts.held, singles, strict=True)]
 
 
 def _gathered(timeline: Timeline, counts: ParameterCounts) -> list[int]:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory.activations import stage_activations
 from raypar.planner.memory.worker import WORKING_OF, element_bytes, process_bytes
-from raypar.planner.timing.replicas import num_states
 from raypar.planner.timing.stages import stage_layers
 from raypar.planner.timing.step import V_SHAPED, StepModel
 from raypar.schedules.float_sum import float_sum
@@ -57,7 +56,7 @@ def _need_at(paper: StepModel, rank: int) -> Need:
     return Need(
         weights=weights,
         gradients=_gradients(paper, rank, own),
-        optimizer=0.0 if away else (each.master + num_states(run.optim) * each.state) * own,
+        optimizer=0.0 if away else (each.master + run.optim.states * each.state) * own,
         activations=kept * (1 + WORKING_OF[kind]),
         process=process_bytes(kind),
     )

@@ -35,8 +35,9 @@ def largest_share(weights: Collection[Weight], world: World, is_matrix: Callable
         is_matrix: Whether Muon updates a tensor.
     """
     experts = world.experts.owners if world.experts else 1
-    dense = _largest((one for one in weights if not one.is_expert), world.owners, is_matrix)
-    of_experts = _largest((one for one in weights if one.is_expert), experts, is_matrix)
+    each = [one for weight in weights for one in weight.each()]
+    dense = _largest((one for one in each if not one.is_expert), world.owners, is_matrix)
+    of_experts = _largest((one for one in each if one.is_expert), experts, is_matrix)
     return OwnerShare(dense.count + of_experts.count, dense.matrices + of_experts.matrices)
 
 

@@ -94,7 +94,7 @@ def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[LayerOpe
     yield LayerOperation("qkv", "linear", Product(T, width * (heads + 2 * keys), h, e))
     if model.positions == "rope":
         yield LayerOperation("rope", "beside", Work(0.0, 2 * e * T * width * both))
-    if isinstance(model, Llama) and model.qk_norm:
+    if model.qk_norm:
         yield LayerOperation("norms of heads", "beside", Work(0.0, 2 * e * T * width * both))
     samples, seen = run.micro_batch_size * heads, model.seq
     rows = seen / run.mesh.cp
@@ -120,7 +120,7 @@ def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[LayerOpera
     """Yield the operations of an MLP of a width, which tensor ranks divide."""
     T, h, own, e = sizes.tokens, model.hidden, width / sizes.ranks, sizes.element
     yield from _matrices(model, T, own, e)
-    inside = 3 if isinstance(model, Llama) else 2  # reads one or two, writes one
+    inside = 3 if model.is_gated else 2  # reads one or two, writes one
     yield LayerOperation("activation", "beside", Work(0.0, inside * e * T * own))
     yield LayerOperation("down", "linear", Product(T, h, own, e))
 
@@ -143,7 +143,7 @@ def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> I
     for name in ("gate", "up", "down")[3 - model.mlp_matrices :]:
         columns, depth = (h, width) if name == "down" else (width, h)
         yield LayerOperation(f"experts' {name}", "linear", Product(rows / held, columns, depth, e, held))
-    yield LayerOperation("activation", "beside", Work(0.0, (3 if isinstance(model, Llama) else 2) * e * rows * width))
+    yield LayerOperation("activation", "beside", Work(0.0, (3 if model.is_gated else 2) * e * rows * width))
     if moe.shared:
         yield from _mlp(model, moe.shared * model.expert_width, sizes)
     if moe.residual:

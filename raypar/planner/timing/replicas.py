@@ -3,64 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.planner.formulas.messages import Collective
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import ElementBytes, element_bytes
-from raypar.planner.sizes.parameters import block_parameters, embedding_weights, head_weights, own_expert_parameters
+from raypar.planner.sizes.parameters import StageParameters
 from raypar.planner.timing.messages import LADDER, Order, collective_seconds, stride_of
-from raypar.planner.timing.stages import stage_layers
-
-
-@dataclass(frozen=True)
-class StageParameters:
-    """The parameters of a stage on one actor.
-
-    Attributes:
-        dense: Those that all replicas of the stage have.
-        experts: Those of experts that actors divide.
-        units: In how many units they are gathered and reduced: layers, an embedding, a head.
-    """
-
-    dense: int
-    experts: int
-    units: int
-
-    @property
-    def all(self) -> int:
-        """Number of all of them."""
-        return self.dense + self.experts
-
-
-def held_by_stage(run: Run, model: GPT | Llama, num_stages: int) -> list[StageParameters]:
-    """Return what each stage has on one actor.
-
-    Args:
-        run: The run.
-        model: Its model.
-        num_stages: Number of stages.
-    """
-    mesh, ranks, found = run.mesh, run.mesh.tensor_ranks, []
-    kinds = {model.num_experts(block): block for block in range(model.layers)}
-    whole = {kind: block_parameters(model, block, mesh) for kind, block in kinds.items()}
-    apart = {
-        kind: own_expert_parameters(model, block, mesh) if mesh.divides_experts else 0 for kind, block in kinds.items()
-    }
-    for stage, layers in enumerate(stage_layers(model, run.split, num_stages)):
-        counts = Counter(map(model.num_experts, layers)) if model.moe else {0: len(layers)}
-        experts = sum(apart[count] * times for count, times in counts.items())
-        dense = sum(whole[count] * times for count, times in counts.items()) - experts
-        first, last = stage == 0, stage == num_stages - 1
-        dense += embedding_weights(model, ranks) if first else 0
-        dense += head_weights(model, ranks, tied=model.tied and first) if last else 0
-        found.append(StageParameters(dense, experts, len(layers) + first + last))
-    return found
 
 
 class ReplicaMessages:
@@ -120,11 +70,6 @@ class ReplicaMessages:
             number = pieces or max(1, math.ceil(element * count / self._bucket))
             seconds += number * collective_seconds(op, element * count / number, members, route)
         return seconds
-
-
-def num_states(optim: AnyOptimizer) -> int:
-    """Return how many values an optimizer keeps for a parameter, at the most."""
-    return int(optim.momentum > 0) if isinstance(optim, SGD) else 2
 
 
 def update_bytes(each: ElementBytes, states: int = 2) -> int:

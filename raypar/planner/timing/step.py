@@ -11,10 +11,11 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import element_bytes
+from raypar.planner.sizes.parameters import StageParameters, held_by_stage
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, Software, messages_of
-from raypar.planner.timing.replicas import ReplicaMessages, StageParameters, held_by_stage, num_states, update_bytes
+from raypar.planner.timing.replicas import ReplicaMessages, update_bytes
 from raypar.planner.timing.roofline import Roofline
-from raypar.planner.timing.stages import StageSeconds, stages_of, summed_times
+from raypar.planner.timing.stages import StageSeconds, stage_layers, stages_of, summed_times
 from raypar.schedules.float_sum import float_sum
 
 
@@ -88,7 +89,7 @@ class StepModel:
         count = self.chunks * run.mesh.pp
         self._messages = messages_of(run, model, cluster, order, software)
         self.border = self._messages.border
-        self.held = held_by_stage(run, model, count)
+        self.held = held_by_stage(model, stage_layers(model, run.split, count), run.mesh)
         self.replicas = ReplicaMessages(run, self.world, cluster, order)
 
     @cached_property
@@ -115,7 +116,7 @@ class StepModel:
         held = self.held_on(rank)
         roofline = Roofline.of(self.cluster.device, half=False)
         own = (
-            update_bytes(element_bytes(self.run), num_states(self.run.optim))
+            update_bytes(element_bytes(self.run), self.run.optim.states)
             * self.replicas.owned(held)
             / roofline.bandwidth
         )

@@ -14,7 +14,7 @@ import torch
 
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.models.gpt import GPTModel
+from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama, Positions
@@ -175,7 +175,7 @@ def test_ulysses_shares_heads_of_keys_and_values_only_where_they_come_out_even()
 
 def test_with_tensor_parallelism_dropout_is_of_a_part_of_a_part():
     run = team_of(2, tp=2, sequence_parallel=True).run
-    model = GPTModel(replace(MODEL, dropout=0.1))
+    model = TransformerModel(replace(MODEL, dropout=0.1))
     groups = {"cp": local_groups("cp", 2)[1], "tp": local_groups("tp", 2)[0]}
     (block,) = model.materialize([1], 0, Parallelizer(model, axis_styles(run, groups)).parallelize)
     assert block.drop.sharding == Sharding({1: Pieces(4, (1,))}), "of the pieces 1 and 2 of 4 the first half"

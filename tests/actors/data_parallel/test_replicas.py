@@ -15,7 +15,7 @@ from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Host
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.models.gpt import GPTModel
+from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
@@ -231,7 +231,7 @@ def test_a_step_without_any_token_changes_nothing():
 
 
 def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients():
-    model = GPTModel(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5))
+    model = TransformerModel(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5))
     logits = torch.randn(2, 4, 5, requires_grad=True)
     nothing = torch.full((2, 4), -100)
     loss = model.loss((logits,), (nothing,))

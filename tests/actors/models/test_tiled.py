@@ -9,10 +9,11 @@ from torch import nn
 import raypar as rp
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.models.tile_names import tile_of, untiled
-from raypar.actors.models.tiled import tile_sizes
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
 from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.tensors import Weight
+from raypar.planner.sizes.units import Units
 from tests.support.layouts import own_dice, tokens
 from tests.support.replicas import agrees
 from tests.support.team import Team, batch, mse
@@ -216,9 +217,10 @@ def test_tiles_that_are_not_possible_are_refused(changes, says):
 
 
 def test_a_tile_has_its_share_of_a_layer():
-    layer = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4, bias=False))
-    assert tile_sizes("layers.0", layer, {"layers.0.0": 3}) == [(8 * 12 + 12) // 3] * 3
-    assert tile_sizes("layers.0", layer, {"*": 2}) == [(8 * 12 + 12) // 2] * 2 + [12 * 4 // 2] * 2
+    shapes = {"layers.0.0.weight": (12, 8), "layers.0.0.bias": (12,), "layers.0.2.weight": (4, 12)}
+    layer = [Weight(name, shape, shape, is_linear=True) for name, shape in shapes.items()]
+    assert Units.of([[layer]], {"layers.0.0": 3}).largest == [12 * 4, *[(8 * 12 + 12) // 3] * 3]
+    assert Units.of([[layer]], {"*": 2}).largest == [(8 * 12 + 12) // 2] * 2 + [12 * 4 // 2] * 2
 
 
 def test_the_one_matrix_of_muon_among_those_of_adamw_is_not_cut():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypar.actors.collective import autograd as ops
 from raypar.actors.layers.dropout import DropoutOfShard
-from raypar.actors.models.gpt import GPTModel
+from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
 from raypar.actors.specs.model import GPT
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -277,7 +277,7 @@ def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():
 
 
 def test_a_plan_changes_what_it_names_and_nothing_inside_of_that():
-    model = GPTModel(GPT(layers=2, hidden=8, heads=2, seq=4, vocab=5))
+    model = TransformerModel(GPT(layers=2, hidden=8, heads=2, seq=4, vocab=5))
     tensors = Parallelizer(model, [megatron_styles(local_groups("tp", 2)[1], sequence=True)])
     (block,) = model.materialize([1], 0, tensors.parallelize)
     kinds = {name: type(module) for name, module in block.named_modules()}

@@ -1,4 +1,4 @@
-"""The Llama family: RMSNorm, a gated MLP, no biases.
+"""The MLP of a GPT, with a GELU, and that of a Llama, with a gate.
 
 Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
@@ -13,14 +13,34 @@ from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.linear import SharedInputLinears, linear_of
-from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.specs.model import Gate, Llama, Transformer
+from raypar.actors.specs.model import GPT, Gate, Llama
 
 _GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU: (..., D) -> (..., D).
+
+    Args:
+        spec: The model.
+        width: Width F.
+    """
+
+    def __init__(self, spec: GPT, width: int) -> None:
+        super().__init__()
+        linear = linear_of(spec.linear)
+        self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
+        self.up_lora, self.down_lora = adapter_of(spec, self.up, "up"), adapter_of(spec, self.down, "down")
+        self.fan = SharedInputLinears()
+        self.approximate = "tanh" if spec.gelu == "tanh" else "none"
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        (y_BSF,) = fanned(self.fan, x_BSD, ((self.up, self.up_lora),))
+        return applied(self.down, self.down_lora, F.gelu(y_BSF, approximate=self.approximate))
 
 
 class GatedMLP(nn.Module):
@@ -31,7 +51,7 @@ class GatedMLP(nn.Module):
         width: Width F.
     """
 
-    def __init__(self, spec: Transformer, width: int) -> None:
+    def __init__(self, spec: Llama, width: int) -> None:
         super().__init__()
         linear, hidden = linear_of(spec.linear), spec.hidden
         self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
@@ -39,23 +59,8 @@ class GatedMLP(nn.Module):
         self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "gate"), adapter_of(spec, self.up, "up")
         self.down_lora = adapter_of(spec, self.down, "down")
         self.fan = SharedInputLinears()
-        self._activated = _GATES[spec.gate if isinstance(spec, Llama) else "silu"]
+        self._activated = _GATES[spec.gate]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         gate_BSF, up_BSF = fanned(self.fan, x_BSD, ((self.gate, self.gate_lora), (self.up, self.up_lora)))
         return applied(self.down, self.down_lora, self._activated(gate_BSF) * up_BSF)
-
-
-class LlamaModel(TransformerModel):
-    """Llama (Touvron et al. 2023, section 2.2)."""
-
-    bias = False
-
-    def __init__(self, llama: Llama) -> None:
-        super().__init__(llama)
-
-    def norm(self) -> nn.Module:
-        return nn.RMSNorm(self.spec.hidden, eps=self.spec.norm_eps)
-
-    def mlp(self, width: int) -> nn.Module:
-        return GatedMLP(self.spec, width)
