@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from raypar.cli.words.help_text import Command, help_text
@@ -66,6 +65,8 @@ def _command(words: list[str]) -> int:
     if name in ("-h", "--help", "help"):
         return _say(help_text(_TABLE), end="")
     if name == "--version":
+        from importlib.metadata import version  # takes as long to import as all else that help needs
+
         return _say(f"raypar {version('raypar')}")
     if name not in _COMMANDS:
         return _fail(f"there is no command {name!r}: {_meant(name)}", MISTAKE)

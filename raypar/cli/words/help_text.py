@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _USAGE, _LINE = 46, 70  # characters of the columns
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command, or one of its uses.
 
     Attributes:
