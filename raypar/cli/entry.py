@@ -9,7 +9,7 @@ def main() -> int:
     """Run the command line of this process. Ctrl-C ends it without a traceback while the commands are still imported.
 
     Returns:
-        The exit code, see HELP.
+        The exit code, see --help.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where it is ignored, as in the background

@@ -9,27 +9,29 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
-from raypar.cli.words.help_text import HELP
+from raypar.cli.words.help_text import Command, help_text
 
 if TYPE_CHECKING:
+    from raypar.cli.train.train import DryRunOutcome, Finished
     from raypar.planner.resource_needs import Rows
 
-OK, DIFFERENT, MISTAKE, FAILED, NO_ROOM, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 5, 6, 130, 143
+OK = 0
+DIFFERENT = 1
+MISTAKE = 2
+FAILED = 4
+NO_ROOM = 5
+NOT_FINITE = 6
+INTERRUPTED = 130
+TERMINATED = 143
+
 _LONG = 80  # letters of a path that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
 
-_PAPER = ("draw", "check", "simulate")
-_RUNS = ("train", "sft", "step", "verify", "plan")
-_SIDES = ("gallery", "compare")
-_TEXTS = ("generate", "chat", "eval")
-_DISK = ("ckpt", "data", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, *_TEXTS, "recipes", "doctor", "calibrate")
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
@@ -41,7 +43,7 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         argv: The words after ``raypar``; None for those of this process.
 
     Returns:
-        The exit code, see HELP.
+        The exit code, see --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,62 +68,123 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int:
     if not words:
-        return _fail(f"a command is missing\n\n{HELP}", MISTAKE)
-    command, rest = words[0], words[1:]
-    if command in _PAPER:
-        return _on_paper(command, rest)
-    if command in _RUNS:
-        with _messages(), _terminable():
-            return _with_actors(command, rest)
-    if command in _TEXTS:
-        with _messages(logging.ERROR), _terminable():
-            return _with_actors(command, rest)
-    if command in _DISK:
-        return _on_disk(command, rest)
-    if command == "recipes":
-        return _recipes(rest)
-    if command in _SIDES:
-        return _side_by_side(command, rest)
-    if command == "doctor":
-        return _doctor(rest)
-    if command == "calibrate":
-        return _calibrate(rest)
-    if command in ("-h", "--help", "help"):
-        return _say(HELP, end="")
-    if command == "--version":
+        return _fail(f"a command is missing\n\n{help_text(_TABLE)}", MISTAKE)
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        return _say(help_text(_TABLE), end="")
+    if name == "--version":
+        from importlib.metadata import version  # takes as long to import as all else that help needs
+
         return _say(f"raypar {version('raypar')}")
+    if name not in _COMMANDS:
+        return _fail(f"there is no command {name!r}: {_meant(name)}", MISTAKE)
+    command = _COMMANDS[name]
+    with ExitStack() as stack:
+        if command.level is not None:
+            stack.enter_context(_messages(command.level))
+        if command.has_actors:
+            stack.enter_context(_terminable())
+        return _run(command, rest)
+
+
+def _meant(name: str) -> str:
+    """Say which command may be meant by one that there is not."""
     from raypar.config.recipes import RECIPES
-    from raypar.schedules.nearest_name import nearest
+    from raypar.schedules.nearest_name import did_you_mean
 
-    close = _MEANT.get(command) or nearest(command, _COMMANDS)
-    close = f"train {command}" if command in RECIPES or command.endswith(".toml") else close
-    guess = f"did you mean {close!r}?" if close else "see raypar --help"
-    return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
+    meant = f"train {name}" if name in RECIPES or name.endswith(".toml") else _MEANT.get(name)
+    return f"did you mean {meant!r}?" if meant else did_you_mean(name, _COMMANDS, "see raypar --help", spelled=repr)
 
 
-def _on_paper(command: str, words: list[str]) -> int:
-    from raypar.cli.schedules import schedules
+def _run(command: Command, words: list[str]) -> int:
+    """Run a command, and return the exit code; what users can mend, and how an actor has failed, is printed."""
+    from raypar.actors.errors import NonFiniteError
+    from raypar.errors import ConfigError, JobError, RoomError
     from raypar.schedules.schedule import ScheduleError
 
     try:
-        if command == "draw":
-            with _messages():
-                drawing = schedules.draw(words, terminal=sys.stdout.isatty())
-            return _say(drawing, styled=sys.stdout.isatty())
-        return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
+        return command.run(words)
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
-
-
-def _side_by_side(command: str, words: list[str]) -> int:
-    from raypar.cli.schedules.compare import compare
-    from raypar.cli.schedules.gallery import gallery
-    from raypar.errors import ConfigError
-
-    try:
-        return _say(gallery(words) if command == "gallery" else compare(words))
+    except RoomError as error:
+        return _fail(f"no room, no step was taken:\n{error}", NO_ROOM)
     except ConfigError as error:
-        return _fail(_mistakes(error.faults), MISTAKE)
+        if not command.has_steps:
+            return _fail(_mistakes(error.faults), MISTAKE)
+        from raypar.cli.words.flags import named_as_typed
+
+        count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
+        return _fail(f"{count}, no step was taken:\n{ConfigError(named_as_typed(error.faults, words))}", MISTAKE)
+    except NonFiniteError as error:
+        return _fail(str(error), NOT_FINITE, error)
+    except JobError as error:
+        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+
+
+def _mistakes(faults: Sequence[str]) -> str:
+    return faults[0] if len(faults) == 1 else "\n- ".join([f"{len(faults)} mistakes:", *faults])
+
+
+def _train(words: list[str]) -> int:
+    from raypar.cli.train import train
+
+    return _trained(train.train(words, terminal=sys.stdout.isatty()))
+
+
+def _sft(words: list[str]) -> int:
+    from raypar.cli.train import finetune
+
+    return _trained(finetune.sft(words, terminal=sys.stdout.isatty()))
+
+
+def _trained(outcome: DryRunOutcome | Finished) -> int:
+    from raypar.cli.train.train import DryRunOutcome
+
+    if isinstance(outcome, DryRunOutcome):
+        needs = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
+        return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
+    said = _say(_table(outcome.rows), styled=True)
+    return _fail(outcome.lost, FAILED) if outcome.lost else said
+
+
+def _step(words: list[str]) -> int:
+    from raypar.cli.train import short_runs
+
+    short_runs.step(words)
+    return OK
+
+
+def _verify(words: list[str]) -> int:
+    from raypar.cli.train import short_runs
+
+    verdict = short_runs.run_verify(words)
+    _say(str(verdict))
+    return OK if verdict.ok else DIFFERENT
+
+
+def _generate(words: list[str]) -> int:
+    from raypar.cli.text import generate
+
+    generate.generate(words, _say_text)
+    return OK
+
+
+def _chat(words: list[str]) -> int:
+    from raypar.cli.text import generate
+
+    generate.chat(words, _say_text, input)
+    return OK
+
+
+def _say_text(text: str, end: str = "\n") -> int:
+    """Print what a model has written; a file gets it as it is."""
+    return _say(text, end, styled=not sys.stdout.isatty())
+
+
+def _eval(words: list[str]) -> int:
+    from raypar.cli.text.evaluate import evaluate
+
+    return _say(_table(evaluate(words)), styled=True)
 
 
 def _recipes(words: list[str]) -> int:
@@ -134,102 +197,72 @@ def _recipes(words: list[str]) -> int:
 
 def _doctor(words: list[str]) -> int:
     from raypar.cli import doctor
-    from raypar.errors import ConfigError
 
-    try:
-        with _messages(), _terminable():
-            return OK if doctor.run_doctor(words, _say) else DIFFERENT
-    except ConfigError as error:
-        return _fail(_mistakes(error.faults), MISTAKE)
+    return OK if doctor.run_doctor(words, _say) else DIFFERENT
 
 
 def _calibrate(words: list[str]) -> int:
     from raypar.cli import calibrate
-    from raypar.errors import ConfigError, JobError
 
-    try:
-        with _messages(logging.WARNING), _terminable():
-            return _say(calibrate.run_calibrate(words, _say))
-    except ConfigError as error:
-        return _fail(_mistakes(error.faults), MISTAKE)
-    except JobError as error:
-        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+    return _say(calibrate.run_calibrate(words, _say))
 
 
-def _on_disk(command: str, words: list[str]) -> int:
-    from raypar.cli import checkpoints, run_folder
-    from raypar.errors import ConfigError
+def _plan(words: list[str]) -> int:
+    from raypar.cli.plan.planning import run_plan
 
-    try:
-        if command == "data":
-            from raypar.cli import data
+    return _say(run_plan(words))
 
-            with _messages():
-                return _say(data.show(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
-        if command != "ckpt":
-            written = run_folder.run_report_or_trace(command, words, _say)
-            said = _say(written.text)
-            return _fail(_mistakes(written.lost), MISTAKE) if written.lost else said
-        outcome = checkpoints.run_ckpt(words)
-    except ConfigError as error:
-        return _fail(_mistakes(error.faults), MISTAKE)
+
+def _draw(words: list[str]) -> int:
+    from raypar.cli.schedules import schedules
+
+    return _say(schedules.draw(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
+
+
+def _check(words: list[str]) -> int:
+    from raypar.cli.schedules import schedules
+
+    return _say(schedules.prove(words))
+
+
+def _simulate(words: list[str]) -> int:
+    from raypar.cli.schedules import schedules
+
+    return _say(schedules.measure(words))
+
+
+def _gallery(words: list[str]) -> int:
+    from raypar.cli.schedules.gallery import gallery
+
+    return _say(gallery(words))
+
+
+def _compare(words: list[str]) -> int:
+    from raypar.cli.schedules.compare import compare
+
+    return _say(compare(words))
+
+
+def _data(words: list[str]) -> int:
+    from raypar.cli import data
+
+    return _say(data.show(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
+
+
+def _ckpt(words: list[str]) -> int:
+    from raypar.cli import checkpoints
+
+    outcome = checkpoints.run_ckpt(words)
     _say(outcome.text)
     return OK if outcome.sound else DIFFERENT
 
 
-def _mistakes(faults: Sequence[str]) -> str:
-    return faults[0] if len(faults) == 1 else "\n- ".join([f"{len(faults)} mistakes:", *faults])
+def _report(words: list[str], command: str = "report") -> int:
+    from raypar.cli import run_folder
 
-
-def _with_actors(command: str, words: list[str]) -> int:
-    from raypar.actors.errors import NonFiniteError
-    from raypar.cli.train import short_runs, train
-    from raypar.errors import ConfigError, JobError, RoomError
-
-    try:
-        if command == "verify":
-            verdict = short_runs.run_verify(words)
-            _say(str(verdict))
-            return OK if verdict.ok else DIFFERENT
-        if command == "plan":
-            from raypar.cli.plan.planning import run_plan
-
-            return _say(run_plan(words))
-        if command == "step":
-            short_runs.step(words)
-            return OK
-        if command == "eval":
-            from raypar.cli.text.evaluate import evaluate
-
-            return _say(_table(evaluate(words)), styled=True)
-        if command in _TEXTS:
-            from raypar.cli.text import generate
-
-            say = partial(_say, styled=not sys.stdout.isatty())  # a file gets the text as the model has written it
-            generate.generate(words, say) if command == "generate" else generate.chat(words, say, input)
-            return OK
-        if command == "sft":
-            from raypar.cli.train import finetune
-
-            outcome = finetune.sft(words, terminal=sys.stdout.isatty())
-        else:
-            outcome = train.train(words, terminal=sys.stdout.isatty())
-        if isinstance(outcome, train.DryRunOutcome):
-            needs = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
-            return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
-        said = _say(_table(outcome.rows), styled=True)
-        return _fail(outcome.lost, FAILED) if outcome.lost else said
-    except RoomError as error:
-        return _fail(f"no room, no step was taken:\n{error}", NO_ROOM)
-    except ConfigError as error:
-        from raypar.cli.words.flags import named_as_typed
-
-        count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
-        return _fail(f"{count}, no step was taken:\n{ConfigError(named_as_typed(error.faults, words))}", MISTAKE)
-    except NonFiniteError as error:
-        return _fail(str(error), NOT_FINITE, error)
-    except JobError as error:
-        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+    written = run_folder.run_report_or_trace(command, words, _say)
+    said = _say(written.text)
+    return _fail(_mistakes(written.lost), MISTAKE) if written.lost else said
 
 
 class _Messages(logging.StreamHandler[TextIO]):
@@ -349,6 +382,76 @@ def _fail(text: str, code: int, error: BaseException | None = None) -> int:
     for note in getattr(error, "__notes__", []):
         print(printable(note), file=sys.stderr)
     return code
+
+
+_RUN = partial(Command, level=logging.INFO, has_actors=True, has_steps=True)
+_TEXT = partial(Command, level=logging.ERROR, has_actors=True, has_steps=True)
+_TABLE = {  # the commands by how they are used, under the headings of help
+    "with actors": {
+        "train [RECIPE|FILE.toml] [flags]": _RUN(
+            _train,
+            "train; recipes: gpt-tiny, gpt-small (default), gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small",
+        ),
+        "sft EXAMPLES --model FOLDER [flags]": _RUN(
+            _sft, "fine-tune a model of Hugging Face; flags are those of train"
+        ),
+        "step [RECIPE|FILE.toml] [flags]": _RUN(
+            _step, "a Python REPL in which you take a step action by action (gpt-tiny)"
+        ),
+        "verify [RECIPE|FILE.toml|RUN] [flags]": _RUN(
+            _verify, "compare a few steps with one plain process, bit by bit"
+        ),
+        'generate RUN|FOLDER "PROMPT" ...': _TEXT(
+            _generate, "go on with prompts; FOLDER: a checkpoint, or one of Hugging Face"
+        ),
+        "chat RUN|FOLDER": _TEXT(_chat, "answer in the terminal, token by token"),
+        "eval RUN|FOLDER [DATA]": _TEXT(_eval, "loss, perplexity and bits per byte on validation data, or on a file"),
+        "recipes": Command(_recipes, "list the recipes with their sizes"),
+        "doctor [--json] [--sweep]": Command(
+            _doctor, "what is wrong with this machine or the cluster at RAY_ADDRESS", logging.INFO, has_actors=True
+        ),
+        "calibrate [--out FILE] [--seconds N]": Command(
+            _calibrate, "measure this machine or cluster, for predictions in seconds", logging.WARNING, has_actors=True
+        ),
+    },
+    "without actors, in no time (SCHEDULE may be code of yours: my.py:function or package.module:function)": {
+        "plan [RECIPE|FILE.toml] [flags]": _RUN(
+            _plan,
+            "memory by kind and bytes sent, at every level of ZeRO; "
+            "with --gpus N the best layouts on a cluster on paper",
+        ),
+        "draw SCHEDULE|FILE.csv [flags]": Command(_draw, "draw a schedule: text, SVG, CSV, Chrome trace", logging.INFO),
+        "check SCHEDULE|FILE.csv [flags]": Command(_check, "prove that a schedule can run"),
+        "simulate SCHEDULE|FILE.csv [flags]": Command(
+            _simulate, "how long a schedule takes, and how much of it is bubble"
+        ),
+        "gallery [-o schedules.html]": Command(_gallery, "all schedules side by side: what each takes and holds"),
+        "compare A B [C ...] [-o both.html]": Command(
+            _compare, "some of them, or of yours: also versions, messages, where rows differ"
+        ),
+    },
+    "examples, as a run learns them": {
+        "data show EXAMPLES|RUN [flags]": Command(
+            _data, "print sequences, with what is learned in colour", logging.INFO
+        ),
+    },
+    "checkpoints, which raypar train --folder FOLDER writes": {
+        "ckpt ls FOLDER": Command(_ckpt, "list them"),
+        "ckpt verify PATH": Command(_ckpt, "read every byte of one, or of all in a folder"),
+        "ckpt export RUN FOLDER": Command(_ckpt, "write one as a folder of Hugging Face"),
+    },
+    "run folders, which raypar train --folder RUN writes": {
+        "report RUN [-o report.html]": Command(_report, "one HTML file: losses, speed, times, memory, messages"),
+        "report RUN RUN ...": Command(_report, "one HTML file that compares runs"),
+        "report RUN --live [--port N]": Command(
+            _report, "the same, served on 127.0.0.1 and refreshed while training goes on"
+        ),
+        "trace RUN [-o trace.json]": Command(
+            partial(_report, command="trace"), "the latest measured step, for ui.perfetto.dev"
+        ),
+    },
+}
+_COMMANDS = {usage.split()[0]: command for group in _TABLE.values() for usage, command in group.items()}
 
 
 if __name__ == "__main__":

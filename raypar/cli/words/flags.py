@@ -79,7 +79,8 @@ def read_flags(
     """
     if HELP & set(words):
         return [*words], []
-    sound, alone, faults, known = list[str](), list[str](), list[FieldFault](), {fault.path for fault in wrong}
+    sound, alone = list[str](), list[str]()
+    faults, known = list[FieldFault](), {fault.path for fault in wrong}
     before, strays = _NO_FLAG, dict[str, list[str]]()
     for flag in _grouped(kind, words, default):
         if isinstance(flag, str):
@@ -277,9 +278,9 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
 def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     """Yield the fault of a flag that there is not, with what may have been meant."""
     part, _, name = flag.path.rpartition(".")
-    if kind := kind_hint(part, name):
+    if hint := kind_hint(part, name):
         (fault,) = unknown_faults(type(getattr(default, part)).__name__, [name])
-        yield f"{flag.typed}: {fault}{'' if ': it has ' in fault else f': {kind}'}"
+        yield f"{flag.typed}: {fault}{'' if ': it has ' in fault else f': {hint}'}"
         return
     paths = [*_paths(kind, default)]
     beside = [path for path in paths if path.rpartition(".")[0] == part]

@@ -1,49 +1,57 @@
-"""What ``raypar --help`` prints: all commands, with examples and the exit codes."""
+"""The commands of ``raypar``, and what ``raypar --help`` prints of them, with examples and the exit codes."""
 
 from __future__ import annotations
 
-HELP = """\
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+_USAGE, _LINE = 46, 70  # characters of the columns
+
+
+class Command(NamedTuple):
+    """A command, or one of its uses.
+
+    Attributes:
+        run: Runs it with the words after its name, and returns the exit code.
+        line: What it does, for help.
+        level: The least level of the log messages that are printed; None: logging is as Python has it.
+        has_actors: Whether it starts actors, which SIGTERM ends as Ctrl-C does.
+        has_steps: Whether it is about a run: a mistake in it says that no step was taken.
+    """
+
+    run: Callable[[list[str]], int]
+    line: str
+    level: int | None = None
+    has_actors: bool = False
+    has_steps: bool = False
+
+
+def help_text(table: Mapping[str, Mapping[str, Command]]) -> str:
+    """Return what ``raypar --help`` prints.
+
+    Args:
+        table: By heading, the commands by how they are used, from the name on.
+    """
+    groups = [
+        "\n".join([f"{heading}:", *(_row(usage, command.line) for usage, command in commands.items())])
+        for heading, commands in table.items()
+    ]
+    return "\n\n".join([_BEFORE, *groups, _AFTER])
+
+
+def _row(usage: str, line: str) -> str:
+    below = f"\n{' ' * (_USAGE + 2)}"
+    lines = textwrap.wrap(line, _LINE, break_on_hyphens=False)
+    return f"  {f'raypar {usage}':<{_USAGE}}{below.join(lines)}"
+
+
+_BEFORE = """\
 usage: raypar COMMAND [...]
 
-Train PyTorch models in parallel with Ray actors.
+Train PyTorch models in parallel with Ray actors."""
 
-with actors:
-  raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m,
-                                                llama-tiny, llama-small, moe-tiny, moe-small
-  raypar sft EXAMPLES --model FOLDER [flags]    fine-tune a model of Hugging Face; flags are those of train
-  raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
-  raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
-  raypar generate RUN|FOLDER "PROMPT" ...       go on with prompts; FOLDER: a checkpoint, or one of Hugging Face
-  raypar chat RUN|FOLDER                        answer in the terminal, token by token
-  raypar eval RUN|FOLDER [DATA]                 loss, perplexity and bits per byte on validation data, or on a file
-  raypar recipes                                list the recipes with their sizes
-  raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
-  raypar calibrate [--out FILE] [--seconds N]   measure this machine or cluster, for predictions in seconds
-
-without actors, in no time:
-  raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO; with --gpus N
-                                                the best layouts on a cluster on paper
-  raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
-  raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
-  raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
-  raypar gallery [-o schedules.html]            all schedules side by side: what each takes and holds
-  raypar compare A B [C ...] [-o both.html]     some of them, or of yours: also versions, messages, where rows differ
-  SCHEDULE may be code of yours: my.py:function or package.module:function
-
-examples, as a run learns them:
-  raypar data show EXAMPLES|RUN [flags]         print sequences, with what is learned in colour
-
-checkpoints, which raypar train --folder FOLDER writes:
-  raypar ckpt ls FOLDER                         list them
-  raypar ckpt verify PATH                       read every byte of one, or of all in a folder
-  raypar ckpt export RUN FOLDER                 write one as a folder of Hugging Face
-
-run folders, which raypar train --folder RUN writes:
-  raypar report RUN [-o report.html]            one HTML file: losses, speed, times, memory, messages
-  raypar report RUN RUN ...                     one HTML file that compares runs
-  raypar report RUN --live [--port N]           the same, served on 127.0.0.1 and refreshed while training goes on
-  raypar trace RUN [-o trace.json]              the latest measured step, for ui.perfetto.dev
-
+_AFTER = """\
   raypar COMMAND --help                         the flags of a command
   raypar --version
 

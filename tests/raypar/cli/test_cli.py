@@ -675,7 +675,7 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
         except SystemExit:
             sys.exit(1)  # so ray.get does
 
-    monkeypatch.setattr(cli, "_with_actors", waits)
+    monkeypatch.setattr(cli, "_run", waits)
     before = signal.getsignal(signal.SIGTERM)
     assert said("train", "gpt-tiny") == (143, "", "raypar: terminated: the same command begins anew\n")
     assert signal.getsignal(signal.SIGTERM) is before
