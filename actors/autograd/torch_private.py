@@ -4,7 +4,8 @@ No other file of actors/ or raypar/ may name one, and a test says so (tests/test
 
 Every function says what it does and why torch's public way will not do. Private names may change with every release:
 **at each upgrade of torch, retry the public way for every function of this file**, run the tests, and measure again
-where a figure is given. The names are those of torch 2.13.
+where a figure is given. The names are those of torch 2.13. Where one is missing that nothing can replace, the import
+fails, with the versions that are known to work (``actors/private_names.py``).
 
 Some mechanisms exist only because the public way would import torch's compiler (``torch._dynamo``) or sympy at its
 first use. That costs 3 s of CPU time and 80 to 90 MiB in every actor, at every launch (docs/decisions/actors.md). They
@@ -37,9 +38,36 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.attention import SDPBackend
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_iter, tree_map
+
+from raypar.actors.private_names import module_with
+
+module_with(
+    "torch",
+    (
+        "Tensor._version",
+        "Tensor._base",
+        "Tensor._is_view",
+        "Tensor._backward_hooks",
+        "UntypedStorage._cdata",
+        "autograd.graph._engine_run_backward",
+        "autograd.forward_ad._current_level",
+        "utils._python_dispatch.TorchDispatchMode",
+        "utils._python_dispatch._get_current_dispatch_mode_stack",
+        "utils._pytree.tree_iter",
+        "utils._pytree.tree_map",
+        "nn.modules.module._has_any_global_hook",
+        "_C._are_functorch_transforms_active",
+        "_C._autograd._top_saved_tensors_default_hooks",
+        "_C.DisableTorchFunction",
+        "_softmax_backward_data",
+        "_fused_sdp_choice",
+        "_assert_async",
+        "ops.aten._unsafe_view",
+        "ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "ops.aten.add.Tensor._schema",
+    ),
+)
 
 # --- tensors and the autograd graph ----------------------------------------------------------------------------------
 
@@ -120,8 +148,9 @@ def is_intercepted() -> bool:
     This is a dispatch mode that does not only look (as that which counts FLOPs), a transform of ``torch.func``, or
     forward-mode differentiation, for which private kernels would be wrong. Not public in torch. Retry at upgrades.
     """
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return (
-        not all(getattr(mode, "only_looks", False) for mode in _get_current_dispatch_mode_stack())
+        not all(getattr(mode, "only_looks", False) for mode in modes)
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
@@ -141,7 +170,7 @@ def has_call_hooks(module: nn.Module) -> bool:
     torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
     """
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or bool(_has_any_global_hook())
+    return any(own) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -272,7 +301,7 @@ def demand_later(condition: Tensor, message: str) -> None:
 # --- modes and ops of a recorded build -------------------------------------------------------------------------------
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
     """Base class of dispatch modes: while one is active, its ``__torch_dispatch__`` gets every op.
 
     torch documents the class without giving it a public home. A subclass imports torch's compiler when it is first
@@ -302,12 +331,12 @@ def leaves_of(tree: Any) -> Iterable[Any]:
 
     torch passes the arguments of ops in these. It has no public function that walks them. Retry at upgrades.
     """
-    return tree_iter(tree)
+    return torch.utils._pytree.tree_iter(tree)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree, as of ``leaves_of``, with every value replaced by what a function makes of it."""
-    return tree_map(function, tree)
+    return torch.utils._pytree.tree_map(function, tree)
 
 
 def op_name(op: Any) -> str:

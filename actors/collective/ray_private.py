@@ -8,7 +8,12 @@ so one that is gone fails at once. The names are those of Ray 2.60.
 
 from __future__ import annotations
 
-from ray.experimental import internal_kv
+from raypar.actors.private_names import module_with
+
+internal_kv = module_with(
+    "ray.experimental.internal_kv",
+    ("_internal_kv_put", "_internal_kv_exists", "_internal_kv_del", "internal_kv_get_gcs_client"),
+)
 
 _NAMESPACE = b"raypar"
 

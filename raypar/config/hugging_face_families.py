@@ -21,7 +21,7 @@ _NO_BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """A setting of a config.json that is a field of a model of raypar.
 
     Attributes:
@@ -91,7 +91,7 @@ class Family:
     """
 
     architecture: str
-    settings: tuple[Setting, ...]
+    settings: tuple[ConfigKey, ...]
     model: type[GPT] | type[Llama] = Llama
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"hidden_act": ("silu", "swish")})
     fixed: Mapping[str, Any] = field(default_factory=lambda: _NO_BIASES)
@@ -171,8 +171,8 @@ def _scalar(model: Llama, before: Any) -> int:
 
 
 def _llama(
-    *own: Setting, tied: bool = False, head_width: int | None = None, pad_id: int | None = None
-) -> tuple[Setting, ...]:
+    *own: ConfigKey, tied: bool = False, head_width: int | None = None, pad_id: int | None = None
+) -> tuple[ConfigKey, ...]:
     """Return the settings of a family that is built like Llama, with its own ones.
 
     Args:
@@ -180,28 +180,28 @@ def _llama(
         tied, head_width, pad_id: What a config.json means that leaves them out.
     """
     return (
-        Setting("layers", ("num_hidden_layers",), older=("n_layer",)),
-        Setting("hidden", ("hidden_size",)),
-        Setting("heads", ("num_attention_heads",)),
-        Setting("kv_heads", ("num_key_value_heads",), default=None, kept=_kv_heads, write="num_kv_heads"),
-        Setting("head_width", ("head_dim",), default=head_width, kept=_head_width, write="head_size"),
-        Setting("ffn", ("intermediate_size",), write="mlp_width"),
-        Setting("vocab", ("vocab_size",)),
-        Setting("seq", ("max_position_embeddings",), default=2048, kept=_most_seq, write=_positions),
-        Setting("norm_eps", ("rms_norm_eps",), "number", 1e-6),
-        Setting("dropout", ("attention_dropout",), "dropout", 0.0),
-        Setting("tied", ("tie_word_embeddings",), "flag", tied),
-        Setting("pad_id", ("pad_token_id",), "padding", pad_id),
+        ConfigKey("layers", ("num_hidden_layers",), older=("n_layer",)),
+        ConfigKey("hidden", ("hidden_size",)),
+        ConfigKey("heads", ("num_attention_heads",)),
+        ConfigKey("kv_heads", ("num_key_value_heads",), default=None, kept=_kv_heads, write="num_kv_heads"),
+        ConfigKey("head_width", ("head_dim",), default=head_width, kept=_head_width, write="head_size"),
+        ConfigKey("ffn", ("intermediate_size",), write="mlp_width"),
+        ConfigKey("vocab", ("vocab_size",)),
+        ConfigKey("seq", ("max_position_embeddings",), default=2048, kept=_most_seq, write=_positions),
+        ConfigKey("norm_eps", ("rms_norm_eps",), "number", 1e-6),
+        ConfigKey("dropout", ("attention_dropout",), "dropout", 0.0),
+        ConfigKey("tied", ("tie_word_embeddings",), "flag", tied),
+        ConfigKey("pad_id", ("pad_token_id",), "padding", pad_id),
         *own,
     )
 
 
-def _experts(*names: str, top_k: int) -> tuple[Setting, ...]:
+def _experts(*names: str, top_k: int) -> tuple[ConfigKey, ...]:
     """Return the settings of experts: how many there are, by these names, and what else all families with them have."""
     return (
-        Setting("moe.experts", names),
-        Setting("moe.top_k", ("num_experts_per_tok",), default=top_k),
-        Setting("moe.alpha", ("router_aux_loss_coef",), "real", 0.001),
+        ConfigKey("moe.experts", names),
+        ConfigKey("moe.top_k", ("num_experts_per_tok",), default=top_k),
+        ConfigKey("moe.alpha", ("router_aux_loss_coef",), "real", 0.001),
     )
 
 
@@ -215,16 +215,16 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
     "gpt2": Family(
         "GPT2LMHeadModel",
         (
-            Setting("layers", ("n_layer",), older=("num_hidden_layers",)),
-            Setting("hidden", ("n_embd",), older=("hidden_size",)),
-            Setting("heads", ("n_head",), older=("num_attention_heads",)),
-            Setting("vocab", ("vocab_size",)),
-            Setting("seq", ("n_positions",), older=("max_position_embeddings",), kept=_most_seq, write=_positions),
-            Setting("mlp", ("n_inner",), default=None, kept=_mlp, write="mlp_width"),
-            Setting("gelu", ("activation_function",), "get", "gelu_new", kept=_gelu, write=_activation),
-            Setting("norm_eps", ("layer_norm_epsilon",), "number", 1e-5),
-            Setting("dropout", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout", 0.0),
-            Setting("tied", ("tie_word_embeddings",), "flag", True),
+            ConfigKey("layers", ("n_layer",), older=("num_hidden_layers",)),
+            ConfigKey("hidden", ("n_embd",), older=("hidden_size",)),
+            ConfigKey("heads", ("n_head",), older=("num_attention_heads",)),
+            ConfigKey("vocab", ("vocab_size",)),
+            ConfigKey("seq", ("n_positions",), older=("max_position_embeddings",), kept=_most_seq, write=_positions),
+            ConfigKey("mlp", ("n_inner",), default=None, kept=_mlp, write="mlp_width"),
+            ConfigKey("gelu", ("activation_function",), "get", "gelu_new", kept=_gelu, write=_activation),
+            ConfigKey("norm_eps", ("layer_norm_epsilon",), "number", 1e-5),
+            ConfigKey("dropout", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout", 0.0),
+            ConfigKey("tied", ("tie_word_embeddings",), "flag", True),
         ),
         GPT,
         activations={"activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh")},
@@ -251,9 +251,9 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
     "gemma2": Family(
         "Gemma2ForCausalLM",
         _llama(
-            Setting("query_scale", ("query_pre_attn_scalar",), "number", 256.0, kept=_query_scale, write=_scalar),
-            Setting("attention_cap", ("attn_logit_softcapping",), "cap", 50.0),
-            Setting("logit_cap", ("final_logit_softcapping",), "cap", 30.0),
+            ConfigKey("query_scale", ("query_pre_attn_scalar",), "number", 256.0, kept=_query_scale, write=_scalar),
+            ConfigKey("attention_cap", ("attn_logit_softcapping",), "cap", 50.0),
+            ConfigKey("logit_cap", ("final_logit_softcapping",), "cap", 30.0),
             tied=True,
             head_width=256,
             pad_id=0,
@@ -280,9 +280,9 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
         "Qwen3MoeForCausalLM",
         _llama(
             *_experts("num_experts", "num_local_experts", top_k=8),
-            Setting("moe.normalise", ("norm_topk_prob",), "flag", False, write="moe.normalises"),
-            Setting("moe.width", ("moe_intermediate_size",), write="expert_width"),
-            Setting("moe.every", ("decoder_sparse_step",), default=1),
+            ConfigKey("moe.normalise", ("norm_topk_prob",), "flag", False, write="moe.normalises"),
+            ConfigKey("moe.width", ("moe_intermediate_size",), write="expert_width"),
+            ConfigKey("moe.every", ("decoder_sparse_step",), default=1),
         ),
         fixed={**_NO_BIASES, "mlp_only_layers": []},  # experts are in every so many blocks
         fields={"qk_norm": True},

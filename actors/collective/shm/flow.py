@@ -86,7 +86,8 @@ class Segments(OpInProgress):
         queue: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(peers, queue)
-        self._count, self._steps, self._done, self._copies = count, steps, [0] * len(steps), copies
+        self._count, self._copies = count, copies
+        self._steps, self._done = steps, [0] * len(steps)
         self.over = not count
 
     def _advance(self, most: int) -> bool:
