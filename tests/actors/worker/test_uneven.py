@@ -151,7 +151,10 @@ def test_asynchronous_replicas_make_the_updates_of_one(schedule):
     ("changes", "says"),
     [
         ({"mesh": rp.Mesh(pp=2, rank_dp=(2, 3, 1))}, "mesh.rank_dp is (2, 3, 1), for 2 pipeline ranks (mesh.pp): give"),
-        ({"mesh": rp.Mesh(pp=2, dp=2, rank_dp=(2, 1))}, "mesh.dp is 2, which is for all ranks, and does not combine with mesh.rank_dp: leave one out"),
+        (
+            {"mesh": rp.Mesh(pp=2, dp=2, rank_dp=(2, 1))},
+            "mesh.dp is 2, which is for all ranks, and does not combine with mesh.rank_dp: leave one out",
+        ),
         (
             {"mesh": rp.Mesh(pp=2, tp=2, rank_dp=(2, 1))},
             "does not combine with mesh.rank_dp: leave one out, or give it for each rank as mesh.rank_tp",
