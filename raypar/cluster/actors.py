@@ -1,4 +1,4 @@
-"""A job's actors: whether they can be reached, how one takes the place of another, and their end."""
+"""A job's actors: which are present, how lost ones are replaced, and how all are ended."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ray.util.placement_group import remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
+from raypar.cluster.control_server import end_without_server
 from raypar.cluster.nodes import is_lasting
-from raypar.cluster.own_ray import end_without_server
 from raypar.cluster.replacement_actors import ActorBundle, ClaimOne, Create, PendingActor, nodes_of, succeeded
 from raypar.cluster.together import together
 
 log = logging.getLogger(__name__)
-_HEARD = 2.5  # seconds in which an actor answers
+_HEARD = 2.5  # seconds within which a living actor answers
 _LOOK = 0.5  # seconds of one wait: Ray ignores Ctrl-C while waiting
 
 
 @dataclass
 class Actors:
-    """A job's actors and what must be released with them.
+    """A job's actors and the resources that must be released with them.
 
     Attributes:
-        handles: The Ray actor handles, by rank, and then those of actors without one; None where one is missing.
+        handles: The Ray actor handles, by rank, then those of spare actors without a rank; None where one is missing.
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
-        driver: This process's worker id in Ray, which tells one connection from another.
+        driver: This process's worker id in Ray, which differs for each connection.
         device: The kind of device that the actors compute on.
-        create: Creates an actor of a name in a home; None where none is replaced.
-        claim: Claims a home on any node, for an actor of a name.
-        homes: The actors' homes, in the order of their handles.
-        wait_for_nodes: Seconds in which a node may come that has room for actors without which the run can't go on.
-        vacancies: The places of actors that are lost, as long as no other one has come.
+        create: Creates an actor with a name in a bundle; None if actors are not replaced.
+        claim: Claims a bundle on any node for an actor with a name.
+        bundles: The actors' bundles, in the order of their handles.
+        wait_for_nodes: Seconds to wait for a node with room for actors without which the run can't go on.
+        pending: The replacements that have not started yet.
     """
 
     handles: list[Any]
@@ -46,86 +46,86 @@ class Actors:
     device: DeviceKind
     create: Create | None = None
     claim: ClaimOne | None = None
-    homes: list[ActorBundle] = field(default_factory=list)
+    bundles: list[ActorBundle] = field(default_factory=list)
     wait_for_nodes: float = 0.0
-    vacancies: list[PendingActor] = field(default_factory=list)
-    _vacated: int = 0
+    pending: list[PendingActor] = field(default_factory=list)
+    _num_replaced: int = 0
 
     @property
     def present(self) -> int:
-        """Number of actors that are there and stay."""
+        """Number of actors that are present and stay."""
         return sum(map(self.stays, range(len(self.handles))))
 
     def stays(self, number: int) -> bool:
-        """Return whether an actor is there, and not to be left."""
-        return self.handles[number] is not None and not self.homes[number].is_left
+        """Return whether an actor is present, and its node is not being drained."""
+        return self.handles[number] is not None and not self.bundles[number].is_draining
 
-    def vacate(self, number: int, name: str) -> None:
-        """End an actor, and let another one start: in the same home, or if its node is lost on any that has room.
+    def replace_actor(self, number: int, name: str) -> None:
+        """End an actor, and start another one: in the same bundle, or on any node with room if its node is lost.
 
         Args:
-            number: The actor's rank, or place among those that have none.
+            number: The actor's rank, or its index in ``handles`` if it has none.
             name: The new actor's name in Ray's dashboard, to which numbers are added.
         """
         _try(ray.kill, self.handles[number])
-        home = self.homes[number]
-        if home.is_left:  # another one is on its way
-            _try(ActorBundle.give_back, home)
+        bundle = self.bundles[number]
+        if bundle.is_draining:  # its replacement is starting already
+            _try(ActorBundle.give_back, bundle)
             self.handles[number] = None
             return
-        if is_lost := bool(home.node) and not is_lasting(home.node):
-            _try(ActorBundle.give_back, home)
-        self._vacate(number, name, None if is_lost else home)
+        if is_lost := bool(bundle.node) and not is_lasting(bundle.node):
+            _try(ActorBundle.give_back, bundle)
+        self._replace(number, name, None if is_lost else bundle)
 
     def leave(self, nodes: Collection[str], name: str) -> None:
-        """Let another actor start elsewhere for each that is on nodes that are taken away. Those go on meanwhile.
+        """Start a replacement elsewhere for each actor on nodes that are being drained. Those go on meanwhile.
 
         Args:
             nodes: Ray's ids of the nodes.
             name: The new actors' name in Ray's dashboard, to which numbers are added.
         """
-        for number, (home, node) in enumerate(zip(self.homes, nodes_of(self.homes), strict=True)):
+        for number, (bundle, node) in enumerate(zip(self.bundles, nodes_of(self.bundles), strict=True)):
             if self.stays(number) and node in nodes:
-                self.homes[number] = replace(home, is_left=True)
+                self.bundles[number] = replace(bundle, is_draining=True)
                 self._claim_for(name, None)
 
     def dismiss(self, first: int) -> None:
-        """End the actors that are left and have no rank.
+        """End the actors without a rank whose nodes are being drained.
 
         Args:
             first: The number of the first actor without one.
         """
         for number in reversed(range(first, len(self.handles))):
-            if self.handles[number] is not None and self.homes[number].is_left:
+            if self.handles[number] is not None and self.bundles[number].is_draining:
                 _try(ray.kill, self.handles[number])
-                _try(ActorBundle.give_back, self.homes[number])
-                del self.handles[number], self.homes[number]
+                _try(ActorBundle.give_back, self.bundles[number])
+                del self.handles[number], self.bundles[number]
 
-    def _vacate(self, number: int, name: str, home: ActorBundle | None, starting: Any = None) -> None:
-        """Let an actor come to the place of one."""
+    def _replace(self, number: int, name: str, bundle: ActorBundle | None, starting: Any = None) -> None:
+        """Start a replacement for an actor that is lost."""
         self.handles[number] = None
-        self._claim_for(name, home, starting)
+        self._claim_for(name, bundle, starting)
 
-    def _claim_for(self, name: str, home: ActorBundle | None, starting: Any = None) -> None:
-        """Let an actor start; see ``PendingActor``."""
+    def _claim_for(self, name: str, bundle: ActorBundle | None, starting: Any = None) -> None:
+        """Start an actor; see ``PendingActor``."""
         assert self.create is not None and self.claim is not None
-        self._vacated += 1
-        self.vacancies.append(PendingActor(f"{name} {self._vacated}", home, self.create, self.claim, starting))
+        self._num_replaced += 1
+        self.pending.append(PendingActor(f"{name} {self._num_replaced}", bundle, self.create, self.claim, starting))
 
     def look(self) -> None:
-        """Let actors that have started be among those without a rank. Returns at once."""
-        for vacancy in list(self.vacancies):
-            if (found := vacancy.look()) is not None:
-                self.vacancies.remove(vacancy)
+        """Add the replacements that have started to the actors without a rank. Returns at once."""
+        for actor in list(self.pending):
+            if (found := actor.look()) is not None:
+                self.pending.remove(actor)
                 self.handles.append(found[0])
-                self.homes.append(found[1])
+                self.bundles.append(found[1])
 
     def wait_for(self, count: int, wait: float = 0.0) -> bool:
-        """Wait until so many actors are there, or until no more come in time. Returns whether they are there.
+        """Wait until ``count`` actors are present, or until no more come in time. Returns whether they are present.
 
         Args:
             count: Number of actors.
-            wait: Seconds in which nodes with room may come, if they are more than a run waits in any case.
+            wait: Seconds to wait for nodes with room, if more than a run waits in any case.
         """
         self.look()
         while self.present < count and (hoped := self.hoped(wait)):
@@ -134,81 +134,81 @@ class Actors:
         return self.present >= count
 
     def grow(self, count: int, name: str) -> bool:
-        """Start further actors, until so many are there; return whether they are. If not, none is started.
+        """Start further actors until ``count`` are present; return whether they are. If not, none is started.
 
         Args:
             count: Number of actors.
             name: The new actors' name in Ray's dashboard, to which numbers are added.
         """
-        before, first = list(self.vacancies), len(self.handles)
+        before, first = list(self.pending), len(self.handles)
         for _ in range(count - self.present - len(before)):
             self._claim_for(name, None)
         if self.wait_for(count, self.wait_for_nodes):
             return True
-        for vacancy in [one for one in self.vacancies if one not in before]:
-            self.vacancies.remove(vacancy)
-            _try(PendingActor.close, vacancy)
+        for actor in [one for one in self.pending if one not in before]:
+            self.pending.remove(actor)
+            _try(PendingActor.close, actor)
         self.shrink(first)
         return False
 
     def shrink(self, first: int) -> None:
-        """End the actors without a rank whose homes the job has claimed, so that others get their room.
+        """End the actors without a rank whose bundles the job has claimed, so that other jobs get the resources.
 
         Args:
             first: The number of the first actor that may end.
         """
         for number in reversed(range(first, len(self.handles))):
-            if self.handles[number] is not None and self.homes[number].is_claimed:
+            if self.handles[number] is not None and self.bundles[number].is_claimed:
                 _try(ray.kill, self.handles[number])
-                _try(ActorBundle.give_back, self.homes[number])
-                del self.handles[number], self.homes[number]
+                _try(ActorBundle.give_back, self.bundles[number])
+                del self.handles[number], self.bundles[number]
 
     def hoped(self, wait: float = 0.0) -> list[PendingActor]:
-        """Return the places to which an actor may still come in time; see ``wait_for``."""
-        return [one for one in self.vacancies if not one.is_late(wait)]
+        """Return the replacements that may still start in time; see ``wait_for``."""
+        return [one for one in self.pending if not one.is_late(wait)]
 
     def demand_answers(self, first: int, name: str) -> None:
-        """Let others start for those actors without a rank that have died; those that do not answer may be starting.
+        """Replace the actors without a rank that have died; those that do not answer may still be starting.
 
         Args:
-            first: The number of the first of them.
+            first: The number of the first actor without a rank.
             name: The new actors' name in Ray's dashboard.
         """
         numbers = [number for number in range(first, len(self.handles)) if self.stays(number)]
-        asked = {number: self.handles[number].progress.options(concurrency_group="ctl").remote() for number in numbers}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_HEARD) if asked else ([], [])
-        for number, ref in asked.items():
+        calls = {number: self.handles[number].progress.options(concurrency_group="ctl").remote() for number in numbers}
+        answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_HEARD) if calls else ([], [])
+        for number, ref in calls.items():
             if ref not in answered:
-                self._vacate(number, name, self.homes[number], starting=self.handles[number])
+                self._replace(number, name, self.bundles[number], starting=self.handles[number])
             elif not succeeded(ref):
-                self.vacate(number, name)
+                self.replace_actor(number, name)
 
-    def seat(self, numbers: Sequence[int]) -> None:
-        """Give ranks to actors.
+    def assign_ranks(self, numbers: Sequence[int]) -> None:
+        """Assign ranks to actors.
 
         Args:
-            numbers: The number that the actor of each rank has had. All others have no rank then.
+            numbers: By rank, the present number of its actor. All other actors have no rank afterwards.
         """
         chosen = set(numbers)
-        others = [number for number, handle in enumerate(self.handles) if handle is not None and number not in chosen]
-        order = [*numbers, *others]
-        self.handles, self.homes = [self.handles[one] for one in order], [self.homes[one] for one in order]
+        spares = [number for number, handle in enumerate(self.handles) if handle is not None and number not in chosen]
+        order = [*numbers, *spares]
+        self.handles, self.bundles = [self.handles[one] for one in order], [self.bundles[one] for one in order]
 
     def reachable(self) -> bool:
-        """Return whether this process is still connected to the Ray that the actors live in."""
+        """Return whether this process is still connected to the actors' Ray."""
         return ray.is_initialized() and driver_id() == self.driver
 
     def end(self, *, is_lost: bool = False) -> None:
         """Kill the actors, remove their placement groups, and leave Ray if the job connected to it.
 
-        What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
+        Errors of Ray are logged, so that they do not replace the error for which the job ends. A second call does
         nothing.
 
         Args:
-            is_lost: Whether Ray's control server is gone, so that nothing is asked of it: each question would take a
-                minute. The actors end with Ray then.
+            is_lost: Whether Ray's control server is gone: each call to it would take a minute, so none is made. The
+                actors end with Ray then.
         """
-        (handles, self.handles), (vacancies, self.vacancies) = (self.handles, []), (self.vacancies, [])
+        (handles, self.handles), (pending, self.pending) = (self.handles, []), (self.pending, [])
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
         if is_lost:
@@ -217,11 +217,11 @@ class Actors:
             return
         try:
             together(partial(_try, ray.kill), [handle for handle in handles if handle is not None])
-            for vacancy in vacancies:
-                _try(PendingActor.close, vacancy)
-            for group in dict.fromkeys(home.group for home in self.homes if home.is_claimed):
+            for actor in pending:
+                _try(PendingActor.close, actor)
+            for group in dict.fromkeys(bundle.group for bundle in self.bundles if bundle.is_claimed):
                 if not _try(remove_placement_group, group):
-                    break  # a Ray that does not answer takes a minute to say so, for each of them
+                    break  # each call to a Ray that does not answer takes a minute
         finally:
             if self.owns_cluster:
                 ray.shutdown()
@@ -232,10 +232,10 @@ def driver_id() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _try(release: Callable[..., object], what: object) -> bool:
-    """Release something, log what goes wrong, and return whether Ray has answered."""
+def _try(release: Callable[..., object], resource: object) -> bool:
+    """Release a resource, log an error, and return whether Ray has answered."""
     try:
-        release(what)
+        release(resource)
     except Exception as error:
         log.warning("Ray did not release everything (%s: %s)", type(error).__name__, first_line(error))
         return not isinstance(error, GetTimeoutError)

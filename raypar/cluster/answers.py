@@ -1,4 +1,4 @@
-"""The answers to calls that are under way, and questions for their progress to actors that are late."""
+"""The answers to calls that are under way, and progress queries to actors that are late."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from raypar.actors.specs.results import Progress
 from raypar.cluster.deadline import SILENT
 from raypar.schedules.action import Action
 
-LOOK = 0.25  # seconds between two looks at the actors that have not answered
-_QUESTIONS = 200  # a second, to all actors together: each costs the driver some 0.2 ms
-_BURST = 50  # questions that may be asked at once
+LOOK = 0.25  # seconds between two checks of the actors that have not answered
+_QUERIES = 200  # a second, to all actors together: each costs the driver some 0.2 ms
+_BURST = 50  # queries that may be sent at once
 
 
 class Answer(NamedTuple):
-    """What a call has returned or raised.
+    """The result or the exception of a call.
 
     Attributes:
         ref: The object ref of the call.
-        rank: The rank that it went to.
-        value: What it returned; None if it raised.
-        error: What it raised; None if it returned.
+        rank: The rank that was called.
+        value: The result; None if the call raised.
+        error: The exception; None if the call returned.
     """
 
     ref: Any
@@ -35,13 +35,13 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """The answers to calls, each of which is taken once, in the order in which they arrive.
+    """The answers to calls; each is taken once, in the order of arrival.
 
-    Ray reports each answer by itself, so waiting costs as much as there are calls: no call is looked at while it is
-    under way. The methods are for one thread.
+    Ray reports each answer as it arrives, so the cost of waiting is linear in the number of calls: no call is polled
+    while it is under way. The methods are for one thread.
 
     Args:
-        refs: The object refs of calls, and the ranks that they went to.
+        refs: The object refs of calls, with the ranks that were called.
 
     Attributes:
         late: By rank, the number of its calls that are under way; ranks without any are not in it.
@@ -55,17 +55,17 @@ class Answers:
             self.expect(ref, rank)
 
     def expect(self, ref: Any, rank: int) -> None:
-        """Await the answer of a call to a rank. A call that is awaited already is awaited once."""
+        """Await the answer of a call to a rank, unless it is awaited already."""
         if ref not in self._pending:
             self._pending[ref] = rank
             self.late[rank] = self.late.get(rank, 0) + 1
             ref.future().add_done_callback(partial(_arrive, self._arrived, ref))
 
     def take(self, seconds: float) -> list[Answer]:
-        """Return all answers that have arrived; if there are none, those that arrive next.
+        """Return all answers that have arrived; if there are none, wait for the next ones.
 
         Args:
-            seconds: How long to wait for them.
+            seconds: Most seconds to wait.
         """
         found = list[Answer]()
         try:
@@ -77,9 +77,9 @@ class Answers:
         return found
 
     def take_within(self, seconds: float) -> dict[int, Answer]:
-        """Wait for all answers until none has come for so many seconds; return by rank those that have.
+        """Wait for all answers until none has arrived for ``seconds``; return the answers by rank.
 
-        Not for so many seconds in all: of thousands of answers, this process takes seconds to take them alone.
+        The limit is not for all together: this process needs seconds merely to take thousands of answers.
         """
         found: dict[int, Answer] = {}
         while more := self.take(seconds):
@@ -100,58 +100,57 @@ def _arrive(arrived: SimpleQueue[tuple[Any, Any]], ref: Any, future: Any) -> Non
 
 
 class ProgressWatch:
-    """Asks late actors for their progress, and knows which of them are silent or stay in one action.
+    """Queries late actors for their progress, and finds which of them are silent or stay in one action.
 
-    All actors together are asked a bounded number of questions a second, so with thousands of late actors each is asked
-    every few seconds. What is concluded about an actor rests on its own answers, and on questions that it left
-    unanswered, never on a question that was not asked.
+    The number of queries a second to all actors together is bounded, so each of thousands of late actors is queried
+    every few seconds. Conclusions about an actor depend only on its answers and on its unanswered queries.
 
     Args:
-        ask: Asks a rank for its progress; returns the object ref of the call.
+        ask: Queries the progress of a rank; returns the object ref of the call.
     """
 
     def __init__(self, ask: Callable[[int], Any]) -> None:
         self._ask = ask
-        self._questions = Answers()
-        self._asked: dict[int, float] = {}  # by rank, when its latest question was asked, in time.monotonic
+        self._queries = Answers()
+        self._asked: dict[int, float] = {}  # by rank, when its latest query was sent, in time.monotonic
         self._heard: dict[int, float] = {}  # by rank, when its latest answer came
-        self._moved: dict[int, float] = {}  # by rank, when it was first seen in the action that it is in, or was idle
+        self._moved: dict[int, float] = {}  # by rank, when it was first seen in its present action, or idle
         self._done: dict[int, tuple[int, int]] = {}
         self._action: dict[int, Action | None] = {}
         self._looked = time.monotonic() - LOOK
         self._allowed = float(_BURST)
 
     def listen(self, late: Iterable[int]) -> bool:
-        """Note what actors have answered, and ask some that are late, those first that were asked longest ago.
+        """Record the answers of actors, and query some late ones, first those whose last query is the oldest.
 
         Args:
             late: The ranks that are late.
 
         Returns:
-            Whether it has looked, which it does every ``LOOK`` seconds.
+            Whether it has done so, which happens every ``LOOK`` seconds.
         """
         now = time.monotonic()
         if now - self._looked < LOOK:
             return False
-        self._allowed = min(_BURST, self._allowed + (now - self._looked) * _QUESTIONS)
+        self._allowed = min(_BURST, self._allowed + (now - self._looked) * _QUERIES)
         self._looked = now
-        for answer in self._questions.take(0.0):
+        for answer in self._queries.take(0.0):
             self._hear(answer.rank, answer.value, now)
-        due = (rank for rank in late if rank not in self._questions.late and now - self._asked.get(rank, 0.0) >= LOOK)
+        due = (rank for rank in late if rank not in self._queries.late and now - self._asked.get(rank, 0.0) >= LOOK)
         for rank in nsmallest(int(self._allowed), due, key=lambda rank: self._asked.get(rank, 0.0)):
             self._asked[rank] = now
-            self._questions.expect(self._ask(rank), rank)
+            self._queries.expect(self._ask(rank), rank)
             self._allowed -= 1.0
         return True
 
     def silence(self, rank: int) -> float:
-        """Return for how many seconds an actor has left a question unanswered."""
-        return time.monotonic() - self._asked[rank] if rank in self._questions.late else 0.0
+        """Return the seconds for which a query to an actor is unanswered."""
+        return time.monotonic() - self._asked[rank] if rank in self._queries.late else 0.0
 
     def stay(self, rank: int) -> tuple[float, Action | None]:
-        """Return for how many seconds an actor has been in one action, and that action; None between two actions.
+        """Return the seconds for which an actor has been in one action, and that action; None between two actions.
 
-        An actor that answers is judged by its last answer, one that has become silent by the present time.
+        For an actor that answers the time ends at its last answer, for a silent one now.
         """
         if rank not in self._asked:
             return 0.0, None
@@ -159,7 +158,7 @@ class ProgressWatch:
         return seen - self._moved.get(rank, self._asked[rank]), self._action.get(rank)
 
     def _hear(self, rank: int, progress: Progress | None, now: float) -> None:
-        """Note an answer, or None for an error, at a time of time.monotonic."""
+        """Record an answer, or None for an error, at a time of time.monotonic."""
         self._heard[rank] = now
         if progress is None:
             return

@@ -25,11 +25,11 @@ from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 log = logging.getLogger(__name__)
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
 _WITHOUT_SERVER = 40.0  # seconds that a step may still take without Ray's control server; after 60 s Ray ends all
-_SHORT = 0.5  # seconds up to which answers are awaited without looking at the actors
+_SHORT = 0.5  # seconds for which answers are awaited without progress queries
 
 
 class Named(Protocol):
-    """Who knows the names of actors, as the ranks of a run do."""
+    """An object with the names of actors, such as the ranks of a run."""
 
     def label(self, rank: int) -> str:
         """Name an actor in messages."""
@@ -41,13 +41,13 @@ class Calls:
     Args:
         handles: The Ray actor handles, by rank.
         world: The ranks, for the actors' names in messages.
-        timeout: How long an actor may stay in one action, in seconds.
-        replaces: Whether another actor takes the place of one that is given up.
-        witnesses: The actors' processes: when one dies, they say of what.
-        server: Ray's control server, without which nothing is waited for long.
+        timeout: Most seconds that an actor may stay in one action.
+        replaces: Whether an actor that is given up is replaced.
+        monitors: The monitors of the actors' processes, which report how a process ended.
+        server: Ray's control server; if it is lost, calls do not wait for long.
 
     Attributes:
-        deadline: How long an actor may stay in one action, or be silent.
+        deadline: The limits of the time in one action, and of silence.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Calls:
         timeout: float,
         *,
         replaces: bool = False,
-        witnesses: ProcessMonitors | None = None,
+        monitors: ProcessMonitors | None = None,
         server: ControlServer | None = None,
     ) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
-        self._witnesses, self._server = witnesses or ProcessMonitors(), server or ControlServer()
+        self._monitors, self._server = monitors or ProcessMonitors(), server or ControlServer()
         self._lost_at = math.inf
 
     @property
@@ -71,7 +71,7 @@ class Calls:
         return self._handles
 
     def replace(self, rank: int, handle: Any) -> None:
-        """Call another actor from now on, in the place of one that has failed."""
+        """Call another actor from now on, instead of one that has failed."""
         self._handles[rank] = handle
 
     def all(self, method: str, *args: object, what: str) -> list[Any]:
@@ -80,58 +80,58 @@ class Calls:
         Args:
             method: The name of the method.
             *args: Its arguments.
-            what: What is going on, for messages, for example "step 3", counted from 1.
+            what: The operation's name in messages, for example "step 3", counted from 1.
 
         Returns:
             The answers by rank.
 
         Raises:
-            Exception: What ``gather`` raises.
+            Exception: The errors of ``gather``.
         """
         return self.gather(self.submit(method, *args), what)
 
     def each(
         self, method: str, arguments: Sequence[tuple[object, ...]], *, what: str, ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """Call a method of actors with arguments of their own, and wait for the answers.
+        """Call a method of actors, each with different arguments, and wait for the answers.
 
         Args:
             method: The name of the method.
             arguments: The arguments for each actor, in the order of ``ranks``.
-            what: What is going on, for messages.
+            what: The operation's name in messages.
             ranks: The actors' ranks; None: all of them.
 
         Returns:
-            The answers, in the order of ``ranks``. Raises what ``gather`` raises.
+            The answers, in the order of ``ranks``. Raises the errors of ``gather``.
         """
         handles = self._handles if ranks is None else [self._handles[rank] for rank in ranks]
         calls = zip(handles, arguments, strict=True)
-        return self.gather([getattr(handle, method).remote(*its) for handle, its in calls], what, ranks)
+        return self.gather([getattr(handle, method).remote(*values) for handle, values in calls], what, ranks)
 
     def submit(self, method: str, *args: object) -> list[Any]:
         """Call a method of every actor without waiting; returns the object refs by rank, for ``gather``."""
         return [getattr(handle, method).remote(*args) for handle in self._handles]
 
     def shared(self, value: object) -> Any:
-        """Return an argument for many calls in the place of a value, which is packed once, and once sent to a node."""
+        """Return an argument for many calls that stands for a value, which is serialized once and sent once a node."""
         return ray.put(value)
 
     def beside(self, method: str, *args: object) -> list[Any]:
-        """Call a method in the actors' "disk" concurrency group, which runs beside their steps, without waiting.
+        """Call a method in the actors' "disk" concurrency group, concurrently with their steps, without waiting.
 
         Returns the object refs by rank, for ``outcomes``.
         """
         return [getattr(handle, method).options(concurrency_group="disk").remote(*args) for handle in self._handles]
 
     def outcomes(self, refs: Sequence[Any], given_up: threading.Event) -> list[Any]:
-        """Wait for calls that may take as long as they need while their actors are alive.
+        """Wait for calls without a time limit, while their actors are alive.
 
         Args:
             refs: One object ref for each rank, by rank.
             given_up: Set by another thread to stop waiting.
 
         Returns:
-            The answers by rank. A failed call has its exception in place of an answer. When an actor has been silent
+            The answers by rank. A failed call has its exception instead of an answer. When an actor has been silent
             for the timeout, or ``given_up`` is set, the calls without an answer have a StalledError.
         """
         waiting, taken, silent = self.waiting(zip(refs, range(len(refs)), strict=True)), dict[Any, Answer](), False
@@ -145,7 +145,7 @@ class Calls:
         return [_outcome(taken[ref]) if ref in taken else late for ref in refs]
 
     def one(self, rank: int, method: str, *args: object, what: str) -> Any:
-        """Call a method of one actor and return its answer. Raises what ``gather`` raises."""
+        """Call a method of one actor and return its answer. Raises the errors of ``gather``."""
         return self.some([rank], method, *args, what=what)[0]
 
     def some(self, ranks: Sequence[int], method: str, *args: object, what: str) -> list[Any]:
@@ -155,30 +155,30 @@ class Calls:
             ranks: The actors' ranks.
             method: The name of the method.
             *args: Its arguments.
-            what: What is going on, for messages.
+            what: The operation's name in messages.
 
         Returns:
             The answers, in the order of ``ranks``.
 
         Raises:
-            Exception: What ``gather`` raises.
+            Exception: The errors of ``gather``.
         """
         return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what, ranks)
 
     def answers(
         self, ranks: Iterable[int], method: str, *args: object, seconds: float, group: str = ""
     ) -> dict[int, Any]:
-        """Call a method of some actors at once, and give those up that fail or do not answer in time.
+        """Call a method of some actors at once, and ignore those that fail or do not answer in time.
 
         Args:
             ranks: The actors' ranks.
             method: The name of the method.
             *args: Its arguments.
-            seconds: How long to wait, from the call or from the answer of another one.
+            seconds: Most seconds to wait after the call or the previous answer.
             group: The concurrency group in which the actors run it; "" for the one of their steps.
 
         Returns:
-            The answers by rank, of those who answered.
+            The answers by rank, of the actors that answered.
         """
         called = {rank: getattr(self._handles[rank], method) for rank in ranks}
         refs = {
@@ -188,11 +188,11 @@ class Calls:
         return self.answers_to(refs, seconds)
 
     def answers_to(self, refs: Mapping[int, Any], seconds: float) -> dict[int, Any]:
-        """Wait for calls to some actors as ``answers`` does; return the answers by rank, of those who answered.
+        """Wait for calls to some actors as ``answers`` does; return the answers by rank, of the actors that answered.
 
         Args:
             refs: The object ref of each actor's call, by rank.
-            seconds: How long to wait, from now or from the answer of another one.
+            seconds: Most seconds to wait from now or from the previous answer.
         """
         answers = Answers((ref, rank) for rank, ref in refs.items()).take_within(seconds)
         return {rank: answer.value for rank, answer in answers.items() if answer.error is None}
@@ -206,15 +206,15 @@ class Calls:
 
         Args:
             refs: The object refs of the calls.
-            what: What is going on, for messages.
-            ranks: The rank that each call went to, or None if call i went to rank i.
+            what: The operation's name in messages.
+            ranks: The rank of each call, or None if call i went to rank i.
 
         Returns:
             The answers, in the order of ``refs``.
 
         Raises:
-            JobError: If a call failed or an actor does not answer. The text names the actor at fault; the type is
-                ActorDiedError or StalledError if that is what happened.
+            JobError: If a call failed or an actor does not answer. The text names the actor at fault. The type is
+                ActorDiedError if an actor died, StalledError if one does not get on.
             NonFiniteError: If an actor raised it.
         """
         owners = range(len(refs)) if ranks is None else ranks
@@ -247,39 +247,39 @@ class Calls:
         return self._heard([taken[ref].value for ref in refs], owners)
 
     def _heard(self, answers: list[Any], ranks: Sequence[int]) -> list[Any]:
-        """Print what the user's code has printed on the actors, as their answers say, and return the answers."""
+        """Print the lines that the user's code has printed on the actors, and return the answers."""
         for rank, answer in zip(ranks, answers, strict=True):
             if isinstance(answer, StepResult) and answer.printed:
                 self._pass_on(rank, answer.printed)
         return answers
 
     def _pass_on(self, rank: int, lines: Sequence[str]) -> None:
-        """Print lines of an actor, each behind its name."""
+        """Print lines of an actor, each with its name in front."""
         for line in lines:
             sys.stdout.write(f"{self._world.label(rank)}: {line}\n")
         sys.stdout.flush()
 
     def waiting(self, refs: Iterable[tuple[Any, int]] = ()) -> Waiting:
-        """Await calls, to which others may be added.
+        """Await calls; further ones may be added.
 
         Args:
-            refs: The object refs of calls, and the ranks that they went to.
+            refs: The object refs of calls, with the ranks that were called.
         """
-        return Waiting(Answers(refs), ProgressWatch(self._question), self._demand_progress)
+        return Waiting(Answers(refs), ProgressWatch(self._query), self._demand_progress)
 
     def abort(self) -> None:
-        """Tell every actor to stop whatever it waits for. Waits only briefly for confirmation."""
+        """Make every actor stop waiting. Waits only briefly for confirmation."""
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
         ray.wait(refs, num_returns=len(refs), timeout=_SHORT)
 
-    def _question(self, rank: int) -> Any:
-        """Ask an actor for its progress, which it answers even during a step; return the object ref of the call."""
+    def _query(self, rank: int) -> Any:
+        """Query the progress of an actor, which answers even during a step; return the object ref of the call."""
         return self._handles[rank].progress.options(concurrency_group="ctl").remote()
 
     def _demand_progress(self, watch: ProgressWatch, ranks: Iterable[int], what: str) -> None:
         """Raise StalledError if an actor has been in one action for too long or does not answer.
 
-        Raises RayLostError if Ray's control server is gone for so long that the step should have ended meanwhile.
+        Raises RayLostError if Ray's control server is gone for longer than a step should take.
         """
         if why := self._server.why_lost():
             if self._lost_at == math.inf:
@@ -300,9 +300,9 @@ class Calls:
             raise StalledError(f"actor {self._world.label(rank)} was {doing} for {since:.0f} s during {what}")
 
     def _died_idle(self, errors: Mapping[int, Exception], late: Container[int]) -> dict[int, Exception]:
-        """Return the errors of actors that died when none of their calls was under way, as between two tasks.
+        """Return the errors of actors that died while none of their calls was under way, as between two tasks.
 
-        They are asked for if all that failed, failed for want of a peer.
+        They are queried only if every failed call failed because of a missing peer.
 
         Args:
             errors: The errors of calls, by rank.
@@ -312,8 +312,8 @@ class Calls:
         if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             return {}
         ranks = range(len(self._handles))
-        asked = Answers((self._question(rank), rank) for rank in ranks if rank not in errors and rank not in late)
-        found = asked.take_within(_GRACE)
+        queries = Answers((self._query(rank), rank) for rank in ranks if rank not in errors and rank not in late)
+        found = queries.take_within(_GRACE)
         return {rank: answer.error for rank, answer in found.items() if answer.error and _is_death(answer.error)}
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
@@ -323,7 +323,7 @@ class Calls:
         for rank, error in errors.items():
             if _is_death(error):
                 text = f"actor {self._world.label(rank)} died during {what}{after}"
-                return ActorDiedError(text, death_of(error, rank, self._witnesses), rank)
+                return ActorDiedError(text, death_of(error, rank, self._monitors), rank)
         causes = [_cause(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self._world.label(rank) for rank in silent)
@@ -344,10 +344,10 @@ class Waiting:
     """Waits for calls to a job's actors, and watches those that are late.
 
     Args:
-        answers: The answers that are awaited.
-        watch: Asks actors that are late.
-        demand: Raises StalledError if one of them does not get on, of the watch, the ranks that are late, and what is
-            going on.
+        answers: The awaited answers.
+        watch: Queries late actors.
+        demand: Raises StalledError if one of them does not get on. Its arguments are the watch, the late ranks, and the
+            operation's name.
     """
 
     def __init__(
@@ -366,13 +366,13 @@ class Waiting:
         self._answers.expect(ref, rank)
 
     def take(self, what: str | None = None) -> tuple[list[Answer], bool]:
-        """Wait for answers, though not for long.
+        """Wait briefly for answers.
 
         Args:
-            what: What is going on, for messages; None: an actor that does not get on is no error.
+            what: The operation's name in messages; None: an actor that does not get on is no error.
 
         Returns:
-            The answers that have arrived, and whether the late actors were looked at.
+            The answers that have arrived, and whether the late actors were queried.
 
         Raises:
             StalledError: An actor does not answer, or has been in one action for too long.
@@ -384,14 +384,14 @@ class Waiting:
         return found, has_looked
 
     def next(self, what: str) -> list[Answer]:
-        """Wait until at least one call is done; return all that are. Raises what ``take`` raises."""
+        """Wait until at least one call is done; return the answers of all done calls. Raises the errors of ``take``."""
         while not (found := self.take(what)[0]):
             pass
         return found
 
 
 def _outcome(answer: Answer) -> Any:
-    """Return what a call has returned, or the exception that its actor has raised."""
+    """Return the result of a call, or the exception that its actor has raised."""
     return answer.value if answer.error is None else _cause(answer.error)
 
 

@@ -1,9 +1,9 @@
-"""The placement groups that a job claims: one for each block of actors that is to be on one node.
+"""The placement groups that a job claims: one for each block of actors that must be on one node.
 
-A group can't be made smaller, and Ray moves what it has on a node that is lost to another one, for which an autoscaler
-may add a node. So every block has a group of its own, which is given back with its last actor. Where groups are not all
-free at once, two launches could each have a part and wait for the other one's: one that waits gives its part back for a
-random time, if others wait too.
+A group can't shrink, and Ray moves its bundles from a lost node to another one, for which an autoscaler may add a node.
+So every block has a separate group, which is removed with its last actor. Two launches could each hold a part of the
+resources and wait for the part of the other one. To prevent this, a launch that waits while others wait removes its
+groups for a random time.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from raypar.errors import RoomError
 log = logging.getLogger(__name__)
 
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
-_SAY = 10.0  # seconds between two lines of what is waited for
+_SAY = 10.0  # seconds between two log lines while waiting
 _LOOK = 0.5  # seconds between two checks of a placement group
-_HOLD = 5.0  # seconds for which a part of what is claimed is kept while others wait
+_HOLD = 5.0  # seconds for which some of the groups are held while other jobs wait
 
 
 class Claim:
-    """The placement groups of a job's own. ``make`` asks Ray for them, ``wait`` waits until it has.
+    """The placement groups of a job. ``make`` requests them from Ray, ``wait`` waits until they have resources.
 
     Args:
         world: The ranks.
-        blocks: Their blocks, each of which is to be on one node.
-        nodes: Ray's id of the node on which each block must be; "" if Ray is to choose.
+        blocks: Their blocks, each of which must be on one node.
+        nodes: Ray's id of the node on which each block must be; "" if Ray chooses.
         spares: Number of actors without a rank, which may be on any node.
-        share: What each actor takes.
+        share: The resources of each actor.
         job: The job's name, which begins the groups' names.
     """
 
@@ -61,18 +61,18 @@ class Claim:
         self._groups = list[PlacementGroup]()
 
     def make(self) -> None:
-        """Ask Ray for the groups, without waiting for them."""
-        with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
+        """Request the groups from Ray, without waiting for them."""
+        with patience("their placement") as ctrl_c:  # a group that this object does not know would stay pending
             for block, node in zip(self._blocks, self._nodes, strict=True):
                 name = f"{self._job} {actor_name(self._world, block[0])}"
                 self._groups.append(claimed(name, self._share, len(block), node))
         ctrl_c.heed()
 
     def wait(self, seconds: float) -> None:
-        """Wait until all groups have their resources, and say every 10 s for what.
+        """Wait until all groups have their resources, with a log line every 10 s.
 
         Raises:
-            RoomError: They are not free after so many seconds.
+            RoomError: The resources are not free within ``seconds``.
         """
         begin = said = held = time.monotonic()
         while not self._have_room():
@@ -89,10 +89,10 @@ class Claim:
                 self.make()
                 held = time.monotonic()
 
-    def homes(self) -> list[ActorBundle]:
-        """Return the home of each rank, and then those of actors without one. All groups have their resources.
+    def bundles(self) -> list[ActorBundle]:
+        """Return the bundle of each rank, then those of actors without a rank. All groups must have their resources.
 
-        Where Ray has chosen the nodes, blocks of a size are alike: ranks that follow each other get those of one node.
+        Where Ray has chosen the nodes, blocks of equal size are exchangeable: successive ranks get those of one node.
         """
         tables: dict[str, Any] = placement_group_table()
         on = [tables[group.id.hex()]["bundles_to_node_id"][0] for group in self._groups]
@@ -100,14 +100,14 @@ class Claim:
         for size in {len(block) for block in self._blocks}:
             alike = [index for index, block in enumerate(self._blocks) if len(block) == size]
             chosen = alike if any(self._nodes) else sorted(alike, key=lambda index: on[index])
-            for index, its in zip(alike, chosen, strict=True):
-                users = set(range(size))
+            for index, group in zip(alike, chosen, strict=True):
+                in_use = set(range(size))
                 for bundle, number in enumerate(self._blocks[index]):
-                    found[number] = ActorBundle(self._groups[its], bundle, on[its], users)
+                    found[number] = ActorBundle(self._groups[group], bundle, on[group], in_use)
         return [found[number] for number in range(len(found))]
 
     def give_back(self) -> None:
-        """Give all groups back."""
+        """Remove all groups."""
         while self._groups:
             remove_placement_group(self._groups.pop())
 
@@ -116,14 +116,14 @@ class Claim:
         return all(group.wait(_LOOK) for group in self._groups)  # in short waits: Ray ignores Ctrl-C while waiting
 
     def _is_in_the_way(self) -> bool:
-        """Return whether some groups have resources, others not, and there are others that wait."""
+        """Return whether some groups have resources and some do not, while groups of other jobs wait."""
         own = {group.id.hex() for group in self._groups}
-        states = {its["placement_group_id"]: its["state"] for its in placement_group_table().values()}
+        states = {group["placement_group_id"]: group["state"] for group in placement_group_table().values()}
         waiting = {one for one, state in states.items() if state == "PENDING"}
         return any(states.get(one) == "CREATED" for one in own) and bool(waiting - own)
 
     def _message(self, why: str) -> str:
-        """Say what is needed, what there is, and who has it."""
+        """Return a message with the resources needed, those of the cluster, and the jobs that hold them."""
         own, table = {group.id.hex() for group in self._groups}, placement_group_table()
         there = [
             block
@@ -137,23 +137,23 @@ class Claim:
 
 
 def claimed(name: str, share: ActorResources, actors: int = 1, node: str = "") -> PlacementGroup:
-    """Claim room on one node, without waiting for it.
+    """Request a placement group on one node, without waiting for it.
 
     Args:
         name: Name of the placement group.
-        share: What each actor takes.
+        share: The resources of each actor.
         actors: Number of actors, each with a bundle.
-        node: Ray's id of the node; "" for any that actors may have.
+        node: Ray's id of the node; "" for any node with the actors' labels.
     """
     selector = dict(share.labels) | ({_NODE_ID: node} if node else {})
-    claim: Any = placement_group  # its type annotations lack None
+    request: Any = placement_group  # its type annotations lack None
     selectors = [selector] * actors if selector else None
-    made: PlacementGroup = claim(
+    group: PlacementGroup = request(
         [wants(share)] * actors, strategy="STRICT_PACK", name=name, bundle_label_selector=selectors
     )
-    return made
+    return group
 
 
 def actor_name(world: World, number: int) -> str:
-    """Return the name of an actor of a job, as "pp=0", or "spare 4" of one that has no rank at first."""
+    """Return the name of a job's actor, such as "pp=0", or "spare 4" if it has no rank at first."""
     return world.label(number) if number < world.size else f"spare {number}"

@@ -1,26 +1,26 @@
-"""How long an actor may stay in one action, or be silent, before it is given up."""
+"""The limits of the time that an actor may stay in one action, or be silent, before it is given up."""
 
 from __future__ import annotations
 
 from collections import deque
 
-SILENT = 2.5  # seconds without an answer to a ping, after which an actor is not waited for; a GIL may be held for 2 s
-_LATE = 0.6  # seconds over the timeout in which an actor that waits for another one can time out, and name that one
+SILENT = 2.5  # seconds without an answer after which an actor counts as silent; code may hold the GIL for 2 s
+_LATE = 0.6  # seconds after the timeout within which an actor that waits for another one can time out, and name it
 _LOST = 10.0  # least seconds of silence after which an actor is replaced
 _FLOOR = 30.0  # least seconds that an action may take before its actor is replaced
-_TIMES = 10.0  # how many times as long as the longest of the last steps an action may take
-_STEPS = 100  # number of steps of which that is
+_TIMES = 10.0  # the limit of an action, in multiples of the longest of the last steps
+_STEPS = 100  # number of last steps that count
 
 
 class Deadline:
-    """The deadlines of a job's actors. Where failures end the job, only the run's timeout counts.
+    """The deadlines of a job's actors. If failures end the job, only the run's timeout counts.
 
-    Where a run survives failures, less patience costs less: an actor that hangs is replaced once an action takes many
-    times as long as the last steps took, or once it gives no answer for some seconds.
+    If a run survives failures, giving up early costs less: a hanging actor is replaced once an action takes many times
+    as long as the last steps, or once it does not answer for some seconds.
 
     Args:
-        timeout: How long an actor may stay in one action, in seconds.
-        replaces: Whether another actor takes the place of one that is given up.
+        timeout: Most seconds that an actor may stay in one action.
+        replaces: Whether an actor that is given up is replaced.
     """
 
     def __init__(self, timeout: float, *, replaces: bool = False) -> None:
@@ -28,7 +28,7 @@ class Deadline:
         self._steps = deque[float](maxlen=_STEPS)
 
     def learn(self, seconds: float) -> None:
-        """Note how long a step took."""
+        """Record the duration of a step."""
         self._steps.append(seconds)
 
     @property

@@ -24,8 +24,8 @@ class ActorResources:
         device: The kind of device.
         gpus: Number of GPUs: 1, a fraction if actors share a GPU, 0 on CPUs.
         cpus: Number of CPUs.
-        others: How much of other resources, by Ray's names; memory in bytes.
-        labels: What a node's labels must be, as Ray selects nodes.
+        others: Amounts of other resources, by Ray's names; memory in bytes.
+        labels: The required labels of a node, in Ray's syntax.
     """
 
     device: DeviceKind
@@ -38,18 +38,18 @@ class ActorResources:
 def share_of(
     choice: DeviceChoice, resources: Resources, actors: int, gpus: int, *, built: bool, grows: bool
 ) -> ActorResources:
-    """Return what each actor of a run takes; see ``gpu_share``.
+    """Return the resources of each actor of a run; see ``gpu_share``.
 
     Args:
-        choice: The run's device, like the following ones.
-        resources: Its resources.
+        choice: The run's device.
+        resources: The run's resources.
         actors: Number of actors.
-        gpus: Number of GPUs that there are.
+        gpus: Number of GPUs of the cluster.
         built: Whether torch is built with CUDA.
-        grows: Whether there may be more nodes.
+        grows: Whether the cluster may add nodes.
 
     Raises:
-        ConfigError: GPUs are asked for, and there can be none.
+        ConfigError: The run demands GPUs, and there can be none.
     """
     if resources.gpus is None:
         device = gpu_share(choice, actors, gpus, built=built, grows=grows)
@@ -107,5 +107,5 @@ def demand_build(choice: DeviceChoice, *, built: bool) -> None:
 
 
 def _why(built: bool) -> str:
-    """Say why the cluster's GPUs are not used."""
+    """Return the reason why the cluster's GPUs are not used."""
     return "GPUs are fewer than actors: device 'cuda' would share them" if built else "torch has no CUDA here"

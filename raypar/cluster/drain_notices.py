@@ -1,4 +1,4 @@
-"""Nodes that are about to be taken away: a preempted machine, one that is shut down, or one that somebody drains."""
+"""Drain notices of nodes: a preempted machine, one that is being shut down, or one that a user drains."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from raypar.cluster.nodes import named
 from raypar.cluster.ray_private import draining_nodes
 
 log = logging.getLogger(__name__)
-_LOOK = 0.5  # seconds between two looks
+_LOOK = 0.5  # seconds between two queries
 
 
 class DrainNotices:
-    """The notices of nodes that are taken away. Ray gives one when a node is drained, with or without a deadline.
+    """The drain notices of nodes. Ray has one for each node that is being drained, with or without a deadline.
 
     Args:
-        server: Ray's control server, which is asked.
+        server: Ray's control server, which has the notices.
 
     Attributes:
-        names: The nodes, as "host (address)", by id.
+        names: The names of these nodes, as "host (address)", by id.
     """
 
     def __init__(self, server: ControlServer) -> None:
         self._server = server
         self.names: dict[str, str] = {}
-        self._waits: dict[str, float] = {}  # until when others are waited for, in seconds of time.monotonic
+        self._waits: dict[
+            str, float
+        ] = {}  # by id: until when the run waits for replacements, in seconds of time.monotonic
         self._next_look = 0.0
 
     def look(self) -> bool:
-        """Ask Ray, from time to time; return whether there is a notice that was not there before."""
+        """Query Ray, from time to time; return whether there is a new notice."""
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK
@@ -50,7 +52,7 @@ class DrainNotices:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether half the time is over that is left of a node: then nobody is waited for any more."""
+        """Whether half the time until a node's deadline is over: then the run waits for no replacement any more."""
         return time.monotonic() > min(self._waits.values(), default=math.inf)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Actors in a placement group that others have made, as a Tune trial's or a quota's: which of its bundles have room."""
+"""Actors in a placement group that raypar did not create, such as a Tune trial's or a quota's: bundles with room."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Bundles = Mapping[int, Mapping[str, float]]  # the resources of each bundle, by 
 
 
 def captured() -> PlacementGroup | None:
-    """Return the placement group in which this process's own tasks are to run; None if it is in none, or a driver."""
+    """Return the placement group that captures this process's child tasks; None if it is in none, or a driver."""
     return get_current_placement_group()
 
 
 def bundles_of_group(group: PlacementGroup) -> Bundles:
-    """Return the bundles of a placement group that is there.
+    """Return the bundles of a placement group.
 
     Args:
         group: The group.
 
     Raises:
-        ConfigError: It was removed, or is none of this cluster.
+        ConfigError: It was removed, or belongs to another cluster.
     """
     table: dict[str, Any] = placement_group_table(group)
     if not table or table.get("state") == "REMOVED":
@@ -41,9 +41,9 @@ def bundles_of_group(group: PlacementGroup) -> Bundles:
 
 
 def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
-    """Return what is free of the bundles of a placement group, which this process's task has a part of, say.
+    """Return the free resources of the bundles of a placement group, without those that this process's task holds.
 
-    Ray's view of that is old for a moment, and counts what a waiting task has as free. So this task's part is known.
+    Ray's view lags for a moment, and counts the resources of a waiting task as free. So this task's are subtracted.
     """
     nodes, own = free_resources(), group.id.hex()
     if nodes is None:
@@ -63,10 +63,10 @@ def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
 
 
 def chosen_bundles(bundles: Bundles, share: ActorResources, actors: int) -> Sequence[int]:
-    """Return a bundle for each actor, one bundle full before the next; fewer where there is no room for all.
+    """Return a bundle for each actor, filling one bundle before the next; fewer if there is no room for all.
 
     Args:
-        bundles: What each bundle has for them.
+        bundles: The available resources of each bundle.
         share: The resources of an actor.
         actors: Number of actors.
     """
@@ -81,12 +81,12 @@ def _named(group: PlacementGroup) -> str:
 
 
 def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: ActorResources, actors: int) -> str:
-    """Say what a placement group has, where as many actors need more.
+    """Return the error message for a placement group that has too few resources for some actors.
 
     Args:
         group: The group.
         bundles: Its bundles.
-        free: What is free of them; all of it, if they are too small in any case.
+        free: Their free resources; all of them, if the bundles are too small in any case.
         share: The resources of an actor.
         actors: Number of actors.
     """
@@ -94,9 +94,9 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Act
         f"bundle {number} "
         + " and ".join(
             f"{amount_text(kind, amount)} ({free_text(kind, free[number].get(kind, 0.0))} free)"
-            for kind, amount in its.items()
+            for kind, amount in resources.items()
         )
-        for number, its in sorted(bundles.items())
+        for number, resources in sorted(bundles.items())
     )
     each = " and ".join(amount_text(kind, amount) for kind, amount in wants(share).items())
     return (

@@ -1,4 +1,4 @@
-"""The nodes of the cluster that this process is connected to, and what each tells about itself."""
+"""The nodes of the cluster to which this process is connected, and facts that tasks on them return."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 60.0  # a node's first worker process has to start
 _HEAD = "node:__internal_head__"  # a resource of the head's node
 _PACKAGES = ("raypar", "torch", "ray")
-_NO_VERSION = "of no release"
-_SET_UP = 600.0  # seconds in which Ray sets up a runtime environment on a node
-_SAY = 10.0  # seconds between two lines of what is waited for
+_NO_VERSION = "of no release"  # the version of a package that is not installed from a release
+_SET_UP = 600.0  # seconds within which Ray sets up a runtime environment on a node
+_SAY = 10.0  # seconds between two log lines while waiting
 
 
 def living_nodes() -> list[Node]:
-    """Return the nodes that are alive and stay, this process's own first and then by address."""
+    """Return the living nodes that are not being drained, this process's node first and then by address."""
     free, own, leaving = free_resources(), own_node(), draining_nodes()
     found = []
     for node in ray.nodes():
-        its = node["NodeID"]
-        if node["Alive"] and (its == own or its not in leaving):
+        node_id = node["NodeID"]
+        if node["Alive"] and (node_id == own or node_id not in leaving):
             total = dict(node["Resources"])
             labels = node.get("Labels") or {}
-            left = total if free is None else free.get(its, {})
+            left = total if free is None else free.get(node_id, {})
             name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
-            found.append(Node(its, name, address, total, left, dict(labels)))
+            found.append(Node(node_id, name, address, total, left, dict(labels)))
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
 
 
 def head_address() -> str:
-    """Return the address of the cluster's head as other machines know it, with the port of its control server."""
+    """Return the address at which other machines reach the cluster's head, with the port of its control server."""
     address = str(ray.get_runtime_context().gcs_address)
     heads = [node["NodeManagerAddress"] for node in ray.nodes() if _HEAD in node["Resources"]]
     return f"{heads[0]}:{address.rpartition(':')[2]}" if heads else address
@@ -58,7 +58,7 @@ def lost_nodes() -> list[str]:
 
 
 def is_lasting(node_id: str) -> bool:
-    """Return whether Ray still reaches a node, and has not been told that it is taken away."""
+    """Return whether a node is alive and not being drained."""
     return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes()) and node_id not in draining_nodes()
 
 
@@ -69,22 +69,22 @@ def named(node_id: str) -> str:
 
 
 def own_node() -> str:
-    """Return the id of the node on which this process is."""
+    """Return the id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 
-def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[str, dict[str, Any] | str]:
+def facts_of(nodes: Sequence[Node], collect: Callable[[], dict[str, Any]]) -> dict[str, dict[str, Any] | str]:
     """Call a function on every node, in a task that takes no CPU.
 
     Args:
         nodes: The nodes.
-        tells: A function that needs nothing of raypar, which a node may lack: it is sent as code if it is a nested one.
+        collect: A nested function, which is sent as code. It must not import raypar, which a node may lack.
 
     Returns:
-        What each node's call returned, by the node's id; as text, why it did not.
+        By the node's id, the result of the call; as text, the reason why there is none.
     """
     decorate: Any = ray.remote
-    task = decorate(num_cpus=0, max_retries=0)(tells)
+    task = decorate(num_cpus=0, max_retries=0)(collect)
     calls = {
         node.id: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         for node in nodes
@@ -102,7 +102,7 @@ def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def _answer(call: Any) -> dict[str, Any] | str:
-    """Return what a call that is done has returned, or why it failed."""
+    """Return the result of a finished call, or the reason why it failed."""
     try:
         return dict(ray.get(call))
     except RayError as error:
@@ -110,11 +110,11 @@ def _answer(call: Any) -> dict[str, Any] | str:
 
 
 def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
-    """Refuse nodes whose Python, Ray, torch or raypar is another one than this process's, or that lack its folder.
+    """Refuse nodes whose Python, Ray, torch or raypar differ from this process's, or that do not see its folder.
 
     Args:
-        nodes: The nodes that are to get actors.
-        folder: A folder into which all of them are to write, which is there; None without one.
+        nodes: The nodes that get actors.
+        folder: An existing folder into which all of them write; None without one.
 
     Raises:
         ConfigError: Some differ, or do not answer; each is named, with what to do.
@@ -122,8 +122,8 @@ def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
     others = [node for node in nodes if node.id != own_node()]
     if not others:
         return
-    own = versions_teller()()
-    answers = asked(others, versions_teller())
+    own = versions_collector()()
+    answers = facts_of(others, versions_collector())
     faults = [fault for node in others for fault in package_version_faults(node, own, answers[node.id])]
     if folder is not None and not faults:
         faults = [
@@ -138,37 +138,37 @@ def without_folder(nodes: Sequence[Node], folder: Path) -> list[Node]:
     """Return the nodes that do not see a folder.
 
     Args:
-        nodes: The nodes. This process's own sees it.
-        folder: The folder, in which a file is made for a moment.
+        nodes: The nodes. This process's node sees the folder.
+        folder: The folder, in which a temporary file is created.
     """
     others = [node for node in nodes if node.id != own_node()]
     if not others:
         return []
     with NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
-        seen = asked(others, _sight_teller(mark.name))
+        seen = facts_of(others, _sight_collector(mark.name))
     return [node for node in others if seen[node.id] != {"is_seen": True}]
 
 
-def _sight_teller(path: str) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns whether there is a file where it runs; nested, so that it is sent as code."""
+def _sight_collector(path: str) -> Callable[[], dict[str, Any]]:
+    """Return a function that checks whether its node sees a file; nested, so that it is sent as code."""
 
-    def tell() -> dict[str, Any]:
+    def collect() -> dict[str, Any]:
         import os
 
         return {"is_seen": os.path.exists(path)}  # noqa: PTH110  (a node has no raypar to import from)
 
-    return tell
+    return collect
 
 
-def versions_teller() -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the versions where it runs, "" for what can't be imported there.
+def versions_collector() -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the versions of packages on its node, "" for one that can't be imported.
 
-    It is nested so that it is sent to nodes as code, and imports nothing of raypar. What is on the path and was not
-    installed, as by py_modules or a working_dir of a runtime environment, has no version that is known.
+    It is nested so that it is sent to nodes as code, and imports nothing of raypar. The version of a package that is on
+    the path but not installed, as by py_modules or a working_dir of a runtime environment, is not known.
     """
     packages, no_version = _PACKAGES, _NO_VERSION
 
-    def tell() -> dict[str, Any]:
+    def collect() -> dict[str, Any]:
         import importlib.metadata
         import importlib.util
         import platform
@@ -183,16 +183,16 @@ def versions_teller() -> Callable[[], dict[str, Any]]:
                     found[package] = no_version
         return found
 
-    return tell
+    return collect
 
 
 def package_version_faults(node: Node, own: Mapping[str, str], its: Mapping[str, str] | str) -> list[str]:
-    """Return what is wrong with the versions of a node.
+    """Return the faults of the package versions of a node.
 
     Args:
         node: The node.
         own: The versions of this process.
-        its: Those of the node, or why they are not known.
+        its: Those of the node, or the reason why they are not known.
     """
     if isinstance(its, str):
         return [f"node {node} does not run a task: {its}"]

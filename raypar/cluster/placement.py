@@ -1,9 +1,9 @@
-"""Which actor goes on which node: the links that carry most lie inside a node, those that carry least between racks.
+"""Placement of actors on nodes: links with the most traffic are inside a node, those with the least between racks.
 
-The bandwidth ladder: a tensor group talks in every layer, a context group in every attention, replicas once a step, and
-pipeline neighbours once a microbatch, but only with the activations of one boundary. So blocks of ranks are kept whole
-from the inside out: ``tp`` on one node, then ``cp``, then ``dp``, then ``pp``. Where nodes are labelled with racks,
-whole replicas stay in one, for their sum over ``dp`` overlaps the backward (Pangu-alpha, arXiv 2104.12369).
+The bandwidth ladder: a tensor group communicates in every layer, a context group in every attention, replicas once a
+step, and pipeline neighbours once a microbatch, but only the activations of one boundary. So blocks of ranks are kept
+whole from the inside out: ``tp`` on one node, then ``cp``, then ``dp``, then ``pp``. Where nodes have labels of racks,
+whole replicas stay in one rack, because their sum over ``dp`` overlaps the backward (Pangu-alpha, arXiv 2104.12369).
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from raypar.cluster.devices import ActorResources
 
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
 _EPSILON = 1e-9
-_MOST_NODES = 8  # that are named one by one
-_LADDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")  # from what may cross nodes first to what may do so last
+_MOST_NODES = 8  # nodes that a message names
+_LADDER: tuple[Axis, ...] = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+)  # from the axis that may cross nodes first to the one that may do so last
 _RACK_LADDER: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 
 
@@ -34,9 +39,9 @@ class Node:
         id: Its id in Ray.
         name: Its host name.
         address: Its IP address.
-        total: What it has, by Ray's names: CPU, GPU and others.
-        free: What of that is free.
-        labels: Its labels; that named ``rack`` says in which rack it is.
+        total: Its resources, by Ray's names: CPU, GPU and others.
+        free: Its free resources.
+        labels: Its labels; ``rack`` names its rack.
     """
 
     id: str
@@ -48,7 +53,7 @@ class Node:
 
     @property
     def rack(self) -> str:
-        """The value of its label ``rack``; "" without one."""
+        """The value of the label ``rack``; "" without one."""
         return self.labels.get(RACK, "")
 
     def __str__(self) -> str:
@@ -57,11 +62,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which node each rank goes on.
+    """The node of each rank.
 
     Attributes:
-        nodes: The node of each rank; None for one that no node has room for.
-        split: The tensor groups that lie on several nodes, as ranks.
+        nodes: The node of each rank; None for a rank for which no node has room.
+        split: The tensor groups that are on several nodes, as ranks.
     """
 
     nodes: tuple[Node | None, ...]
@@ -69,7 +74,7 @@ class Placement:
 
     @property
     def missing(self) -> int:
-        """Number of actors that no node has room for."""
+        """Number of actors for which no node has room."""
         return self.nodes.count(None)
 
     def is_worse_than(self, other: Placement) -> bool:
@@ -78,12 +83,12 @@ class Placement:
 
 
 def wants(share: ActorResources) -> dict[str, float]:
-    """Return what an actor takes of its node."""
+    """Return the resources of an actor, by Ray's names."""
     return {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {}) | dict(share.others)
 
 
 def room(resources: Mapping[str, float], share: ActorResources) -> int:
-    """Return how many actors resources are enough for. A part of a GPU lies on one GPU."""
+    """Return the number of actors for which resources are enough. A part of a GPU is on one GPU."""
     found = min(
         math.floor(resources.get(name, 0.0) / amount + _EPSILON)
         for name, amount in wants(share).items()
@@ -96,7 +101,7 @@ def room(resources: Mapping[str, float], share: ActorResources) -> int:
 
 
 def may_have(node: Node, share: ActorResources) -> bool:
-    """Return whether a node's labels are what actors ask for."""
+    """Return whether a node has the labels that actors require."""
     return all(is_selected(node.labels.get(name), wanted) for name, wanted in share.labels.items())
 
 
@@ -126,9 +131,9 @@ def place(
     Args:
         world: The world.
         nodes: The nodes.
-        share: What each actor takes.
-        strategy: Whether few nodes are to have them, or many.
-        free: Whether only what is free counts; False counts what the nodes have in all.
+        share: The resources of each actor.
+        strategy: Whether actors fill few nodes or spread over many.
+        free: Whether only free resources count; False counts all resources of the nodes.
     """
     left = {node.id: room(node.free if free else node.total, share) if may_have(node, share) else 0 for node in nodes}
     found = _Filling(world, nodes, left)
@@ -140,18 +145,18 @@ def place(
         found.settle(tuple(range(world.size)), ())
     else:
         found.spread(blocks_of(world), again=strategy == "SPREAD")
-    placed = tuple(found.of.get(rank) for rank in range(world.size))
-    on = [None if node is None else node.id for node in placed]
-    split = [ranks for ranks in blocks_of(world) if len({on[rank] for rank in ranks} - {None}) > 1]
-    return Placement(placed, tuple(split))
+    node_of = tuple(found.of.get(rank) for rank in range(world.size))
+    ids = [None if node is None else node.id for node in node_of]
+    split = [ranks for ranks in blocks_of(world) if len({ids[rank] for rank in ranks} - {None}) > 1]
+    return Placement(node_of, tuple(split))
 
 
-class _Rooms:
-    """Nodes by how many actors they still have room for. What is asked takes the logarithm of their number.
+class _FreeNodes:
+    """Nodes sorted by the number of actors for which they still have room. Each query takes logarithmic time.
 
     Args:
         nodes: The nodes.
-        left: The number of actors that each has room for, by its id.
+        left: The number of actors for which each has room, by its id.
     """
 
     def __init__(self, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
@@ -162,24 +167,24 @@ class _Rooms:
         self.total = sum(self._left.values())
 
     def has(self, node: Node | None, count: int) -> TypeGuard[Node]:
-        """Return whether a node is one of them, and has room for so many."""
+        """Return whether a node is one of these, and has room for ``count`` actors."""
         return node is not None and self._left.get(node.id, -1) >= count
 
     def fitting(self, count: int) -> Node | None:
-        """Return the node with the least room that is enough for so many, of several the first."""
+        """Return the node with the least room that is enough for ``count`` actors; of several, the first."""
         at = bisect_left(self._sorted, (count, -1))
         return self._nodes[self._sorted[at][1]] if at < len(self._sorted) else None
 
     def largest(self) -> Node:
-        """Return the node with the most room, of several the first."""
+        """Return the node with the most room; of several, the first."""
         return self._nodes[self._sorted[bisect_left(self._sorted, (self._sorted[-1][0], -1))][1]]
 
     def close(self, node: Node) -> None:
-        """Note that no more actors go on a node."""
+        """Exclude a node from further actors."""
         self.take(node, self._left[node.id])
 
     def take(self, node: Node, count: int) -> None:
-        """Note that so many actors go on a node, if it is one of these."""
+        """Place ``count`` actors on a node, if it is one of these."""
         if node.id in self._left:
             number = self._number[node.id]
             del self._sorted[bisect_left(self._sorted, (self._left[node.id], number))]
@@ -189,20 +194,20 @@ class _Rooms:
 
 
 class _Filling:
-    """Nodes that are being filled.
+    """Nodes that are being filled with actors.
 
     Args:
         world: The world whose actors are placed.
         nodes: The nodes.
-        left: The number of actors that each node still has room for, by its id.
+        left: The number of actors for which each node still has room, by its id.
     """
 
     def __init__(self, world: World, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
-        self._world, self._everywhere = world, _Rooms(nodes, left)
+        self._world, self._everywhere = world, _FreeNodes(nodes, left)
         in_rack = dict[str, list[Node]]()
         for node in nodes:
             in_rack.setdefault(node.rack, []).append(node)
-        self._racks = {rack: _Rooms(its, left) for rack, its in in_rack.items()}
+        self._racks = {rack: _FreeNodes(members, left) for rack, members in in_rack.items()}
         self._last: Node | None = None
         self.of: dict[int, Node] = {}
 
@@ -213,11 +218,11 @@ class _Filling:
             self.settle(everyone, _LADDER)
             return
         for replica in self._parts(everyone, "dp"):
-            enough = [rooms for rooms in self._racks.values() if rooms.total >= len(replica)]
-            self.settle(replica, _RACK_LADDER[1:], min(enough, key=lambda rooms: rooms.total, default=None))
+            enough = [rack for rack in self._racks.values() if rack.total >= len(replica)]
+            self.settle(replica, _RACK_LADDER[1:], min(enough, key=lambda rack: rack.total, default=None))
 
-    def settle(self, ranks: tuple[int, ...], ladder: Sequence[Axis], among: _Rooms | None = None) -> None:
-        """Place a block of ranks on one node, or else its parts along the first axis of the ladder that divides it."""
+    def settle(self, ranks: tuple[int, ...], ladder: Sequence[Axis], among: _FreeNodes | None = None) -> None:
+        """Place a block of ranks on one node; else its parts along the first axis of the ladder that divides it."""
         among = self._everywhere if among is None else among
         if node := among.fitting(len(ranks)):
             self._put(ranks, node)
@@ -270,11 +275,11 @@ class _Filling:
 
 
 def blocks_of(world: World, split: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
-    """Return the ranks of a world in blocks that are to be on one node each: tensor groups, and all others alone.
+    """Return the ranks of a world in blocks for one node each: tensor groups, and each other rank alone.
 
     Args:
         world: The world.
-        split: Tensor groups that are on several nodes, whose ranks are alone, too.
+        split: Tensor groups that are on several nodes; each of their ranks is a block.
     """
     mesh, blocks = world.mesh, list[tuple[int, ...]]()
     for first in range(0, mesh.size, mesh.tensor_ranks):
@@ -286,16 +291,16 @@ def blocks_of(world: World, split: Collection[tuple[int, ...]] = ()) -> list[tup
 def placement_lines(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each node that has actors: its name and theirs."""
     ranks_on = dict[str, list[int]]()
-    for rank, its in enumerate(placement.nodes):
-        if its is not None:
-            ranks_on.setdefault(its.id, []).append(rank)
+    for rank, host in enumerate(placement.nodes):
+        if host is not None:
+            ranks_on.setdefault(host.id, []).append(rank)
     for node in nodes:
         if ranks := ranks_on.get(node.id):
             yield f"{node}: {', '.join(world.label(rank) for rank in ranks)}"
 
 
-def split_told(world: World, placement: Placement, share: ActorResources) -> str:
-    """Say which tensor groups lie on several nodes, why, and what would mend it."""
+def split_message(world: World, placement: Placement, share: ActorResources) -> str:
+    """Return a message with the tensor groups on several nodes, the reason, and the fix."""
     first, count = placement.split[0], len(placement.split)
     names = " and ".join(dict.fromkeys(str(placement.nodes[rank]) for rank in first))
     others = f" (and {count - 1} more)" if count > 1 else ""
@@ -310,8 +315,8 @@ def split_told(world: World, placement: Placement, share: ActorResources) -> str
     )
 
 
-def room_told(nodes: Sequence[Node], share: ActorResources) -> str:
-    """Say what each node has room for; of many nodes, those that come nearest to what an actor takes."""
+def room_text(nodes: Sequence[Node], share: ActorResources) -> str:
+    """Describe the room of each node; of many nodes, those that come nearest to the resources of an actor."""
     some = nodes
     if len(nodes) > _MOST_NODES:
 
@@ -325,7 +330,7 @@ def room_told(nodes: Sequence[Node], share: ActorResources) -> str:
 
 
 def amount_text(name: str, amount: float) -> str:
-    """Say how much of a resource something is, as "2 CPUs" and "8.0 GiB memory"."""
+    """Return an amount of a resource as text, such as "2 CPUs" and "8.0 GiB memory"."""
     if name == "memory":
         return f"{amount / 2**30:.1f} GiB memory"
     plural = "s" if name in ("CPU", "GPU") and amount != 1 else ""
@@ -348,5 +353,5 @@ def _has(node: Node, share: ActorResources) -> str:
 
 
 def free_text(name: str, amount: float) -> str:
-    """Say how much of a resource is free."""
+    """Return the free amount of a resource as text."""
     return f"{amount / 2**30:.1f}" if name == "memory" else f"{amount:g}"

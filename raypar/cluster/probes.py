@@ -22,7 +22,7 @@ def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any
     Args:
         cls: The class of the actors, without arguments.
         nodes: The node of each.
-        gpus: Number of GPUs that each takes, and which it alone sees.
+        gpus: Number of GPUs of each actor, which no other process sees.
 
     Yields:
         Their handles.
@@ -39,7 +39,7 @@ def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any
 
 
 def ray_error_reason(error: RayError) -> str:
-    """Return in one line why a call failed: what was raised on the node, without Ray's wrapper."""
+    """Return in one line why a call failed: the exception on the node, without Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
     if isinstance(cause, RuntimeEnvSetupError):  # its first line is always the same
         last = str(cause).strip().splitlines()[-1].strip()
@@ -48,14 +48,14 @@ def ray_error_reason(error: RayError) -> str:
 
 
 def answers(calls: Sequence[Any], seconds: float) -> list[Any]:
-    """Return what calls of probes return.
+    """Return the results of calls to probes.
 
     Args:
         calls: The calls.
         seconds: Timeout.
 
     Raises:
-        JobError: One failed or did not answer in time.
+        JobError: A call failed or did not answer in time.
     """
     try:
         found: list[Any] = ray.get(list(calls), timeout=seconds)

@@ -31,7 +31,7 @@ from raypar.cluster.devices import ActorResources, demand_build, share_of
 from raypar.cluster.given_group import bundles_of_group, captured, chosen_bundles, free_bundles, too_small
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.nodes import demand_alike, living_nodes
-from raypar.cluster.placement import Node, blocks_of, place, placement_lines, split_told
+from raypar.cluster.placement import Node, blocks_of, place, placement_lines, split_message
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.replacement_actors import ActorBundle
 from raypar.cluster.room import TOO_SMALL, no_room
@@ -49,33 +49,33 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_COLOR_PREFIX": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of actors that failed with another one, which is told already
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of actors that failed because of another one, whose error is reported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # with Ray's default of 15 every other process of the machine goes first
-    # Less idle work: by default Ray's log monitor looks for new files ten times a second, to send their lines to a
-    # driver that does not want them, and an agent collects figures of all processes every 5 s for a dashboard.
+    "RAY_worker_niceness": "0",  # Ray's default of 15 gives every other process of the machine priority
+    # Less idle work: by default Ray's log monitor looks for new files ten times a second, to send their lines to the
+    # driver, which ignores them, and an agent collects figures of all processes every 5 s for a dashboard.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": "30",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
-    _PATIENCE: "90",  # seconds in which Ray's server has to start, 30 unless it is set
+    _PATIENCE: "90",  # seconds within which Ray's server has to start; Ray's default is 30
 }
-ROOM_SECONDS = 60.0  # that a launch waits for resources that others have
+ROOM_SECONDS = 60.0  # for which a launch waits for resources that other jobs hold
 _USUAL_RESOURCES = Resources()
 _STRATEGIES: Mapping[str, str] = {
     "STRICT_PACK": "STRICT_PACK wants one node with room for all: use a smaller mesh, or another placement_strategy",
     "STRICT_SPREAD": "STRICT_SPREAD wants a node for each: use a smaller mesh, or another placement_strategy",
 }
-_SETTLES = 5.0  # seconds after which Ray's view of what is free has a placement group that was just made
+_SETTLES = 5.0  # seconds until Ray's view of free resources includes a new placement group
 _LOOK = 0.5  # seconds between two checks of the placement group
 _SHARING = f", which share the {num_cores()} cores of this machine"
 
 
 class Waits(NamedTuple):
-    """How many seconds a launch waits.
+    """The seconds for which a launch waits.
 
     Attributes:
         nodes: For nodes that an autoscaler adds or that come back, if there are too few.
-        room: For resources that others have.
+        room: For resources that other jobs hold.
     """
 
     nodes: float = 0.0
@@ -98,21 +98,21 @@ def start_actors(
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
 
-    Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
+    Uses the Ray to which this process is connected, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
 
     Args:
         hosted: The class of the actors.
         world: The ranks.
         device: The run's setting: "auto", "cpu" or "cuda".
         job: The job's name, which begins the actors' names.
-        waits: How long to wait for nodes and for room.
-        spares: Number of further actors, which take the places of those that fail.
+        waits: Seconds to wait for nodes and for room.
+        spares: Number of further actors, which replace those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
-        group: The placement group in which they are to be; None for that of this task, if it has room, or new ones.
-        resources: What each actor takes besides the GPUs of ``gpu_share``.
+        group: The placement group of the actors; None for that of this task, if it has room, or new ones.
+        resources: The resources of each actor besides the GPUs of ``gpu_share``.
 
     Raises:
-        ConfigError: If there is no GPU where one is demanded, or a node that lacks what the run needs.
+        ConfigError: If a demanded GPU is missing, or a node lacks what the run needs.
         RoomError: If there is no room.
         JobError: If Ray does not start.
     """
@@ -128,8 +128,8 @@ def start_actors(
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
-        homes, claim = _inside(group or captured(), share, count, waits.room if group else None), None
-        if not homes:
+        bundles, claim = _inside(group or captured(), share, count, waits.room if group else None), None
+        if not bundles:
             claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
@@ -138,12 +138,12 @@ def start_actors(
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))
-            homes = claim.homes()
+            bundles = claim.bundles()
         create = partial(_actor, _remote(hosted, share))
         names = [f"{job} {actor_name(world, number)}" for number in range(count)]
-        handles = together(lambda its: create(*its), zip(names, homes, strict=True))
+        handles = together(lambda pair: create(*pair), zip(names, bundles, strict=True))
         undo.pop_all()
-    return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), homes, waits.nodes)
+    return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
@@ -153,7 +153,7 @@ def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
 
 
 def _roomy(world: World, actors: int, cpus: float, *, grows: bool) -> list[Node]:
-    """Return the living nodes. Raises RoomError if they have too few CPUs, and no other nodes are to come."""
+    """Return the living nodes. Raises RoomError if they have too few CPUs, and the cluster adds no nodes."""
     nodes = living_nodes()
     if not grows and float_sum(node.total.get("CPU", 0.0) for node in nodes) < actors * cpus:
         raise RoomError([no_room(world, nodes, TOO_SMALL, ActorResources("cpu", 0.0, cpus))])
@@ -162,10 +162,10 @@ def _roomy(world: World, actors: int, cpus: float, *, grows: bool) -> list[Node]
 
 @contextmanager
 def connected() -> Iterator[list[Node]]:
-    """Connect to the cluster at RAY_ADDRESS, if this process is not connected, for the time of the context.
+    """Connect to the cluster at RAY_ADDRESS for the time of the context, unless this process is connected already.
 
     Yields:
-        Its nodes.
+        The cluster's nodes.
 
     Raises:
         ConfigError: No cluster answers there, or it refuses this process.
@@ -181,16 +181,16 @@ def connected() -> Iterator[list[Node]]:
 
 
 def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resources: Resources) -> list[str]:
-    """Say in lines which actor would go on which node, and what is wrong with that.
+    """Return lines with the node of each actor of a future launch, and the faults of that placement.
 
     Args:
         world: The ranks.
-        nodes: The nodes of the cluster that this process is connected to.
+        nodes: The nodes of the cluster to which this process is connected.
         device: The run's setting.
         resources: The run's resources.
 
     Raises:
-        ConfigError: A GPU is demanded, and there can be none.
+        ConfigError: The run demands a GPU, and there can be none.
     """
     gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
     share = share_of(device, resources, world.size, gpus, built=torch.backends.cuda.is_built(), grows=False)
@@ -203,44 +203,44 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resource
     if waits:
         lines.append(no_room(world, nodes, "it would wait until all are free, and Ray would choose", share))
     if found.split:
-        lines.append(split_told(world, found, share))
+        lines.append(split_message(world, found, share))
     return lines
 
 
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
-    """Make a call in a thread that lives as long as the process, unless this is the main thread.
+    """Call a function in a thread that lives as long as the process, unless this is the main thread.
 
     The servers that Ray starts end with the thread that started them.
     """
     if threading.current_thread() is threading.main_thread():
         call(**settings)
         return
-    made = Future[object]()
+    outcome = Future[object]()
 
     def lasting() -> None:
         try:
-            made.set_result(call(**settings))
+            outcome.set_result(call(**settings))
         except BaseException as error:
-            made.set_exception(error)
+            outcome.set_exception(error)
         threading.Event().wait()
 
     threading.Thread(target=lasting, name="raypar's Ray", daemon=True).start()
-    made.result()
+    outcome.result()
 
 
 def _inside(
     group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None
 ) -> list[ActorBundle]:
-    """Return homes for actors in a placement group of others; [] if there is none, or this task's has no room for them.
+    """Return bundles for actors in an existing placement group; [] without a group, or if this task's has no room.
 
     Args:
-        group: The group; None if none is given, and this process is no task of one.
+        group: The group; None if the user gave none, and this process is no task in one.
         share: The resources of an actor.
         actors: Number of actors.
-        seconds: How long to wait until its bundles are free; None if it was not asked for.
+        seconds: Seconds to wait until its bundles are free; None if it is this task's and not the user's choice.
 
     Raises:
-        ConfigError: It was removed, or is none of this cluster.
+        ConfigError: It was removed, or belongs to another cluster.
         RoomError: It has no room, or had none in time.
     """
     if group is None:
@@ -270,21 +270,21 @@ def _claim(
     *,
     grows: bool,
 ) -> tuple[Claim, list[Node]]:
-    """Place the actors on the nodes, and log where.
+    """Place the actors on the nodes, and log the placement.
 
-    Where all nodes together have room that is not free yet, as far as tensor groups are to be whole, or nodes are to
-    come, Ray chooses when there is; but not where each block is to be on another node, which groups can't say.
+    If the nodes have room that is not free yet, so that tensor groups stay whole, or if nodes are coming, Ray chooses
+    the nodes later. STRICT_SPREAD is an exception, because separate placement groups can't express it.
 
     Returns:
-        What is to be claimed, and the nodes that may get actors.
+        The groups to claim, and the nodes that may get actors.
 
     Raises:
-        RoomError: There is no room on the nodes even if all were free, and none are to come.
+        RoomError: The nodes would have no room even if all were free, and no nodes are coming.
     """
     whole, now = place(world, nodes, share, strategy, free=False), place(world, nodes, share, strategy)
     if whole.missing and (not grows or strategy == "STRICT_SPREAD"):
-        asks = "ask for less in resources, " if share != ActorResources(share.device, share.gpus) else ""
-        raise RoomError([no_room(world, nodes, asks + _STRATEGIES.get(strategy, TOO_SMALL), share)])
+        fix = "ask for less in resources, " if share != ActorResources(share.device, share.gpus) else ""
+        raise RoomError([no_room(world, nodes, fix + _STRATEGIES.get(strategy, TOO_SMALL), share)])
     waits = now.is_worse_than(whole)
     found = whole if waits else now
     blocks = blocks_of(world, found.split)
@@ -293,7 +293,7 @@ def _claim(
             blocks = [tuple(range(world.size))]
         return Claim(world, blocks, [""] * len(blocks), spares, share, job), list(nodes)
     if found.split:
-        log.warning("%s", split_told(world, found, share))
+        log.warning("%s", split_message(world, found, share))
     pins = [node.id for block in blocks if (node := found.nodes[block[0]]) is not None]
     used = [node for node in nodes if node.id in {*pins}]
     if len(used) > 1:
@@ -302,28 +302,30 @@ def _claim(
 
 
 def _remote(cls: type, share: ActorResources) -> Any:
-    """Return the class of the actors as Ray has it; made once, because each one that is made is pickled and sent."""
+    """Return the remote class of the actors; created once, because each is pickled and sent."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
-    kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
-    others = dict(share.others)
-    memory = int(others.pop("memory", 0)) or None
-    return decorate(num_cpus=share.cpus, num_gpus=share.gpus, memory=memory, resources=others or None, **kept)(cls)
+    options = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
+    resources = dict(share.others)
+    memory = int(resources.pop("memory", 0)) or None
+    return decorate(num_cpus=share.cpus, num_gpus=share.gpus, memory=memory, resources=resources or None, **options)(
+        cls
+    )
 
 
-def _actor(remote: Any, name: str, home: ActorBundle) -> Any:
-    """Create an actor in its home."""
-    where = PlacementGroupSchedulingStrategy(home.group, home.bundle)
-    return remote.options(name=name, scheduling_strategy=where).remote()
+def _actor(remote: Any, name: str, bundle: ActorBundle) -> Any:
+    """Create an actor in its bundle."""
+    strategy = PlacementGroupSchedulingStrategy(bundle.group, bundle.bundle)
+    return remote.options(name=name, scheduling_strategy=strategy).remote()
 
 
-def free_told() -> str:
-    """Say how many CPUs are free on each node."""
+def free_cpus_text() -> str:
+    """Return the number of free CPUs of each node as text."""
     return "; ".join(f"{node.name} has {node.free.get('CPU', 0.0):g} free CPUs" for node in living_nodes())
 
 
 def _connect() -> bool:
-    """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
+    """Connect to Ray unless this process is connected; return whether this call has connected, and so must close."""
     demand_driver()
     silence_deaths()
     if ray.is_initialized():
@@ -370,9 +372,9 @@ def _connect() -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the previous SIGTERM handler; where there is none, unwind the stack, at first between two steps.
+    """Keep the previous SIGTERM handler; without one, set a handler that unwinds the stack, first between two steps.
 
-    So a job saves its run and ends. Ray's own, lower-level handler aborts the process after 3 s, in the middle of that.
+    So a job saves its run and ends. Ray's lower-level handler would abort the process after 3 s, while it saves.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -384,13 +386,13 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def pickled_copies(parts: T) -> T:
-    """Return copies of objects as an actor gets them, with all that their functions close over.
+    """Return copies of objects as an actor gets them, with the closures of their functions.
 
     Args:
         parts: The objects, in a tuple.
 
     Raises:
-        ConfigError: They can't be pickled for the actors; a function that closes over a lock can't.
+        ConfigError: They can't be pickled for the actors, such as a function whose closure has a lock.
     """
     try:
         copies: T = ray.cloudpickle.loads(ray.cloudpickle.dumps(parts))

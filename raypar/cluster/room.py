@@ -1,4 +1,4 @@
-"""What is said where there is no room for actors: what they need, what each node has, and who has the rest."""
+"""The error message if actors have no room: the resources they need, those of the nodes, and who holds them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import Node, amount_text, free_text, room_told, wants
+from raypar.cluster.placement import Node, amount_text, free_text, room_text, wants
 from raypar.schedules.float_sum import float_sum
 
 TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
-_MOST_HOLDERS = 4  # jobs and placement groups that are named
+_MOST_HOLDERS = 4  # jobs and placement groups that a message names
 
 
 def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources) -> str:
-    """Describe what the world needs and what each node of the cluster has.
+    """Describe the resources that the world needs and those of each node of the cluster.
 
     Args:
         world: The ranks.
         nodes: The nodes.
-        why: What follows from it.
-        share: What each actor takes.
+        why: The consequence or the fix, which ends the message.
+        share: The resources of each actor.
     """
     wanted = wants(share)
     need = " and ".join(amount_text(name, world.size * amount) for name, amount in wanted.items())
@@ -40,7 +40,7 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
         others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
     labels = " and ".join(f"{name}={value}" for name, value in share.labels.items())
     on = f" on nodes with {labels}" if labels else ""
-    each = f" ({room_told(nodes, share)})" if len(nodes) > 1 or labels else ""
+    each = f" ({room_text(nodes, share)})" if len(nodes) > 1 or labels else ""
     return (
         f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {' and '.join(have)} "
         f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
@@ -48,10 +48,10 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
 
 
 def holders(own: Collection[str]) -> str:
-    """Say which jobs and placement groups hold CPUs, those with most first; "" if none does.
+    """Name the jobs and placement groups that hold CPUs, those with most first; "" if none does.
 
     Args:
-        own: The ids of groups that do not count.
+        own: The ids of groups to leave out.
     """
     held = Counter[str]()
     for claim in placement_group_table().values():
@@ -64,5 +64,5 @@ def holders(own: Collection[str]) -> str:
 
 
 def _holder(name: str) -> str:
-    """Return the name of the job whose group it is, or the group's own."""
+    """Return the name of the job of a placement group; that of the group if raypar did not create it."""
     return name.partition(" ")[0] if name.startswith("raypar-") else name or "a group without a name"

@@ -1,4 +1,4 @@
-"""Ray tasks on all nodes of a cluster: a function of bytes, and what it returns in the order of its arguments."""
+"""Ray tasks on all nodes of a cluster: a function of bytes, and its results in the order of the arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raypar.cluster.probes import ray_error_reason
 from raypar.errors import JobError
 
-_GROUP = 8 << 20  # bytes of a task, which takes longer than it takes to send it
+_GROUP = 8 << 20  # bytes of a task, so many that computing takes longer than sending
 _AHEAD = 2  # tasks a CPU
-_SECONDS = 600.0  # that the next task may take, from when the one before it is there
+_SECONDS = 600.0  # most seconds between the results of two tasks
 _LOOK = 0.5  # seconds of a wait: Ray ignores Ctrl-C while waiting
 
 
@@ -25,14 +25,14 @@ def is_connected() -> bool:
 
 
 def in_tasks(call: Callable[[bytes], bytes], blocks: Iterable[bytes], cpus: int) -> Generator[bytes, None, None]:
-    """Call a function with each of some blocks, on any node, and yield what it returns, in order.
+    """Call a function with each of some blocks, on any node, and yield the results in order.
 
     A task takes several blocks. One whose node is lost runs again on another node.
 
     Args:
-        call: The function, which every node can import.
+        call: The function, which every node must be able to import.
         blocks: The blocks. They are read a few tasks ahead.
-        cpus: How many tasks run at a time.
+        cpus: Number of tasks that run at a time.
 
     Raises:
         ValueError: The function has raised it.
@@ -70,7 +70,7 @@ def _grouped(blocks: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _answer(task: Any) -> list[bytes]:
-    """Wait for a task, and return what it returns. Raises ValueError, if the function does, or JobError."""
+    """Wait for a task, and return its result. Raises ValueError, if the function does, or JobError."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from raypar.cluster.ray_private import logs_folder
 
-_LINES = 12  # of a log that are told
-_MOST = 1 << 16  # bytes of it that are read
+_LINES = 12  # lines of a log in an error message
+_MOST = 1 << 16  # bytes at the end of a log that are read
 _LONGEST = 300  # characters of a line
 
 _RAYS_OWN = re.compile(r":(?:job_id|actor_name|task_name):|\[[^]]*\] [\w.]+:\d+: |Extension modules: |\s*@ |PC: @|\s*$")
@@ -17,10 +17,10 @@ _CRASHED = "Fatal Python error"  # the head of the stack of a crash in native co
 
 
 def log_of(number: int | None) -> tuple[str, str]:
-    """Return the log file of an actor of this node, and the end of its text; "" and "" if there is none here.
+    """Return the log file of an actor of this node, and the end of its text; "" and "" if there is none.
 
     Args:
-        number: The number of the actor's process; None if it is not known to be of this node.
+        number: The pid of the actor's process; None if it is not known to be on this node.
     """
     folder = None if number is None else logs_folder()
     if folder is None:
@@ -35,7 +35,7 @@ def log_of(number: int | None) -> tuple[str, str]:
 
 
 def shown(text: str) -> tuple[str, ...]:
-    """Return the last lines of a log that the program wrote; of a crash the first lines of its stack."""
+    """Return the last lines of a log that the program wrote; for a crash the first lines of its stack."""
     lines = [line[:_LONGEST] for line in text.splitlines() if not _RAYS_OWN.match(line)]
     crash = next((at for at, line in enumerate(lines) if line.startswith(_CRASHED)), None)
     return tuple(lines[-_LINES:] if crash is None else lines[crash : crash + _LINES])

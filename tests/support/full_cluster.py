@@ -61,5 +61,5 @@ def wait_for_actors(job, count: int, seconds: float = 120.0) -> None:
     end, actors = time.monotonic() + seconds, job._lifetime.actors
     while actors.present < count:
         assert time.monotonic() < end, f"{actors.present} of {count} actors after {seconds:g} s"
-        ray.wait([vacancy.awaited for vacancy in actors.vacancies], timeout=0.2)
+        ray.wait([vacancy.awaited for vacancy in actors.pending], timeout=0.2)
         actors.look()

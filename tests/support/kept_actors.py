@@ -39,7 +39,7 @@ class Pool:
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", waits)
             self._started.append(new)
-            kept = [replace(home, in_use=None) for home in new.homes]  # they are the pool's, not a job's
+            kept = [replace(home, in_use=None) for home in new.bundles]  # they are the pool's, not a job's
             self.idle += zip(new.handles, kept, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[:size], self.idle[size:]
@@ -67,11 +67,11 @@ class Lent(Actors):
     pool: Pool
 
     def end(self, *, is_lost=False):
-        kept = [replace(home, is_left=False) for home in self.homes]  # no node is taken away but in a test's eyes
+        kept = [replace(home, is_draining=False) for home in self.bundles]  # no node is taken away but in a test's eyes
         there = [one for one in zip(self.handles, kept, strict=True) if one[0] is not None]
-        self.handles, self.homes = [], []
-        while self.vacancies:
-            self.vacancies.pop().close()
+        self.handles, self.bundles = [], []
+        while self.pending:
+            self.pending.pop().close()
         left = [handle.leave.remote() for handle, _ in there]
         ray.wait(left, num_returns=len(left), timeout=30)
         for ref, one in zip(left, there, strict=True):

@@ -283,7 +283,7 @@ class Inspection:
                     for rank in everyone
                 ),
                 *(without_rank(found.get(number)) for number in range(len(spare.handles))),
-                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.vacancies),
+                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.pending),
             ]
         )
 

@@ -90,7 +90,7 @@ class ActiveLayout:
         """
         actors, world = self._lifetime.actors, self.loaded.world
         others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
-        actors.seat(rank_assignment(world, layout.world, present, others))
+        actors.assign_ranks(rank_assignment(world, layout.world, present, others))
         if layout is self.layout:
             for rank in range(world.size):
                 self.loaded.calls.replace(rank, actors.handles[rank])
@@ -104,7 +104,7 @@ class ActiveLayout:
             layout: The layout.
             numbers: The number that the actor of each rank has had.
         """
-        self._lifetime.actors.seat(numbers)
+        self._lifetime.actors.assign_ranks(numbers)
         self._stand_in(layout)
 
     def commit(self, layouts: Layouts, holds: Holds) -> None:
@@ -172,7 +172,7 @@ class ActiveLayout:
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
-        homes, here = self._lifetime.actors.homes, own_identity().pid_domain
+        homes, here = self._lifetime.actors.bundles, own_identity().pid_domain
         others = [rank for rank, at in located.items() if at.process.pid_domain != here]
         elsewhere = dict(zip(others, nodes_of(homes[rank] for rank in others), strict=True))
         self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)

@@ -62,7 +62,7 @@ class Lifetime:
             JobError: The job is over.
         """
         handles = self.actors.handles[: world.size]
-        self._calls = Calls(handles, world, timeout, replaces=replaces, witnesses=self.witnesses, server=self.server)
+        self._calls = Calls(handles, world, timeout, replaces=replaces, monitors=self.witnesses, server=self.server)
         return self._calls
 
     def demand_open(self) -> None:

@@ -102,7 +102,7 @@ def test_ranks_that_follow_each_other_get_the_groups_of_one_node(monkeypatch):
     claim.make()
     books.made[1].node, books.made[2].node, books.made[3].node = "c", "a", "b"  # as Ray has chosen
     books.made[0].node = "b"
-    assert [home.node for home in claim.homes()] == ["a", "b", "b", "c"]
+    assert [home.node for home in claim.bundles()] == ["a", "b", "b", "c"]
 
 
 def test_a_tensor_group_shares_one_group_which_its_last_actor_gives_back(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_tensor_group_shares_one_group_which_its_last_actor_gives_back(monkeyp
     claim = claim_of(rp.Mesh(pp=2, tp=2), ["a", "a"], spares=1)
     claim.make()
     claim.wait(1.0)
-    homes = claim.homes()
+    homes = claim.bundles()
     assert [(home.node, home.bundle) for home in homes] == [("a", 0), ("a", 1)] * 2 + [("b", 0)]
     assert [group.name for group in books.made] == ["job pp=0 tp=0", "job pp=1 tp=0", "job spare 4"]
     monkeypatch.setattr(vacancies, "remove_placement_group", books.remove)

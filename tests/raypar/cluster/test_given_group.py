@@ -41,8 +41,8 @@ def test_a_job_is_inside_a_given_group_which_stays(group):
     with rp.launch(RUN, placement_group=group) as job:
         assert groups_that_are_there() == before, "no claim of its own"
         job.train()
-        assert {home.group for home in job._lifetime.actors.homes} == {group}
-        assert [home.bundle for home in job._lifetime.actors.homes] == [0, 1]
+        assert {home.group for home in job._lifetime.actors.bundles} == {group}
+        assert [home.bundle for home in job._lifetime.actors.bundles] == [0, 1]
     assert placement_group_table(group)["state"] == "CREATED"
 
 
@@ -51,7 +51,7 @@ def test_a_job_is_inside_the_group_of_the_task_that_launches_it(group):
     def trial():
         with rp.launch(RUN) as job:
             losses = [report.loss for report in job.train()]
-            return losses, [home.bundle for home in job._lifetime.actors.homes], groups_that_are_there()
+            return losses, [home.bundle for home in job._lifetime.actors.bundles], groups_that_are_there()
 
     before = groups_that_are_there()
     inside = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
@@ -65,7 +65,7 @@ def test_a_group_of_the_task_without_room_is_left_for_one_of_the_jobs_own(group)
     @ray.remote(num_cpus=2)
     def trial():
         with rp.launch(RUN) as job:
-            return {home.group.id.hex() for home in job._lifetime.actors.homes}
+            return {home.group.id.hex() for home in job._lifetime.actors.bundles}
 
     inside = PlacementGroupSchedulingStrategy(group, 1, placement_group_capture_child_tasks=True)
     found = ray.get(trial.options(scheduling_strategy=inside).remote(), timeout=60)

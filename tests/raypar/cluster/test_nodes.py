@@ -12,7 +12,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import nodes as cluster_nodes
 from raypar.cluster import ray_cluster
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.nodes import asked, demand_alike, living_nodes, versions_teller
+from raypar.cluster.nodes import demand_alike, facts_of, living_nodes, versions_collector
 from raypar.cluster.placement import Node
 from raypar.errors import ConfigError, RoomError
 
@@ -24,10 +24,10 @@ def node(name, cpus, free=None):
 
 
 def test_nodes_that_differ_or_do_not_answer_are_refused_all_at_once(monkeypatch):
-    own = versions_teller()()
+    own = versions_collector()()
     told = {"id of b": own | {"torch": "1.0"}, "id of c": "it did not answer within 60 s", "id of d": own}
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
-    monkeypatch.setattr(cluster_nodes, "asked", lambda nodes, tells: told)
+    monkeypatch.setattr(cluster_nodes, "facts_of", lambda nodes, tells: told)
     with pytest.raises(ConfigError) as caught:
         demand_alike([node(name, 1.0) for name in "abcd"])
     first, second = caught.value.faults
@@ -42,7 +42,7 @@ def test_nodes_that_do_not_see_the_runs_folder_are_refused(monkeypatch, tmp_path
         return {one.id: {"is_seen": False} if one.name == "c" and "is_seen" in told else told for one in nodes}
 
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
-    monkeypatch.setattr(cluster_nodes, "asked", asked_of)
+    monkeypatch.setattr(cluster_nodes, "facts_of", asked_of)
     demand_alike([node(name, 1.0) for name in "abc"])
     with pytest.raises(ConfigError) as caught:
         demand_alike([node(name, 1.0) for name in "abc"], tmp_path)
@@ -53,7 +53,7 @@ def test_nodes_that_do_not_see_the_runs_folder_are_refused(monkeypatch, tmp_path
 
 def test_nobody_is_asked_where_all_actors_are_on_the_drivers_node(monkeypatch):
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
-    monkeypatch.setattr(cluster_nodes, "asked", None)
+    monkeypatch.setattr(cluster_nodes, "facts_of", None)
     demand_alike([node("a", 4.0)])
 
 
@@ -63,8 +63,8 @@ def test_a_node_answers_or_says_why_not(cluster):
 
     (here,) = living_nodes()
     assert (here.total["CPU"], here.rack) == (16.0, "")
-    assert asked([here], versions_teller()) == {here.id: versions_teller()()}
-    assert asked([here], fails) == {here.id: "OSError: no disk"}
+    assert facts_of([here], versions_collector()) == {here.id: versions_collector()()}
+    assert facts_of([here], fails) == {here.id: "OSError: no disk"}
 
 
 def test_without_what_is_free_all_of_a_node_counts(cluster, monkeypatch):
@@ -168,15 +168,17 @@ def test_nodes_that_set_up_a_runtime_environment_are_waited_for_longer_and_it_is
         return {}
 
     monkeypatch.setattr(cluster_nodes, "_ANSWER_SECONDS", 0.2)
-    assert asked([here], slow) == {here.id: "it did not answer within 0.2 s"}
+    assert facts_of([here], slow) == {here.id: "it did not answer within 0.2 s"}
     monkeypatch.setattr(cluster_nodes, "_SAY", 0.2)
     context = SimpleNamespace(runtime_env={"pip": ["raypar"]}, get_node_id=lambda: here.id)
     monkeypatch.setattr(cluster_nodes.ray, "get_runtime_context", lambda: context)
     with caplog.at_level(logging.INFO, "raypar"):
-        assert asked([here], slow) == {here.id: {}}
+        assert facts_of([here], slow) == {here.id: {}}
     assert "waiting for 1 nodes to set up the job's runtime_env" in caplog.messages
     monkeypatch.setattr(cluster_nodes, "_SET_UP", 0.2)
-    assert asked([here], slow)[here.id].endswith("within 0.2 s; perhaps it still sets up the job's runtime_env (pip)")
+    assert facts_of([here], slow)[here.id].endswith(
+        "within 0.2 s; perhaps it still sets up the job's runtime_env (pip)"
+    )
 
 
 def test_plan_says_what_would_wait(monkeypatch):

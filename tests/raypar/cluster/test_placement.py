@@ -7,7 +7,7 @@ import pytest
 import raypar as rp
 from raypar.actors.mesh.world import World
 from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import Node, place, placement_lines, room, room_told, split_told
+from raypar.cluster.placement import Node, place, placement_lines, room, room_text, split_message
 
 CPU, GPU, HALF = ActorResources("cpu", 0.0), ActorResources("cuda", 1.0), ActorResources("cuda", 0.5)
 
@@ -99,9 +99,9 @@ def test_what_is_told_names_the_nodes():
     world, nodes = World(rp.Mesh(pp=2, dp=2, tp=2)), nodes_of(5, 2, 1)
     placement = place(world, nodes, CPU)
     assert next(placement_lines(world, placement, nodes)).startswith("n0 (10.0.0.0): pp=0 dp=0 tp=0, pp=0 dp=0 tp=1, ")
-    split = split_told(world, placement, CPU)
+    split = split_message(world, placement, CPU)
     assert "of pp=1 dp=1 lies on n0 (10.0.0.0) and n2 (10.0.0.2), as no node has room for its 2 actors" in split
-    assert "room for 0" in room_told(nodes_of(3), GPU)
+    assert "room for 0" in room_text(nodes_of(3), GPU)
 
 
 def test_of_many_nodes_those_are_named_that_come_nearest():
@@ -110,7 +110,7 @@ def test_of_many_nodes_those_are_named_that_come_nearest():
     nodes = [Node(f"id{i}", f"n{i}", f"n{i}", has, has, {"zone": "y"}) for i in range(64)]
     nodes[40] = Node("id40", "n40", "n40", has, has, {"zone": "x"})
     nodes[50] = Node("id50", "n50", "n50", has | {"disk": 1.0}, has, {"zone": "y"})
-    told = room_told(nodes, share)
+    told = room_text(nodes, share)
     assert told.startswith(
         "n40 has 4 CPUs (4 free) and 0 disk (0 free): room for 0, n50 has label zone=y: room for 0, n0"
     )

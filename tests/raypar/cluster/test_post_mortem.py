@@ -88,7 +88,7 @@ def test_each_end_is_told_by_its_name():
         (died("Exit code: 1. The process receives a SIGTERM."), Exit(1, ""), 0, "ended by SIGTERM", False),
         (died("The actor is dead because it was killed by `ray.kill`."), None, 0, "ended by ray.kill", False),
         (died("The actor died because its node has died. Node Id: 7"), None, 0, "on a node that died", False),
-        (raised, None, 0, "ended by an exception when it was made: ValueError: no", False),
+        (raised, None, 0, "ended by an exception in its constructor: ValueError: no", False),
         (memory, None, 0, "ended by Ray's memory monitor, because its node was short of memory (4.93GB of", True),
         (RaySystemError("broken"), None, 0, "lost (RaySystemError: ", False),
     ):
@@ -103,7 +103,7 @@ def test_a_node_that_does_not_answer_is_told(monkeypatch):
     witnesses = ProcessMonitors()
     monkeypatch.setattr(witnesses, "seen", lambda *_: ProcessReport(is_silent=True))
     assert str(death_of(died("End of file"), 0, witnesses)) == (
-        "It was lost with its node, it seems, from which nothing is heard."
+        "It was lost with its node, it seems, which does not answer."
     )
     assert death_of(died("because its node has died"), 0, witnesses).cause == "on a node that died"
     ended_so = died("the actor's node was terminated expectedly: received SIGTERM because its node has died")
@@ -147,7 +147,7 @@ def test_a_number_in_rays_text_is_not_used_where_containers_share_an_address(add
 
 def test_an_actor_that_rays_memory_monitor_ends_has_died():
     memory = OutOfMemoryError("Memory on the node was 4.93GB used / 23.54GB limit (0.2)\nObject store: ...")
-    verdict = Calls([], World(rp.Mesh(pp=2)), 1.0, witnesses=ended())._verdict({1: memory}, [], "step 3")
+    verdict = Calls([], World(rp.Mesh(pp=2)), 1.0, monitors=ended())._verdict({1: memory}, [], "step 3")
     assert isinstance(verdict, rp.ActorDiedError)
     assert str(verdict) == "actor pp=1 died during step 3"
     assert verdict.__notes__[0].startswith("It was ended by Ray's memory monitor")

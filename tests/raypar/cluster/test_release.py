@@ -37,7 +37,7 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
     actors = Actors(
-        ["a", "b"], owns, "me", "cpu", homes=[ActorBundle("group", bundle, "n", {0, 1}) for bundle in range(2)]
+        ["a", "b"], owns, "me", "cpu", bundles=[ActorBundle("group", bundle, "n", {0, 1}) for bundle in range(2)]
     )
     with caplog.at_level(logging.WARNING, "raypar"):
         actors.end()
@@ -59,7 +59,7 @@ def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(mon
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", remove)
     homes = [ActorBundle(one, 0, "n", {0}) for one in "xy"]
-    Actors(["a", "b"], True, "me", "cpu", homes=homes).end()
+    Actors(["a", "b"], True, "me", "cpu", bundles=homes).end()
     assert asked == ["x"]
 
 

@@ -100,16 +100,16 @@ def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     homes = [ActorBundle("group", bundle, "node") for bundle in range(3)]
     actors = Actors(["a", "b", "c"], False, "me", "cpu", fake.create, fake.claim, homes)
-    actors.vacate(1, "another")
+    actors.replace_actor(1, "another")
     assert (actors.handles, actors.present, fake.killed) == (["a", None, "c"], 2, ["b"])
     actors.look()
     assert actors.present == 2
-    fake.come.add(actors.vacancies[0].awaited)
+    fake.come.add(actors.pending[0].awaited)
     actors.wait_for(3)
-    assert (actors.present, actors.vacancies, actors.homes[3]) == (3, [], homes[1])
+    assert (actors.present, actors.pending, actors.bundles[3]) == (3, [], homes[1])
     new = actors.handles[3]
-    actors.seat([0, 3])
-    assert actors.handles == ["a", new, "c"] and actors.homes == [homes[0], homes[1], homes[2]]
+    actors.assign_ranks([0, 3])
+    assert actors.handles == ["a", new, "c"] and actors.bundles == [homes[0], homes[1], homes[2]]
 
 
 @pytest.mark.parametrize(("alive", "pinned", "stays"), [(True, "n", True), (False, "n", False), (False, "", True)])
@@ -119,8 +119,8 @@ def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, 
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: alive)
     old = ActorBundle("group", 0, pinned)
     actors = Actors(["dead"], False, "me", "cpu", fake.create, fake.claim, [old])
-    actors.vacate(0, "a")
-    assert [home for _, home in fake.created] == [old] * stays and actors.vacancies[0].has_room == stays
+    actors.replace_actor(0, "a")
+    assert [home for _, home in fake.created] == [old] * stays and actors.pending[0].has_room == stays
     assert not fake.removed, "it is one of the job's bundles"
 
 
@@ -130,13 +130,13 @@ def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: node != "gone")
     homes = [ActorBundle("one", 0, "gone", {0}), ActorBundle("two", 0, "there", {0})]
     actors = Actors(["a", "b"], False, "me", "cpu", fake.create, fake.claim, homes)
-    actors.vacate(0, "x")
-    assert fake.removed == ["one"] and not actors.vacancies[0].has_room
-    actors.vacate(1, "x")
-    assert fake.removed == ["one"] and actors.vacancies[1].has_room
+    actors.replace_actor(0, "x")
+    assert fake.removed == ["one"] and not actors.pending[0].has_room
+    actors.replace_actor(1, "x")
+    assert fake.removed == ["one"] and actors.pending[1].has_room
     fake.now = 31.0
     actors.look()
-    assert fake.removed == ["one", "two"] and not actors.vacancies[1].has_room
+    assert fake.removed == ["one", "two"] and not actors.pending[1].has_room
 
 
 def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeypatch):
@@ -150,6 +150,6 @@ def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeyp
     actors.demand_answers(1, "spare")
     assert (actors.handles, actors.present, fake.killed) == (["a", alive, None, None], 2, [dead])
     assert fake.created[3:] == [("spare 1 1", homes[2])], "the home of the dead one"
-    fake.come.add(actors.vacancies[1].awaited)
+    fake.come.add(actors.pending[1].awaited)
     actors.look()
-    assert actors.handles[4:] == [starting] and actors.homes[4:] == [homes[3]]
+    assert actors.handles[4:] == [starting] and actors.bundles[4:] == [homes[3]]

@@ -40,7 +40,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
     witnesses = ProcessMonitors()
     located = {rank: Located("there", identity_of(child)) for rank, child in enumerate(children)}
     witnesses.know(located, dict.fromkeys(located, node))
-    ray.get(witnesses._there[node].know.remote(located), timeout=30)  # it has started
+    ray.get(witnesses._monitors[node].know.remote(located), timeout=30)  # it has started
     first.send_signal(signal.SIGSTOP)
     witnesses.kill(0)
     assert first.wait(10) == -signal.SIGKILL
@@ -50,7 +50,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
     assert seen.exit == (Exit(None, "SIGKILL") if TELLS_EXITS else None)
     assert witnesses.seen(1, node_lives=False) == ProcessReport(is_silent=True), "a node that is gone is not asked"
     monkeypatch.setattr(module, "_ANSWER", 0.2)
-    witness = witnesses._there[node]
+    witness = witnesses._monitors[node]
     ray.kill(witness)
     with pytest.raises(ActorDiedError):
         for _ in range(100):  # until it has ended
@@ -58,14 +58,14 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
             time.sleep(0.05)
     before = time.monotonic()
     assert witnesses.seen(1, node_lives=True) == ProcessReport(is_silent=True) and time.monotonic() - before < 2
-    assert not witnesses._there, "another one is started when actors join again"
+    assert not witnesses._monitors, "another one is started when actors join again"
     witnesses.close()
 
 
 def test_there_is_none_where_all_actors_are_on_the_drivers_node(children):
     witnesses = ProcessMonitors()
     witnesses.know({0: Located("here", identity_of(children[0]))}, {})
-    assert not witnesses._there
+    assert not witnesses._monitors
     children[0].kill()
     children[0].wait()
     assert witnesses.seen(0, node_lives=True).exit == (Exit(None, "SIGKILL") if TELLS_EXITS else None)

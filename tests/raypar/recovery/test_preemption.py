@@ -38,7 +38,7 @@ class TakenAway:
         return ["gone" if home in self.homes else own_node() for home in homes]
 
     def now(self, job, *ranks, seconds=math.inf):
-        self.homes = [job._lifetime.actors.homes[rank] for rank in ranks]
+        self.homes = [job._lifetime.actors.bundles[rank] for rank in ranks]
         self.draining["gone"] = time.time() + seconds
 
 
