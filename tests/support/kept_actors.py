@@ -39,12 +39,12 @@ class Pool:
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", waits)
             self._started.append(new)
-            kept = [replace(home, in_use=None) for home in new.bundles]  # they are the pool's, not a job's
+            kept = [replace(bundle, in_use=None) for bundle in new.bundles]  # they are the pool's, not a job's
             self.idle += zip(new.handles, kept, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[:size], self.idle[size:]
         kept = {"driver": first.driver, "device": first.device}
-        kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
+        kept |= {"create": first.create, "claim": first.claim, "bundles": [bundle for _, bundle in taken]}
         kept |= {"wait_for_nodes": waits.nodes}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)
 
@@ -67,7 +67,7 @@ class Lent(Actors):
     pool: Pool
 
     def end(self, *, is_lost=False):
-        kept = [replace(home, is_draining=False) for home in self.bundles]  # no node is taken away but in a test's eyes
+        kept = [replace(bundle, is_draining=False) for bundle in self.bundles]  # no node is taken away but in a test's eyes
         there = [one for one in zip(self.handles, kept, strict=True) if one[0] is not None]
         self.handles, self.bundles = [], []
         while self.pending:
