@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from raypar.cluster.nodes import facts_of, head_address, lost_nodes, package_version_faults, versions_collector
-from raypar.cluster.placement import Node
-from raypar.cluster.ray_cluster import connected
+from raypar.cluster.lifecycle.ray_cluster import connected
+from raypar.cluster.nodes.nodes import facts_of, head_address, lost_nodes, package_version_faults, versions_collector
+from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import dashboard_address
 from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding

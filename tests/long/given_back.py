@@ -27,7 +27,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 import raypar as rp
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from tests.support.clusters import RAY
 from tests.support.process_tree import command_line, every_process
 

@@ -10,7 +10,7 @@ from unittest import mock
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raypar.cluster.replacement_actors import ActorBundle
+from raypar.cluster.lifecycle.replacement_actors import ActorBundle
 
 
 class FullCluster:
@@ -43,7 +43,10 @@ def without_room(seconds: float = 0.3) -> Iterator[FullCluster]:
         seconds: How long a run waits for room.
     """
     cluster = FullCluster()
-    limits = {"raypar.cluster.replacement_actors._STARTED": 0.0, "raypar.cluster.replacement_actors._ROOM": seconds}
+    limits = {
+        "raypar.cluster.lifecycle.replacement_actors._STARTED": 0.0,
+        "raypar.cluster.lifecycle.replacement_actors._ROOM": seconds,
+    }
     patches = [mock.patch(name, limit) for name, limit in limits.items()]
     patches.append(mock.patch.object(ActorBundle, "give_back", lambda home: cluster.keep(home)))
     for patch in patches:

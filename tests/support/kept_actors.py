@@ -14,9 +14,9 @@ import ray
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.cluster.actors import Actors
-from raypar.cluster.ray_cluster import USUAL_WAITS, start_actors
-from raypar.cluster.replacement_actors import succeeded
+from raypar.cluster.lifecycle.actors import Actors
+from raypar.cluster.lifecycle.ray_cluster import USUAL_WAITS, start_actors
+from raypar.cluster.lifecycle.replacement_actors import succeeded
 
 
 class Pool:
@@ -67,7 +67,9 @@ class Lent(Actors):
     pool: Pool
 
     def end(self, *, is_lost=False):
-        kept = [replace(bundle, is_draining=False) for bundle in self.bundles]  # no node is taken away but in a test's eyes
+        kept = [
+            replace(bundle, is_draining=False) for bundle in self.bundles
+        ]  # no node is taken away but in a test's eyes
         there = [one for one in zip(self.handles, kept, strict=True) if one[0] is not None]
         self.handles, self.bundles = [], []
         while self.pending:

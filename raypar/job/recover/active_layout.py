@@ -10,8 +10,8 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint, newest
-from raypar.cluster.calls import Calls
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.calls.calls import Calls
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from raypar.errors import JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.snapshots import Snapshots
@@ -20,7 +20,7 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.seats import rank_assignment
+from raypar.recovery.rank_assignment import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is

@@ -10,9 +10,9 @@ from pathlib import Path
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.cluster.drain_notices import DrainNotices
-from raypar.cluster.nodes import own_node
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
+from raypar.cluster.nodes.drain_notices import DrainNotices
+from raypar.cluster.nodes.nodes import own_node
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.layout.elastic import Layout, Layouts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from raypar.cluster.nodes import facts_of, living_nodes
+from raypar.cluster.nodes.nodes import facts_of, living_nodes
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.hardware.stop_wait import outlasts, stop_wait
 from raypar.planner.prediction import IN_SLOTS, before_run

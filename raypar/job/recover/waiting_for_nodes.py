@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from raypar.actors.specs.run import Run
-from raypar.cluster.actors import Actors
 from raypar.cluster.interrupts import impatience
-from raypar.cluster.ray_cluster import free_cpus_text
+from raypar.cluster.lifecycle.actors import Actors
+from raypar.cluster.lifecycle.ray_cluster import free_cpus_text
 from raypar.errors import NoRoomError
 from raypar.job.layout.elastic import Layout, Layouts
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
-from raypar.cluster.actors import Actors
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.cluster.control_server import ControlServer
+from raypar.cluster.deaths.process_monitors import ProcessMonitors
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.process_monitors import ProcessMonitors
+from raypar.cluster.lifecycle.actors import Actors
 from raypar.errors import TO_GO_ON, CallError, JobError
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import pytest
 import ray
 
 from raypar.actors.process_identity import own_identity, process_began
-from raypar.cluster.nodes import package_version_faults, versions_collector
-from raypar.cluster.placement import Node
+from raypar.cluster.nodes.nodes import package_version_faults, versions_collector
+from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE
 from raypar.doctor import examination, exposure
 from raypar.doctor import leftovers as left
@@ -392,7 +392,7 @@ def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_f
 
 
 def test_an_address_at_which_nothing_answers_is_a_finding(said, quick, monkeypatch):
-    monkeypatch.setattr("raypar.cluster.ray_cluster.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("raypar.cluster.lifecycle.ray_cluster.ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     code, out, _ = said("doctor", "--no-times")
     assert code == 1

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.cluster import drain_notices as notices
-from raypar.cluster.drain_notices import DrainNotices
-from raypar.cluster.nodes import own_node
+from raypar.cluster.nodes import drain_notices as notices
+from raypar.cluster.nodes.drain_notices import DrainNotices
+from raypar.cluster.nodes.nodes import own_node
 from raypar.paths import FAILURES
 from raypar.reporting.html.events import happenings
 from raypar.reporting.run_folder.read import read
