@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from raypar.actors.errors import FaultsError
 
-TO_GO_ON = "To go on, "  # how a note of a job's error begins that says how Python goes on; commands say their own
+TO_GO_ON = "To go on, "  # the beginning of an error's note with the Python call to continue; commands replace it
 
 
 class ConfigError(FaultsError, ValueError):
-    """The user's mistakes in a run. Lists all of them, each with its fix. Raised before any actor starts.
+    """The user's mistakes in a run, all of them, each with its fix. Raised before any actor starts.
 
     Attributes:
         faults: One sentence per mistake.
@@ -22,7 +22,7 @@ class RoomError(ConfigError):
 
 
 class UnknownNameError(KeyError):
-    """A name that a job does not have. The text says what it has."""
+    """A name that a job does not have. The text lists the names that it has."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError's own text is a repr, with quotes around it
@@ -34,17 +34,17 @@ class JobError(RuntimeError):
 
 @dataclass(frozen=True)
 class Death:
-    """What is known of the end of an actor's process.
+    """The known facts about the end of an actor's process.
 
     Attributes:
-        cause: Why it ended, in words; "" if that is not known, as of a process on another node that tells nothing.
-        exit_code: Its exit code; None if it ended by a signal, or if that is not known.
-        signal: The signal that ended it, such as "SIGKILL"; "" if none did, or if that is not known.
+        cause: Why it ended, in words; "" if not known, as for a process on a node that does not answer.
+        exit_code: Its exit code; None if it ended by a signal, or if not known.
+        signal: The signal that ended it, such as "SIGKILL"; "" if none did, or if not known.
         out_of_memory: Whether it was ended because its node was short of memory.
-        last_action: The last action that it began, such as "1B3 of step 4"; "" if it is not known.
+        last_action: The last action that it began, such as "1B3 of step 4"; "" if not known.
         log: The last lines of its log, or those of a crash; none if they are on another node.
-        log_file: The file that they are from; "" if there is none here.
-        is_preempted: Whether its node was taken away, with notice.
+        log_file: The file of these lines; "" if there is none on this node.
+        is_preempted: Whether its node was preempted, with notice.
     """
 
     cause: str = ""
@@ -57,20 +57,20 @@ class Death:
     is_preempted: bool = False
 
     def __str__(self) -> str:
-        told = f"It was {self.cause}" if self.cause else "Why it died is not known"
-        told += f"; the last action that it began was {self.last_action}." if self.last_action else "."
+        text = f"It was {self.cause}" if self.cause else "Why it died is not known"
+        text += f"; the last action that it began was {self.last_action}." if self.last_action else "."
         if self.log:
-            told += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)
-        return told
+            text += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)
+        return text
 
 
 class ActorDiedError(JobError):
     """An actor's process or node died.
 
     Args:
-        text: The actor, and during what.
-        death: What is known of it, which becomes a note; None if nothing is.
-        rank: Its rank; None if it is not known.
+        text: The message: the actor, and the operation under way.
+        death: The known facts, which become a note; None if there are none.
+        rank: Its rank; None if not known.
     """
 
     def __init__(self, text: str, death: Death | None = None, rank: int | None = None) -> None:
@@ -85,7 +85,7 @@ class StalledError(JobError):
 
 
 class PreemptedError(JobError):
-    """Nodes are taken away, and the run can't go on without them. It was saved, if it has a folder."""
+    """Nodes are being drained, and the run can't go on without them. It was saved, if it has a folder."""
 
 
 class RayLostError(JobError):
@@ -105,8 +105,8 @@ class RelayoutLostError(JobError):
 
 
 class MovedError(RuntimeError):
-    """The layout changed while the actors were asked, so that the answers do not fit together. Ask again."""
+    """The layout changed while the actors were queried, so that the answers are inconsistent. Query again."""
 
 
 class NoRoomError(JobError):
-    """No node has room for another actor in the place of one that is lost."""
+    """No node has room for the replacement of a lost actor."""

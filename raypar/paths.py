@@ -31,7 +31,7 @@ def aside_of(step: int) -> str:
 
 
 def is_aside(name: str) -> bool:
-    """Return whether ``aside_of`` makes such names."""
+    """Return whether a name is one of ``aside_of``."""
     return _ASIDE.fullmatch(name) is not None
 
 
@@ -47,7 +47,7 @@ FAILURES = "failures.jsonl"  # one line per failure that the run has survived, o
 MOST_METRICS = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
-FORECAST = "forecast.json"  # what was predicted of a step before the run: its source, seconds, peaks and actions
+FORECAST = "forecast.json"  # the prediction of a step before the run: its source, seconds, peaks and actions
 LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}
 PROVENANCE = "provenance.json"  # versions, host, commit and command line of the run, and of each time it was resumed
 LOG = "log.txt"  # the messages of the logger "raypar"
@@ -60,7 +60,7 @@ TRACE = "trace.json"  # the trace of raypar trace
 TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run
 RUN_FILES = (*TRAINING_FILES, FAILURES, FORECAST, PROVENANCE, LOG)  # all files that a run itself writes into its folder
 
-RUNS = "runs"  # where the folder "auto" makes a new run folder
+RUNS = "runs"  # the folder in which "auto" creates a new run folder
 AUTO = "auto"
 
 
@@ -70,7 +70,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that a checkpoint is in; None if it is in none."""
+    """Return the run folder of a checkpoint; None if it is in none."""
     above = checkpoint.parent
     return above.parent if above.name == CHECKPOINTS and holds_run(above.parent) else None
 

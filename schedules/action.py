@@ -4,12 +4,12 @@ The spelling is that of ``torch.distributed.pipelining``: ``1F0`` is stage 1's f
 stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` is an action of a whole stage. raypar adds one op,
 ``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch. An asynchronous
 schedule updates each stage by itself: ``1STEP3`` is stage 1's update by step 3 of the schedule. ``1USE2`` lets the
-forwards of stage 1 that come next compute with version 2 of its weights, the one after two of its updates.
-``1VALIDATE3`` finds out whether the update by step 3 was right, once the gradients of all stages are known.
+next forwards of stage 1 compute with version 2 of its weights, the one after two updates.
+``1VALIDATE3`` checks whether the update by step 3 was right, once the gradients of all stages are known.
 
-``1OFFLOAD3`` moves what stage 1 keeps of microbatch 3 for its backward to host memory, and ``1RELOAD3`` brings it back.
+``1OFFLOAD3`` moves what stage 1 saved for the backward of microbatch 3 to host memory, and ``1RELOAD3`` moves it back.
 
-What a stage gives to a later one than the next, a skip connection, has messages of its own, which name the other stage:
+A skip connection, from a stage to a later one than the next, has separate messages, which name the other stage:
 ``0SEND_F3@2`` is stage 0 sending to stage 2, ``2SEND_B3@0`` is stage 2 sending the gradient back.
 """
 
@@ -27,17 +27,17 @@ class Op(StrEnum):
     B            the full backward: ``I``, then ``W``
     I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: the previous stage waits for it
     W            ``weights.grad += ...`` from ``saved.pop(mb)``: only the optimizer waits for it
-    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation; of a skip, to its stage's
-    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``, or of the stage that a skip comes from
-    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient; likewise
-    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``; likewise
+    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation; a skip's to its target
+    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``; a skip's from its source
+    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient; a skip's to its source
+    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``; a skip's from its target
     UNSHARD      ``weights = all_gather(shard)``
     RESHARD      ``weights = None``, the shard stays
     REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
     STEP         ``optimizer.step()`` for everything the rank holds, or for one stage
-    USE          ``weights = versions[...]`` for the forwards of the stage that come next
+    USE          ``weights = versions[...]`` for the next forwards of the stage
     VALIDATE     ``if not vote.wait(): weights, states = copies; optimizer.step()``, and the forwards since again
-    OFFLOAD      ``saved[mb] = saved[mb].to("cpu")``, behind F
+    OFFLOAD      ``saved[mb] = saved[mb].to("cpu")``, after F
     RELOAD       ``saved[mb] = saved[mb].to(device)``, before B or I
     """
 
@@ -124,9 +124,9 @@ class Action(NamedTuple):
         if (microbatch is not None) != wants_microbatch:
             wants = "needs a" if wants_microbatch else "takes no"
             what = {Op.STEP: "step", Op.VALIDATE: "step", Op.USE: "version"}.get(op, "microbatch")
-            raise ValueError(f"{text!r}: {op.value} {wants} {what} number behind")
+            raise ValueError(f"{text!r}: {op.value} {wants} {what} number after it")
         if peer is not None and op not in SENDS and op not in RECVS:
-            raise ValueError(f"{text!r}: {op.value} takes no stage behind @, which SENDs and RECVs of skips have")
+            raise ValueError(f"{text!r}: {op.value} takes no stage after @, which SENDs and RECVs of skips have")
         return cls(stage, op, microbatch, peer)
 
 

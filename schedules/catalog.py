@@ -68,7 +68,7 @@ _TABLE = {  # ``register`` adds to it, in this process only
     "v-min": Entry(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES, default_chunks=2),
     "dualpipe-v": Entry(
         dual_pipe.dualpipe_v,
-        "a V in which a forward of one microbatch stands beside a backward of another",
+        "a V in which a forward of one microbatch is paired with a backward of another",
         dual_pipe.SIZES,
         default_chunks=2,
     ),
@@ -111,7 +111,7 @@ def register(
     forward_only: bool = False,
     is_stream: bool = False,
 ) -> Callable[[G], G]:
-    """Register a schedule of your own under a name: a decorator for the function that generates it.
+    """Register your schedule under a name: a decorator for the function that generates it.
 
     Example: ``@register("zigzag")`` above ``def zigzag(num_ranks, num_microbatches)``. Add a third parameter
     ``num_chunks`` if ranks hold several stages. The function returns a Schedule or plain rows, see ``Entry``; the
@@ -215,7 +215,7 @@ def build(
         chunks: Number of stages on each rank, or None for the schedule's own default.
         steps: Number of steps of an asynchronous schedule, None for 8; others are one step.
         costs: How long actions last, for a schedule that depends on it (zb-1p, zb-2p); None for those of ``simulate``.
-        replicas: The number of replicas of each rank, among which microbatches go in turn; empty: one each.
+        replicas: The number of replicas of each rank, which take microbatches in turn; empty: one each.
         catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
             "mine": Entry(...)})``.
 
@@ -232,14 +232,14 @@ def build(
 
 
 def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Return whether two functions are one, defined twice. One file may be two modules, if one is ``__main__``."""
+    """Return whether two functions are one that was defined twice. A file may be two modules, one ``__main__``."""
 
-    def homes(function: Callable[..., Any]) -> set[tuple[str, str]]:
+    def definitions(function: Callable[..., Any]) -> set[tuple[str, str]]:
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
-        places = (file and str(Path(file).resolve()), getattr(function, "__module__", ""))
-        return {(place, qualified_name(function)) for place in places if place}
+        sources = (file and str(Path(file).resolve()), getattr(function, "__module__", ""))
+        return {(source, qualified_name(function)) for source in sources if source}
 
-    return bool(homes(generate) & homes(other))
+    return bool(definitions(generate) & definitions(other))
 
 
 def _unknown(word: str, known: Iterable[str]) -> ScheduleError:

@@ -1,4 +1,4 @@
-"""The dynamic order of a step: a rank does next what is ready and comes first in its row, as values arrive."""
+"""The dynamic order of a step: each rank performs the first ready action of its row, as values arrive."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raypar.schedules.schedule import Schedule
 
 
 class DynamicOrder:
-    """Says what each rank does next, as values arrive.
+    """Chooses the next actions of each rank, as values arrive.
 
-    A rank computes one action at a time: of those that are ready, the one that comes first in its row. An action is
-    ready when what it needs of its own rank was given to that rank before, for an actor performs its actions in the
-    order in which it gets them, and what it needs of another rank was sent. A rank is given SENDs, RECVs and the
-    actions of whole stages as soon as they are ready.
+    A rank computes one action at a time, the first ready one of its row. An action is ready when the actions of its
+    rank that it needs were issued before it (an actor performs its actions in the order in which it gets them), and the
+    values of other ranks that it needs were sent. SENDs, RECVs and the actions of whole stages are issued as soon as
+    they are ready.
 
-    There is no deadlock, and no rank holds more activations than its row does. An F is taken before its turn only if
-    the rest of the row still finds room. So of the actions that are not done, the one that comes first in an order in
-    which the rows can be performed, may always go. A SEND is given only while fewer than ``send_window`` values are
-    under way to its peer, so that it never blocks, and the RECVs from a peer are given in the order of its SENDs.
+    There is no deadlock, and no rank holds more activations than in the order of its row. An F is issued before its
+    turn only if the rest of the row still has memory. So in any order in which the rows can be performed, the first
+    action that is not done may always be issued. A SEND is issued only while fewer than ``send_window`` values are
+    under way to its peer, so that it never blocks, and the RECVs from a peer are issued in the order of its SENDs.
 
     Args:
         schedule: A lowered training schedule that gathers no weights, and has passed ``check``.
@@ -35,22 +35,22 @@ class DynamicOrder:
         self._ranks = [_Rank(row, schedule) for row in schedule.rows]
         self._sends = [defaultdict[int, deque[Action]](deque) for _ in schedule.rows]  # by receiver and sender
         self._num_left = sum(map(len, schedule.rows))
-        self._under_way = Counter[tuple[int, int]]()  # likewise: values whose RECVs are not done
-        self._sent = set[Action]()  # SENDs that are done, whose RECVs were not given yet
+        self._under_way = Counter[tuple[int, int]]()  # by sender and receiver: values whose RECVs are not done
+        self._sent = set[Action]()  # SENDs that are done, whose RECVs were not issued yet
 
     def take(self, rank: int) -> Iterator[Action]:
-        """Yield what a rank is given now, in its order."""
+        """Yield the actions that a rank is issued now, in their order."""
         here = self._ranks[rank]
         for sends in self._sends[rank].values():
             while sends and sends[0] in self._sent:
                 send = sends.popleft()
                 self._sent.discard(send)
                 self._num_left -= 1
-                yield here.give(here.places[partner(send)])
-        while (place := self._first(here)) is not None:
-            here.ready.remove(place)
+                yield here.issue(here.positions[partner(send)])
+        while (position := self._first(here)) is not None:
+            here.ready.remove(position)
             self._num_left -= 1
-            action = here.give(place)
+            action = here.issue(position)
             if action.op in COMPUTE:
                 here.is_computing = True
             elif action.op in SENDS:
@@ -60,7 +60,7 @@ class DynamicOrder:
             yield action
 
     def done(self, rank: int, action: Action) -> int:
-        """Note that a rank has done an action; return the rank that may be given others for it."""
+        """Record that a rank has done an action; return the rank that may have new ready actions because of it."""
         if action.op in COMPUTE:
             self._ranks[rank].is_computing = False
         elif action.op in SENDS:
@@ -74,22 +74,22 @@ class DynamicOrder:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank was given all its actions."""
+        """Whether all actions of every rank were issued."""
         return not self._num_left
 
     def _first(self, here: _Rank) -> int | None:
-        """Return the place of the first ready action that a rank may be given now; None if there is none."""
-        is_full = False  # then there is no room for a later F either
-        for place in here.ready:
-            action = here.row[place]
+        """Return the position of the first ready action that may be issued to a rank now; None if there is none."""
+        is_full = False  # then there is no memory for a later F either
+        for position in here.ready:
+            action = here.row[position]
             if action.op in SENDS:
                 if self._under_way[self._link(action)] < self._window:
-                    return place
+                    return position
             elif action.op not in COMPUTE:
-                return place
+                return position
             elif not here.is_computing and not (is_full and action.op is Op.F):
-                if here.has_room(place):
-                    return place
+                if here.has_room(position):
+                    return position
                 is_full = True
         return None
 
@@ -99,58 +99,60 @@ class DynamicOrder:
 
 
 class _Rank:
-    """A rank on its way through its row.
+    """A rank and its progress through its row.
 
     Args:
         row: The row.
-        schedule: The schedule that it is of.
+        schedule: The schedule of the row.
 
     Attributes:
         row: The row.
-        places: The place in the row of each action of a microbatch, and of each half of a backward.
-        ready: The places of actions that are ready, in the order of the row; without RECVs, which wait for values.
-        is_computing: Whether it computes an action.
+        positions: The position in the row of each action of a microbatch, and of each half of a backward.
+        ready: The positions of ready actions, in the order of the row; without RECVs, which wait for values.
+        is_computing: Whether the rank computes an action.
     """
 
     def __init__(self, row: Sequence[Action], schedule: Schedule) -> None:
         self.row, self.is_computing = row, False
-        self.places = {value: place for place, action in enumerate(row) for value in provides(action)}
-        found = [_needed(action, self.places, schedule) for action in row]
-        ranked = {one: place for place, one in enumerate(occurrences(row))}
-        for one, others in stage_needs(row).items():
-            found[ranked[one]].update(ranked[other] for other in others)
-        reduces = [place for place, action in enumerate(row) if action.op is Op.REDUCE_GRAD]
-        for before, place in pairwise(reduces):  # replicas reduce in one order
-            found[place].add(before)
+        self.positions = {value: position for position, action in enumerate(row) for value in provides(action)}
+        needed = [_needed(action, self.positions, schedule) for action in row]
+        position_of = {occurrence: position for position, occurrence in enumerate(occurrences(row))}
+        for occurrence, wanted in stage_needs(row).items():
+            needed[position_of[occurrence]].update(position_of[need] for need in wanted)
+        reduces = [position for position, action in enumerate(row) if action.op is Op.REDUCE_GRAD]
+        for before, position in pairwise(reduces):  # replicas reduce in one order
+            needed[position].add(before)
         if row and row[-1] == STEP:
-            found[-1].update(range(len(row) - 1))
-        self._missing = [len(wanted) for wanted in found]
+            needed[-1].update(range(len(row) - 1))
+        self._num_missing = [len(positions) for positions in needed]
         self._frees: defaultdict[int, list[int]] = defaultdict(list)
-        for place, wanted in enumerate(found):
-            for other in wanted:
-                self._frees[other].append(place)
-        self.ready = [place for place, action in enumerate(row) if not found[place] and action.op not in RECVS]
-        # By the length of a part of the row from its start: what is held behind it, and behind what else was given.
+        for position, positions in enumerate(needed):
+            for need in positions:
+                self._frees[need].append(position)
+        self.ready = [
+            position for position, action in enumerate(row) if not needed[position] and action.op not in RECVS
+        ]
+        # By n: the activations held after the first n actions of the row and all later ones that were issued already.
         self._held = [0, *accumulate(HOLDS.get(action.op, 0) for action in row)]
         self._most = max(self._held)
 
-    def give(self, place: int) -> Action:
-        """Give the rank an action that is ready and may go, and return it."""
-        action = self.row[place]
+    def issue(self, position: int) -> Action:
+        """Issue the ready action at a position to the rank, and return it."""
+        action = self.row[position]
         if held := HOLDS.get(action.op, 0):
-            for length in range(place + 1):
+            for length in range(position + 1):
                 self._held[length] += held
-        for other in self._frees[place]:
-            self._missing[other] -= 1
-            if not self._missing[other] and self.row[other].op not in RECVS:
+        for other in self._frees[position]:
+            self._num_missing[other] -= 1
+            if not self._num_missing[other] and self.row[other].op not in RECVS:
                 insort(self.ready, other)
         return action
 
-    def has_room(self, place: int) -> bool:
-        """Return whether the whole row finds room for its activations if this action comes next."""
-        return HOLDS.get(self.row[place].op, 0) <= 0 or max(self._held[: place + 1]) < self._most
+    def has_room(self, position: int) -> bool:
+        """Return whether the activations of the whole row fit in memory if this action comes next."""
+        return HOLDS.get(self.row[position].op, 0) <= 0 or max(self._held[: position + 1]) < self._most
 
 
-def _needed(action: Action, places: dict[Action, int], schedule: Schedule) -> set[int]:
-    """Return the places in an action's row of what it needs, without what another rank sends."""
-    return {places[need] for need in needs(action, schedule) if action.op not in RECVS}
+def _needed(action: Action, positions: dict[Action, int], schedule: Schedule) -> set[int]:
+    """Return the positions in an action's row of what it needs, without what another rank sends."""
+    return {positions[need] for need in needs(action, schedule) if action.op not in RECVS}

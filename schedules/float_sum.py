@@ -10,8 +10,8 @@ from operator import add
 def float_sum(values: Iterable[float]) -> float:
     """Add numbers from the first to the last, each result rounded.
 
-    The built-in ``sum`` does so up to Python 3.11. Since 3.12 it makes up for rounding errors, so that the last bits of
-    its result depend on the Python.
+    The built-in ``sum`` does so up to Python 3.11. Since 3.12 it compensates rounding errors, so that the last bits of
+    its result depend on the version of Python.
 
     Args:
         values: The numbers.

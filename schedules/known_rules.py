@@ -1,7 +1,7 @@
-"""The rules of ``rules.py`` for schedules of millions of actions: each is asked once for a stage and op.
+"""The rules of ``rules.py``, cached by stage and op for schedules of millions of actions.
 
-A rule says the same of all microbatches, so what it said of one is kept and said of the others. It is not so where
-microbatches are cut into slices, whose first and last need less: there a rule is asked each time.
+A rule gives the same result for all microbatches, so its result for one is cached for the others. This does not hold
+where microbatches are cut into slices, whose first and last need less: there each call evaluates the rule.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from raypar.schedules.schedule import Schedule
 Rule = Callable[[Action, Schedule], Sequence[Action]]
 _Kind = tuple[int | None, Op, int | None]  # stage, op and peer: an action without its microbatch
 
-_make = tuple.__new__  # an Action by its own constructor takes twice as long
+_make = tuple.__new__  # the constructor of Action takes twice as long
 
 
 class KnownRule:
-    """A rule that returns actions of the microbatch that it is asked about, such as ``needs``, for one schedule.
+    """A cached rule of one schedule that returns actions of the microbatch of its argument, such as ``needs``.
 
     Args:
         rule: The rule.
@@ -31,14 +31,14 @@ class KnownRule:
         self._known: dict[_Kind, tuple[_Kind, ...]] = {}
 
     def __call__(self, action: Action) -> Sequence[Action]:
-        """Return what the rule returns."""
+        """Return the rule's result for an action."""
         if self._schedule.slices > 1:
             return self._rule(action, self._schedule)
         stage, op, microbatch, peer = action
         found = self._known.get((stage, op, peer))
         if found is None:
-            said = self._rule(action, self._schedule)
-            found = self._known[stage, op, peer] = tuple((one.stage, one.op, one.peer) for one in said)
+            actions = self._rule(action, self._schedule)
+            found = self._known[stage, op, peer] = tuple((one.stage, one.op, one.peer) for one in actions)
         return [_make(Action, (where, what, microbatch, other)) for where, what, other in found] if found else ()
 
 
@@ -54,7 +54,7 @@ class KnownEdges:
         self._known: dict[_Kind, tuple[int, int]] = {}
 
     def __call__(self, action: Action) -> tuple[int, int]:
-        """Return the row that sends and the row that receives, of a SEND or a RECV."""
+        """Return the sending row and the receiving row of a SEND or a RECV."""
         stage, op, _, peer = action
         found = self._known.get((stage, op, peer))
         if found is None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
-_LIKE, _SHORT_LIKE = 0.6, 0.5  # of two letters, as pp, one may be wrong
+_LIKE, _SHORT_LIKE = 0.6, 0.5  # of two letters, as in pp, one may be wrong
 
 
 def near(name: str, names: Iterable[str], most: int = 3, cutoff: float | None = None) -> list[str]:
-    """Return the names that are most like another one, the nearest first; of equally near ones, what begins as it does.
+    """Return the known names most like a misspelled one, the nearest first; of equally near ones, the same beginning.
 
     Args:
-        name: The name that there is not.
-        names: The names that there are.
+        name: The misspelled name.
+        names: The known names.
         most: How many to return at most.
         cutoff: The least likeness, from 0 to 1; None for 0.6, and 0.5 for names of three letters or less.
     """
@@ -30,7 +30,7 @@ def near(name: str, names: Iterable[str], most: int = 3, cutoff: float | None = 
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float | None = None) -> str | None:
-    """Return the name that is most like another one; None if none is near. See ``near``."""
+    """Return the known name most like a misspelled one; None if none is near. See ``near``."""
     return next(iter(near(name, names, 1, cutoff)), None)
 
 

@@ -1,11 +1,11 @@
 """The dependency rules of pipeline parallelism.
 
-Lowering, the check, the simulation, the drawing, the stepper and the trace all ask ``needs`` what an action of one
-microbatch depends on. What stands before or behind an action of a whole stage (UNSHARD, RESHARD, REDUCE_GRAD), which a
-row may have several times, ``stage_needs`` reads off the row. Nothing else in raypar knows what depends on what.
+``needs`` returns what an action of one microbatch depends on; lowering, the check, the simulation, the drawing, the
+stepper and the trace all use it. ``stage_needs`` reads off a row what comes before and after the actions of whole
+stages (UNSHARD, RESHARD, REDUCE_GRAD), which a row may have several times. No other file has a rule of dependency.
 
-A full backward is its two halves, ``B = I + W``: ``needs`` speaks of the halves, and ``provides`` says which of
-them an action brings about.
+A full backward is its two halves, ``B = I + W``: ``needs`` names the halves, and ``provides`` returns the halves that
+an action provides.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from itertools import accumulate
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, WHOLE_STAGE, Action, Op
 from raypar.schedules.schedule import Schedule
 
-#: What an action changes in the number of activations that a rank holds on its device: W gives back what F took, I
-#: holds on to it, and in between they may be in host memory.
+#: The change by an action of the number of activations that a rank holds on its device: W frees what F took, I frees
+#: nothing, and in between they may be in host memory.
 HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: +1}
 
-#: The ops that make the gradients of a stage's inputs.
+#: The ops that compute the gradients of a stage's inputs.
 MAKES_INPUT_GRADIENTS = frozenset({Op.B, Op.I})
 
-#: The ops that compute with a stage's weights, so that these must be whole. W only adds to their gradients.
+#: The ops that compute with a stage's weights, which must be whole for them. W only adds to their gradients.
 USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})
 
-#: The ops that make gradients of a stage's weights, which REDUCE_GRAD sums over the replicas.
+#: The ops that compute gradients of a stage's weights, which REDUCE_GRAD sums over the replicas.
 MAKES_GRADIENTS = frozenset({Op.B, Op.W})
 
-#: An action, and how many equal ones stand before it in its row. Only the actions of whole stages are repeated.
+#: An action, and the number of equal ones before it in its row. Only the actions of whole stages are repeated.
 Occurrence = tuple[Action, int]
 
 
@@ -56,13 +56,13 @@ Occurrence = tuple[Action, int]
 
 
 def held_bytes(op: Op, kept: int, deferred: int, inputs: int = 0) -> int:
-    """Return what an action changes in the bytes that a rank holds on its device for backwards.
+    """Return the change by an action of the bytes that a rank holds on its device for backwards.
 
     Args:
         op: The op of the action.
-        kept: Bytes that an F of its stage keeps.
-        deferred: Bytes that an I keeps for its W.
-        inputs: Bytes of what an F keeps that never go to host memory: the stage's inputs.
+        kept: Bytes that an F of its stage saves.
+        deferred: Bytes that an I saves for its W.
+        inputs: Bytes of the stage's inputs, which an F saves too and which never go to host memory.
     """
     if op is Op.I:
         return deferred - kept
@@ -72,17 +72,17 @@ def held_bytes(op: Op, kept: int, deferred: int, inputs: int = 0) -> int:
 
 
 def why_none_moves(schedule: Schedule) -> str:
-    """Say what a schedule is whose activations can't go to host memory; "" if they can."""
+    """Return the kind of a schedule whose activations can't go to host memory; "" if they can."""
     if schedule.forward_only:
         return "an evaluation"
     return "in slices" if schedule.slices > 1 else "a stream of steps" if schedule.stream else ""
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the largest number of activations that each rank holds at once: those of forwards before their B or W.
+    """Return the largest number of activations that each rank holds at once, each from its F to its B or W.
 
-    Those in host memory do not count. It follows from the order of each row, whenever its actions start. An evaluation
-    holds none.
+    Those in host memory do not count. The order of each row determines the number; start times do not matter. An
+    evaluation holds none.
     """
     if schedule.forward_only:
         return (0,) * schedule.num_ranks
@@ -97,7 +97,7 @@ def gathers(schedule: Schedule) -> bool:
 def most_whole(schedule: Schedule) -> tuple[int, ...]:
     """Return the largest number of stages of each rank whose weights are whole at once.
 
-    It follows from the order of each row. If the schedule has no UNSHARD, it is the number of the rank's stages.
+    The order of each row determines it. If the schedule has no UNSHARD, it is the number of the rank's stages.
     """
     if not gathers(schedule):
         return tuple(len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
@@ -114,7 +114,7 @@ def _whole(row: Sequence[Action]) -> Iterator[frozenset[int | None]]:
 
 
 def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
-    """Return the first and the last action of every time in which a stage is whole, of those that need it so."""
+    """Return the first and the last action that need a stage whole, of each time in which it is whole."""
     opens, closes = set[Action](), set[Action]()
     opened = set[int | None]()
     last: dict[int | None, Action] = {}
@@ -133,7 +133,7 @@ def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
 
 
 def streamed(schedule: Schedule) -> frozenset[Action]:
-    """Return the actions for which alone a stage is whole: its weights may come and go by layers while they run."""
+    """Return the actions that are alone in a time in which their stage is whole: it may be gathered layer by layer."""
     found = (opens_and_closes(row) for row in schedule.rows)
     return frozenset(action for opens, closes in found for action in opens & closes)
 
@@ -147,14 +147,14 @@ def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:
 
 
 def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
-    """What each action of a row needs from the row because of the actions of whole stages in it.
+    """Return what each action of a row needs from the row because of the actions of whole stages in it.
 
-    An F, B or I needs the UNSHARD before it, a RESHARD all that computed with the weights since then, and an UNSHARD
-    the RESHARD before it. REDUCE_GRAD needs the B and W since the one before, and the next B or W needs it; so does the
-    STEP of one stage. An F needs the USE before it, and a USE all F since then, and the STEP that makes its version. A
-    B or I needs the RELOAD before it, which needs the compute action before it. So whatever the order in which ready
-    actions are performed, each gather serves, each reduction and update takes, and each forward computes with, what the
-    row says, and nothing comes back from host memory earlier.
+    An F, B or I needs the UNSHARD before it. A RESHARD needs all actions that computed with the weights since then, and
+    an UNSHARD needs the RESHARD before it. A REDUCE_GRAD needs the B and W since the one before it, and the next B or W
+    needs it; the same holds for the STEP of one stage. An F needs the USE before it. A USE needs all F since the one
+    before it, and the STEP that makes its version. A B or I needs the RELOAD before it, which needs the compute action
+    before it. So in whatever order ready actions are performed, gathers, reductions, updates and versions serve the
+    same actions as in the row, and nothing is reloaded from host memory earlier.
 
     Args:
         row: The row of one rank.
@@ -166,15 +166,15 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
     gathered: dict[int | None, Occurrence] = {}  # by stage: its last UNSHARD or RESHARD
     reduced: dict[int | None, Occurrence] = {}  # by stage: its last REDUCE_GRAD or STEP
     versions: dict[tuple[int | None, int], Occurrence] = {}  # by stage and version: the STEP that makes it
-    used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # since then, what it waits for
-    made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)
+    used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # by stage: its F, B, I since then
+    made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # by stage: its B, W since then
     reloads: dict[tuple[int | None, int | None], Occurrence] = {}  # by stage and microbatch
     computed: Occurrence | None = None  # the last compute action
     for one in occurrences(row):
         stage, op, number, _ = one[0]
         before: list[Occurrence | None] = []
         if op is _UNSHARD or op is _RESHARD or op is _USE:
-            before += used.pop(stage, [gathered.get(stage)])  # what used the weights needs the UNSHARD itself
+            before += used.pop(stage, [gathered.get(stage)])  # these need the UNSHARD themselves
             gathered[stage] = one
             if op is _USE and number is not None:
                 before.append(versions.get((stage, number)))
@@ -203,7 +203,7 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
 
 
 def provides(action: Action) -> tuple[Action, ...]:
-    """What is there once the action is done: the action itself, and for ``B`` both of its halves."""
+    """Return what exists once an action is done: the action itself, and for ``B`` both of its halves."""
     stage, op, microbatch, _ = action
     if op is _B:
         return (Action(stage, _I, microbatch), Action(stage, _W, microbatch))
@@ -211,9 +211,9 @@ def provides(action: Action) -> tuple[Action, ...]:
 
 
 def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """What must be there before the action can start (in terms of ``provides``), apart from ``stage_needs``.
+    """Return what must exist before an action can start (in terms of ``provides``), besides its ``stage_needs``.
 
-    In a lowered schedule a value from another rank is needed as its RECV, and the RECV needs the SEND; before
+    In a lowered schedule an action needs the RECV of a value from another rank, and the RECV needs the SEND; before
     lowering the compute actions need one another directly.
     """
     stage, op, microbatch, _ = action
@@ -234,7 +234,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _of_slices(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The forward of the slice before, or the backward of the slice behind, of the same microbatch and stage."""
+    """Return the forward of the slice before, or the backward of the slice after, of the same microbatch and stage."""
     stage, op, number, _ = action
     if schedule.slices == 1 or number is None:
         return ()
@@ -244,10 +244,10 @@ def _of_slices(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def taken(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The values of other stages that an F, B or I takes, the neighbour's first, then those of skips by their stage.
+    """Return the values of other stages that an F, B or I takes: the neighbour's first, then skips by their stage.
 
-    A value has the name of what brings it about: of its RECV if the schedule is lowered and it comes from another rank,
-    else of the F or I that makes it. That of a skip names both ends: ``0F3@2`` is what stage 2 takes of ``0F3``.
+    A value has the name of the action that provides it: its RECV if the schedule is lowered and it comes from another
+    rank, else the F or I that computes it. A skip's names both ends: ``0F3@2`` is what stage 2 takes of ``0F3``.
     """
     stage, op, microbatch, _ = action
     if stage is None or op not in USES_WEIGHTS:
@@ -264,10 +264,10 @@ def taken(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def awaited(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """What another rank provides of what an action takes, in terms of ``leaving``.
+    """Return the values that an action takes from other ranks, in terms of ``leaving``.
 
-    In a lowered schedule a RECV has its SEND. Before, it is what the action has ``taken`` from other ranks. A VALIDATE
-    always awaits the STEPs of all other stages: ``1STEP3@0`` is what that of stage 0 awaits of stage 1.
+    In a lowered schedule a RECV takes its SEND. Before, an action takes the values of other ranks in ``taken``. A
+    VALIDATE always awaits the STEPs of all other stages: ``1STEP3@0`` is what that of stage 0 awaits of stage 1.
     """
     stage, op, microbatch, _ = action
     if op is _VALIDATE:
@@ -282,9 +282,9 @@ def awaited(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def leaving(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """What an action provides that another rank needs, the other end of ``awaited``: each value for one action there.
+    """Return the values of an action that other ranks need, each for one action: the other end of ``awaited``.
 
-    In a lowered schedule that is a SEND itself; before, the values of an F, or of a B or I, one for each stage.
+    In a lowered schedule it is a SEND itself; before, the values of an F, or of a B or I, one for each stage.
     """
     stage, op, microbatch, _ = action
     if op in SENDS:
@@ -306,13 +306,13 @@ def leaving(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def send_of(value: Action) -> Action:
-    """The SEND that carries a value to the rank that needs it: ``0SEND_F3`` for ``0F3``, ``1SEND_B3`` for ``1I3``."""
+    """Return the SEND of a value to the rank that needs it: ``0SEND_F3`` for ``0F3``, ``1SEND_B3`` for ``1I3``."""
     stage, op, microbatch, peer = value
     return Action(stage, _SEND_F if op is _F else _SEND_B, microbatch, peer)
 
 
 def partner(action: Action) -> Action:
-    """The other end of a communication: ``1RECV_F0`` for ``0SEND_F0``, ``0RECV_B0`` for ``1SEND_B0``, and back."""
+    """Return the other end of a message: ``1RECV_F0`` for ``0SEND_F0``, ``0RECV_B0`` for ``1SEND_B0``, and back."""
     stage, op, microbatch, peer = action
     assert stage is not None
     other, step = _PARTNER[op]
@@ -322,7 +322,7 @@ def partner(action: Action) -> Action:
 
 
 def rank_of(action: Action, schedule: Schedule) -> int:
-    """The row that holds the action's stage, and of several replicas has the action's microbatch."""
+    """Return the row that holds an action's stage; of several replicas, the one that has the action's microbatch."""
     stage, _, microbatch, _ = action
     assert stage is not None
     if schedule.replicas and microbatch is not None:
@@ -331,9 +331,9 @@ def rank_of(action: Action, schedule: Schedule) -> int:
 
 
 def crosses(stage: int, other: int, schedule: Schedule) -> bool:
-    """Whether a value between the two stages has to travel between ranks."""
-    homes = schedule.placement
-    return homes[stage] != homes[other] or schedule.turn(stage) != schedule.turn(other)
+    """Return whether a value between two stages has to travel between ranks."""
+    placement = schedule.placement
+    return placement[stage] != placement[other] or schedule.turn(stage) != schedule.turn(other)
 
 
 def _value(op: Op, recv: Op, stage: int, source: int, microbatch: int | None, schedule: Schedule) -> Action:
@@ -349,7 +349,7 @@ def _skipped(op: Op, recv: Op, stage: int, other: int, microbatch: int | None, s
 
 
 def _makers(values: tuple[Action, ...], schedule: Schedule) -> tuple[Action, ...]:
-    """Return what brings values about, each once: an F or I for all that is taken of it, and RECVs themselves."""
+    """Return the actions that provide values, each once: an F or I for all values taken of it, and RECVs themselves."""
     if not schedule.skips:
         return values
     return tuple(dict.fromkeys(one if one.op in RECVS else one._replace(peer=None) for one in values))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.replicas import replicas_of, turns_of, unlike_replicas
+from raypar.schedules.written_rows import (
+    number_faults,
+    read_rows,
+    replicas_of,
+    turns_of,
+    unlike_replicas,
+    written_skips,
+)
 
-MOST_LISTED = 8
 MOST_SHOWN = 10
 
 
@@ -30,110 +35,6 @@ def first_faults(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
     first = list(islice(every, most))
     more = sum(1 for _ in every)
     return [*first, f"... and {more} more"] if more else first
-
-
-def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
-    """Read the rows of a schedule as a user may write them.
-
-    Args:
-        written: One row for each rank: a sequence of Actions, of texts like "1F0" or of triples like (1, "F", 0); or
-            one text with blanks between the actions.
-
-    Raises:
-        ValueError: Some of it can't be read; the text names the first places.
-    """
-    if isinstance(written, str | bytes) or not isinstance(written, Iterable):
-        raise ValueError(f"{_brief(written)} is no schedule: give one row of actions a rank")
-    rows: list[tuple[Action, ...]] = []
-    faults: list[str] = []
-    for rank, row in enumerate(written):
-        if isinstance(row, bytes) or not isinstance(row, Iterable):
-            faults.append(f"row {rank} is {_brief(row)}: it must be a sequence of actions")
-            continue
-        cells = row.split() if isinstance(row, str) else tuple(row)
-        try:
-            rows.append(tuple(map(_read, cells)))
-        except ValueError:
-            faults += [
-                f"row {rank}, action {place}: {fault}" for place, cell in enumerate(cells) for fault in _faults(cell)
-            ]
-    if faults:
-        more = f"; and {len(faults) - MOST_LISTED} more" if len(faults) > MOST_LISTED else ""
-        raise ValueError("; ".join(faults[:MOST_LISTED]) + more)
-    return tuple(rows)
-
-
-def _placement_of(holders: Mapping[int, Sequence[int]], replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage.
-
-    Args:
-        holders: By stage, the rows that have it.
-        replicas: Number of rows of each pipeline rank; () if each has one.
-    """
-    rank_of = [rank for rank, count in enumerate(replicas) for _ in range(count)]
-    return tuple(rank_of[holders[stage][0]] if rank_of else holders[stage][0] for stage in range(len(holders)))
-
-
-def _number_faults(stages: Collection[int], last_microbatch: int, forwards: int, stream: int) -> Iterator[str]:
-    """Yield what is wrong with the numbers that rows name.
-
-    Args:
-        stages: The stages that they name.
-        last_microbatch: The last microbatch that they name; -1 if none.
-        forwards: How many forwards they have.
-        stream: How many steps they name.
-    """
-    missing = [stage for stage in range(len(stages)) if stage not in stages]
-    if missing:
-        which = ", ".join(map(str, missing[:8]))
-        yield f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."
-    if last_microbatch >= forwards > 0:  # the check takes memory and time by their number
-        only = f"{forwards} forward{'s' * (forwards != 1)}"
-        which = f"microbatch {last_microbatch} is named, but the rows have only {only}"
-        yield f"{which}: number the microbatches 0, 1, 2, ..."
-    if stream and (stream > last_microbatch + 1 or (last_microbatch + 1) % stream):
-        which = f"{last_microbatch + 1} microbatches are not {stream} steps of equal length"
-        yield f"{which}: number the STEPs 0, 1, 2, ..., each of as many microbatches"
-    if not stages:
-        yield "the rows name no F, B, I or W: nothing would be computed"
-
-
-def _skips(rows: Iterable[Sequence[Action]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that the SENDs of skips in some rows name, in order."""
-    ends = ((one.stage or 0, one.peer) for row in rows for one in row if one.peer is not None)
-    return tuple(sorted({(min(pair), max(pair)) for pair in ends}))
-
-
-def _is_validated(rows: Iterable[Sequence[Action]]) -> bool:
-    return any(action.op is Op.VALIDATE for row in rows for action in row)
-
-
-def _read(cell: Any) -> Action:
-    """Read one action; its op may be a text, and its numbers may be numpy's. Raises ValueError."""
-    if isinstance(cell, Action) and cell.op.__class__ is Op:
-        return cell
-    if isinstance(cell, str):
-        return Action.parse(cell)
-    try:
-        stage, op, microbatch, *peers = cell
-        numbers = [number if number is None else index(number) for number in (stage, microbatch, *peers)]
-        action = Action(numbers[0], Op(op), *numbers[1:])
-    except (TypeError, ValueError):
-        raise ValueError(f"{_brief(cell)} is not an action: write Action(1, Op.F, 0), or '1F0'") from None
-    return Action.parse(str(action))
-
-
-def _faults(cell: Any) -> list[str]:
-    try:
-        _read(cell)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _brief(value: object) -> str:
-    text = repr(tuple(value) if isinstance(value, tuple) else value)  # an Action with a text for its op has no repr
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 Written = Iterable[Sequence[Action | str | tuple[int | None, str, int | None]]]
@@ -174,29 +75,29 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of actions, frozen. What is drawn, checked, simulated, stepped and run is this one object.
+    """Rows of actions, frozen. This one object is drawn, checked, simulated, stepped and run.
 
     Make one with a generator (``catalog.build``), from a CSV file, or from any rows with ``Schedule.of``.
 
     Attributes:
         name: The name in messages and pictures.
-        rows: One tuple of actions for each pipeline rank, or for each replica of one, see ``replicas``.
+        rows: One tuple of actions for each pipeline rank, or for each replica of one; see ``replicas``.
         placement: ``placement[stage]`` is the pipeline rank that holds the stage.
         num_microbatches: Number of microbatches of all steps, or of all their slices.
         lowered: Whether the rows contain their communication (SEND and RECV), so that actors can run them.
         forward_only: Whether there is no backward: an evaluation.
         stream: Number of steps of an asynchronous schedule, in which every stage updates its weights by itself, so that
             steps overlap. 0 for a synchronous one, which is one step.
-        replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row
-            of its own, and microbatch k is that of replica k mod r (PipeDream's 1F1B-RR). Empty if a rank is one row.
-        skips: The skip connections, as pairs of stages: the first one gives something to the second one, besides what
-            each stage gives to the next. ``with_skips`` adds them.
-        validated: Whether the updates of a stream are made before the gradients of all stages are known, and validated
-            when they are: there is a VALIDATE for each STEP. ``without_flush`` makes such schedules.
-        slices: In how many slices along its sequence each microbatch is cut. Of several, number n in the rows is slice
-            n mod ``slices`` of microbatch n // ``slices``. ``with_slices`` makes such schedules.
+        replicas: By pipeline rank, the number of its replicas, if ranks have different numbers: each replica has a row,
+            and replica k mod r has microbatch k (PipeDream's 1F1B-RR). Empty if a rank is one row.
+        skips: The skip connections, as pairs of stages: the first one sends values to the second one, besides those
+            that each stage sends to the next. ``with_skips`` adds them.
+        validated: Whether a stream updates weights before the gradients of all stages are known, and validates the
+            updates afterwards: there is a VALIDATE for each STEP. ``without_flush`` makes such schedules.
+        slices: Number of slices along its sequence into which each microbatch is cut. If several, number n in the rows
+            is slice n mod ``slices`` of microbatch n // ``slices``. ``with_slices`` makes such schedules.
         turns: By stage, which of its replicas takes microbatch 0, if that is not always the first: with turn t,
-            microbatch k is that of replica (k + t) mod r. ``dualpipe`` makes such schedules.
+            replica (k + t) mod r has microbatch k. ``dualpipe`` makes such schedules.
     """
 
     name: str
@@ -214,13 +115,13 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
-        """Make a schedule from rows; all that it is follows from them, but skips between stages of one rank.
+        """Make a schedule from rows, which determine all its attributes except skips between stages of one rank.
 
         Args:
             name: The name of the schedule.
             rows: One row for each rank, or for each replica of one; see ``read_rows``.
-            lowered: Whether the rows contain their communication. None: if there is a SEND or RECV. A schedule with no
-                boundary to cross has none, so that this must be given.
+            lowered: Whether the rows contain their communication. None: whether there is a SEND or RECV. A schedule
+                without boundaries between ranks has none, so that the caller must set it.
 
         Raises:
             ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks that do not take
@@ -255,34 +156,35 @@ class Schedule:
         turns = turns_of(frozen, holders) if replicas else ()
         if replicas:
             faults |= dict.fromkeys(unlike_replicas(frozen, holders, replicas, turns))
-        faults |= dict.fromkeys(_number_faults(holders, last_microbatch, forwards, stream))
+        faults |= dict.fromkeys(number_faults(holders, last_microbatch, forwards, stream))
         if faults:
             raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
+        rank_of_row = [rank for rank, count in enumerate(replicas) for _ in range(count)] or range(len(frozen))
         return cls(
-            name=name,
-            rows=frozen,
-            placement=_placement_of(holders, replicas),
+            name,
+            frozen,
+            placement=tuple(rank_of_row[holders[stage][0]] for stage in range(len(holders))),
             num_microbatches=last_microbatch + 1,
             lowered=communicates if lowered is None else lowered,
             forward_only=forward_only,
             stream=stream,
             replicas=replicas,
-            skips=_skips(frozen),
-            validated=_is_validated(frozen),
+            skips=written_skips(frozen),
+            validated=any(action.op is Op.VALIDATE for row in frozen for action in row),
             turns=turns,
         )
 
     @property
     def num_ranks(self) -> int:
-        """Number of rows: of pipeline ranks, or of all their replicas if these have rows of their own."""
+        """Number of rows: of pipeline ranks, or of all their replicas if each replica has a row."""
         return len(self.rows)
 
     @property
     def num_pipeline_ranks(self) -> int:
-        """Number of pipeline ranks, whatever replicas they have."""
+        """Number of pipeline ranks, each counted once with all its replicas."""
         return len(self.replicas) or len(self.rows)
 
-    def home_of(self, row: int) -> int:
+    def pipeline_rank_of(self, row: int) -> int:
         """Return the pipeline rank of a row."""
         if not self.replicas:
             return row
@@ -310,14 +212,14 @@ class Schedule:
         """Return the microbatches of one of a row's stages: all, or each r-th one of a replica among r."""
         if not self.replicas:
             return range(self.num_microbatches)
-        same = self.rows_of(self.home_of(row))
+        same = self.rows_of(self.pipeline_rank_of(row))
         return range((row - same.start - self.turn(stage)) % len(same), self.num_microbatches, len(same))
 
     def label(self, row: int) -> str:
         """Name a row in drawings and messages: ``rank 1``, or ``rank 1.0`` for the first of several replicas."""
         if not self.replicas:
             return f"rank {row}"
-        same = self.rows_of(rank := self.home_of(row))
+        same = self.rows_of(rank := self.pipeline_rank_of(row))
         return f"rank {rank}.{row - same.start}" if len(same) > 1 else f"rank {rank}"
 
     @property
@@ -342,29 +244,29 @@ class Schedule:
 
     @property
     def numbers_a_step(self) -> int:
-        """Number of forwards of a stage in one step: of microbatches, or of their slices."""
+        """Number of forwards of a stage in one step: one for each microbatch, or for each slice of one."""
         return self.num_microbatches // self.num_steps
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, row: int) -> tuple[int, ...]:
         """Return the stages that a row holds, in order."""
-        return self.stages_on(self.home_of(rank))
+        return self.stages_on(self.pipeline_rank_of(row))
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, in order."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return iter(self.rows)
 
     def _repr_svg_(self) -> str | None:
-        """Return the picture for a notebook, or None if the schedule is too large to look at."""
+        """Return the picture for a notebook, or None if the schedule is too large for one."""
         return drawer().svg(self) if self.num_actions <= MOST_DRAWN else None
 
     def save(self, path: str | Path) -> Path:
         """Write a drawing, and return its path.
 
         Args:
-            path: The file. Its ending says what is written: the picture (.svg), the whole grid (.txt), torch's table
+            path: The file. Its ending selects the format: the picture (.svg), the whole grid (.txt), torch's table
                 (.csv) or a trace for Perfetto (.json).
 
         Raises:
@@ -382,7 +284,7 @@ class Schedule:
         )
 
     def __repr__(self) -> str:
-        """Return the grid for a REPL, or one line if the schedule is too large to look at or can't run."""
+        """Return the grid for a REPL, or one line if the schedule is too large for one or can't run."""
         try:
             return drawer().text(self) if self.num_actions <= MOST_DRAWN else self.title
         except ScheduleError:

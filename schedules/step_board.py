@@ -1,4 +1,4 @@
-"""The state of one training step that is performed move by move: which moves are ready, and why another one is not."""
+"""The state of one training step that is performed move by move: which moves are ready, and why others are not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import simulate
 
 _MOST_SHOWN = 8
-_LONGEST_NAME = 40  # characters of a text that are looked at for what it may mean
-_MOST_HINTS = 4  # names that are offered in place of one that is not there
-_LONGEST, _SHORT = 16, 6  # lines of an explanation that was asked for, and of one in a refusal
+_LONGEST_NAME = 40  # characters of a text that are compared with the names of actions
+_MOST_HINTS = 4  # suggestions for an unknown name
+_LONGEST, _SHORT = 16, 6  # lines of the explanation of ``why``, and of one in an error message
 
 
 class Move(NamedTuple):
@@ -27,7 +27,7 @@ class Move(NamedTuple):
 
     Attributes:
         actions: One ``(pipeline rank, action)`` for each action.
-        before: How many equal moves come before it in the step: an action of a whole stage may be repeated.
+        before: Number of equal moves before it in the step: an action of a whole stage may be repeated.
     """
 
     actions: tuple[tuple[int, Action], ...]
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
     @property
     def head(self) -> Action:
-        """Return the action that stands for the move; for a SEND and its RECV that is the SEND."""
+        """Return the action that names the move; for a SEND and its RECV that is the SEND."""
         return self.actions[0][1]
 
     @property
@@ -56,7 +56,7 @@ class Why:
         asked: The action of the move that the user asked about.
         status: ``done``, ``ready`` or ``waits``.
         waits_for: The same for each move that it waits for.
-        more: Number of moves that it waits for too and that ``waits_for`` leaves out.
+        more: Number of further moves that it waits for, which ``waits_for`` leaves out.
     """
 
     move: Move
@@ -80,7 +80,7 @@ class Why:
 
     @property
     def brief(self) -> str:
-        """Return the explanation if it has few lines; else what the move itself waits for, and how to go on."""
+        """Return the explanation if it has few lines; else what the move itself waits for, and what to do next."""
         if self.full.count("\n") < _SHORT:
             return self.full
         direct = [str(why.move) for why in self.waits_for[:_MOST_HINTS]]
@@ -89,14 +89,14 @@ class Why:
         return f'{waits}\n{self._next()}; why("{self.asked}") has the chain in between'
 
     def __repr__(self) -> str:
-        told = self.full.splitlines()
-        if len(told) <= _LONGEST:
+        lines = self.full.splitlines()
+        if len(lines) <= _LONGEST:
             return self.full
-        kept = _LONGEST - 2
-        return "\n".join([*told[:kept], f"... {len(told) - kept} lines more are in why(...).full", self._next()])
+        shown = _LONGEST - 2
+        return "\n".join([*lines[:shown], f"... {len(lines) - shown} lines more are in why(...).full", self._next()])
 
     def _next(self) -> str:
-        """Say which moves are ready of those that it waits for."""
+        """Name the ready moves among those that it waits for."""
         dos = " or ".join(f'do("{cause}")' for cause in self.causes[:_MOST_HINTS])
         return f'next: {dos}; run_to("{self.asked}") takes it and all before it'
 
@@ -112,7 +112,7 @@ class Why:
 
 
 class MoveError(ValueError):
-    """A move that does not exist in the step, is done already or is not ready; the text says what to do instead."""
+    """A move that does not exist in the step, is done already or is not ready; the message says what to do instead."""
 
 
 class Board:
@@ -126,12 +126,12 @@ class Board:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.taken: list[Move] = []
-        self._there: set[Action] = set()  # what the actions taken have brought about
-        self._set_out(schedule)
+        self._there: set[Action] = set()  # what the actions taken provide
+        self._count_moves(schedule)
 
     @property
     def left(self) -> tuple[Move, ...]:
-        """Return the moves that are left, in the schedule's order, in which each one is ready when its turn comes."""
+        """Return the moves that are left, in the schedule's order, in which each one becomes ready in time."""
         return tuple(self._left)
 
     @property
@@ -144,7 +144,7 @@ class Board:
         return tuple(move for move in self.left if not self._blockers(move))
 
     def find(self, action: str | Action) -> Move:
-        """Return the move that an action belongs to, for a repeated action the first one that is left.
+        """Return the move of an action; for a repeated action, the first one that is left.
 
         Args:
             action: An Action, or a text like "1F0".
@@ -162,7 +162,7 @@ class Board:
         return move
 
     def demand_ready(self, action: str | Action) -> Move:
-        """Return the move that an action belongs to, if it is ready.
+        """Return the move of an action, if it is ready.
 
         Args:
             action: An Action, or a text like "1F0".
@@ -188,7 +188,7 @@ class Board:
         self.taken.append(move)
 
     def why(self, action: str | Action) -> Why:
-        """Say what an action waits for, down to the moves that are ready.
+        """Explain what an action waits for, down to the moves that are ready.
 
         Args:
             action: An Action, or a text like "1F0".
@@ -240,18 +240,18 @@ class Board:
         mixed = replace(schedule, name=name, rows=tuple(rows))
         demand_sound(mixed)
         self.schedule = mixed
-        self._set_out(mixed)
+        self._count_moves(mixed)
 
     def _left_of(self, action: Action) -> Iterator[Action]:
-        """What is left to do of an action: of a B whose I is done its W. An action of a whole stage may come again."""
+        """Yield what is left to do of an action: the W of a B whose I is done. Actions of whole stages may repeat."""
         if action.op in WHOLE_STAGE:
             yield action
             return
         missing = [value for value in provides(action) if value not in self._there]
         yield from (action,) if len(missing) == len(provides(action)) else missing
 
-    def _set_out(self, schedule: Schedule) -> None:
-        """Compute the moves of a schedule that are left, and what they need of their own rows."""
+    def _count_moves(self, schedule: Schedule) -> None:
+        """Compute the moves of a schedule that are left, and what they need of their rows."""
         done = set(self.taken)
         self._moves_of: defaultdict[Action, list[Move]] = defaultdict(list)  # in the schedule's order
         self._left: dict[Move, None] = {}
@@ -266,7 +266,7 @@ class Board:
                 self._stage_needs[one] += wanted  # replicas share the actions of their whole stage
 
     def _next(self, name: Action) -> Move | None:
-        """Return the first move that is left of those with this action."""
+        """Return the first move with this action that is left."""
         return next((move for move in self._moves_of[name] if move in self._left), None)
 
     def _blockers(self, move: Move) -> list[Move]:
@@ -283,14 +283,14 @@ class Board:
         """Return the move that provides a value; one half of a backward may be provided by the full backward B."""
         return self._next(value) or self._moves_of[Action(value.stage, Op.B, value.microbatch)][0]
 
-    def _why(self, move: Move, told: set[Move]) -> Why:
-        """Explain a move; moves in ``told`` are explained elsewhere in the tree."""
+    def _why(self, move: Move, explained: set[Move]) -> Why:
+        """Explain a move; moves in ``explained`` are explained elsewhere in the tree."""
         blockers = self._blockers(move)
         if not blockers:
             return Why(move, move.head, "ready")
-        told.add(move)
+        explained.add(move)
         shown = blockers[:_MOST_SHOWN]
-        found = tuple(Why(one, one.head, "waits") if one in told else self._why(one, told) for one in shown)
+        found = tuple(Why(one, one.head, "waits") if one in explained else self._why(one, explained) for one in shown)
         return Why(move, move.head, "waits", found, len(blockers) - len(shown))
 
     def _known(self, action: str | Action) -> Action:
@@ -308,7 +308,7 @@ class Board:
 def moves(schedule: Schedule) -> Iterator[Move]:
     """Yield the moves of a lowered training schedule, in an order in which each one comes after those that it needs."""
     taken: Counter[tuple[int, Action]] = Counter()
-    together: Counter[tuple[Action, int]] = Counter()  # how many replicas have come to an action of their whole stage
+    together: Counter[tuple[Action, int]] = Counter()  # number of replicas that reached an action of their whole stage
     # The sort is stable: events with equal start times keep the order of simulate, in which causes come before effects.
     for event in sorted(simulate(schedule).events, key=lambda event: event.start):
         action = event.action
@@ -316,7 +316,7 @@ def moves(schedule: Schedule) -> Iterator[Move]:
             other = partner(action)
             yield Move(((event.rank, action), (rank_of(other, schedule), other)))
         elif action.op not in RECVS and action.op is not Op.STEP:
-            before, rows = taken[event.rank, action], schedule.rows_of(schedule.home_of(event.rank))
+            before, rows = taken[event.rank, action], schedule.rows_of(schedule.pipeline_rank_of(event.rank))
             taken[event.rank, action] += 1
             if action.op in WHOLE_STAGE:
                 together[action, before] += 1
@@ -338,8 +338,7 @@ def _listed(ready: tuple[Move, ...]) -> str:
 
 
 def _instead(wanted: Action, every: Sequence[Action]) -> str:
-    """What there is instead of an action that a step does not have: the halves of a backward, its whole, or names that
-    come close."""
+    """Suggest actions instead of one that a step does not have: the halves of a backward, its whole, or close names."""
     whole, first, second = (wanted._replace(op=op) for op in (Op.B, Op.I, Op.W))
     if wanted.op is Op.B and first in every:
         return f": this backward is split, take {first} and then {second}"
@@ -349,7 +348,7 @@ def _instead(wanted: Action, every: Sequence[Action]) -> str:
 
 
 def _meant(text: str, every: Sequence[Action]) -> str:
-    """What a text may mean: names of which it says all but the stage or the microbatch, or names that come close."""
+    """Suggest the actions that a text may mean: the same without the stage or the microbatch, or close names."""
     said = re.sub(r"[^0-9A-Z_]", "", text[:_LONGEST_NAME].upper())
     names = dict.fromkeys(every)
     half = [str(name) for name in names if said in (str(name), str(name._replace(stage=None)), _stage_and_op(name))]
@@ -363,7 +362,7 @@ def _stage_and_op(name: Action) -> str:
 
 
 def maker_of(action: Action, actions: Collection[Action]) -> Action:
-    """The one of these actions that has made what is to be seen of another: of a SEND what it sends."""
+    """Return the action, one of these, that made the tensors to show for another one: for a SEND, those it sends."""
     if action.op is Op.SEND_F:
         return action._replace(op=Op.F, peer=None)
     if action.op is Op.SEND_B:
@@ -373,7 +372,7 @@ def maker_of(action: Action, actions: Collection[Action]) -> Action:
 
 
 def makes_tensors(action: Action) -> bool:
-    """Return whether an action makes tensors that can be shown. The backward of stage 0 does not: it sends none on."""
+    """Return whether an action makes tensors that can be shown. The backward of stage 0 does not: it sends none."""
     if action.op in (Op.B, Op.I):
         return action.stage != 0
     return action.op is Op.F or action.op in RECVS

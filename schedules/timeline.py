@@ -1,4 +1,4 @@
-"""The timeline: what a schedule leaves behind, simulated or measured."""
+"""The timeline: when each action of a schedule started and ended, simulated or measured."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Event(NamedTuple):
         actor: The actor's coordinates, such as ``pp=1 dp=0 tp=3``.
         action: The action; REDUCE_GRAD for a bucket, UNSHARD for a unit.
         start: When it started, in seconds on the timeline's clock.
-        end: When it ended, likewise.
+        end: When it ended, in seconds on the same clock.
         bytes: Bytes sent or received; 0 for a compute action.
-        bucket: Number of the bucket of gradients that is reduced, or of the unit of weights that is gathered, beside
-            the actions; None for an action of the row. A simulated gather is one unit.
+        bucket: Number of the bucket of gradients that is reduced, or of the unit of weights that is gathered, while
+            other actions run; None for an action of the row. A simulated gather is one unit.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What of its stage is reduced or gathered beside the actions, "bucket 2" or "unit 2"; "" for all else."""
+        """The part of its stage that is reduced or gathered, "bucket 2" or "unit 2"; "" for an action of the row."""
         if self.bucket is None or self.action.op in MOVES:
             return ""
         return f"{'unit' if self.action.op is Op.UNSHARD else 'bucket'} {self.bucket}"
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 class Timeline:
     """The events of one pipeline, each rank's in their order.
 
-    A rank has one event at a time, apart from buckets and units. With several replicas, one timeline shows one of them.
+    A rank has one event at a time, except for buckets and units. With several replicas, a timeline shows one of them.
     A measured timeline may be incomplete, as after a failed step.
 
     Attributes:
@@ -72,7 +72,7 @@ class Timeline:
         """Write a drawing, and return its path.
 
         Args:
-            path: The file. Its ending says what is written: the picture (.svg), the whole grid (.txt) or a trace for
+            path: The file. Its ending selects the format: the picture (.svg), the whole grid (.txt) or a trace for
                 Perfetto (.json).
 
         Raises:
@@ -125,9 +125,9 @@ class Timeline:
 
     @property
     def happened(self) -> Schedule:
-        """The schedule with its rows in the order in which the actions came: another one where arrival decides.
+        """The schedule with its rows in the order in which the actions happened, which differs if arrival decides it.
 
-        Of several actors of a rank it is that of the first. It can be saved, checked and run as any other one.
+        Of several actors of a rank it is the order of the first. It can be saved, checked and run as any other one.
         """
         rows: list[list[Action]] = [[] for _ in self.schedule.rows]
         actors: dict[int, str] = {}
@@ -138,7 +138,7 @@ class Timeline:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The largest number of activations that each rank holds at once: those of forwards before their B, or I and W.
+        """The largest number of activations that each rank holds at once, each from its F to its B, or I and W.
 
         Those in host memory do not count. An evaluation holds none.
         """

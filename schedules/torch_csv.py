@@ -1,7 +1,7 @@
-"""The CSV files of ``torch.distributed.pipelining``, read and written: a line for each rank, an action in each cell.
+"""Reading and writing the CSV files of ``torch.distributed.pipelining``: a line for each rank, a cell for each action.
 
 Since torch 2.15 a file with communication also names the waits for sends and for reductions: ``0WAIT_SEND_F3`` comes
-after ``0SEND_F3``, ``2WAIT_REDUCE_GRAD`` after ``2REDUCE_GRAD``. They are no actions of raypar: its ranks wait for
+after ``0SEND_F3``, ``2WAIT_REDUCE_GRAD`` after ``2REDUCE_GRAD``. Raypar has no such actions: its ranks wait for
 their own sends, and STEP waits for the reductions.
 """
 

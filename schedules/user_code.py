@@ -1,4 +1,4 @@
-"""Schedule generators of the user's own, given as a word.
+"""Schedule generators of the user, named by a word.
 
 A word is ``path/to/file.py:function``, ``package.module:function``, or a name of the entry point group
 ``raypar.schedules``. Naming a generator runs the user's code.

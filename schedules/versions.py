@@ -1,6 +1,6 @@
-"""Versions of weights in an asynchronous schedule: which one a microbatch computes with, and which ones a stage keeps.
+"""Versions of weights in an asynchronous schedule: the one that a microbatch computes with, and those a stage keeps.
 
-Version 0 of a stage's weights is the one that the schedule begins with, and version k + 1 the one that ``STEPk`` makes.
+A stage begins with version 0 of its weights, and ``STEPk`` makes version k + 1.
 A forward computes with the version of the ``USE`` before it (version 0 if there is none), and its backward with the
 same one.
 """
@@ -30,7 +30,7 @@ def versions_used(row: Sequence[Action], stage: int) -> dict[int, int]:
 
 
 def versions_in(schedule: Schedule, stage: int) -> dict[int, int]:
-    """Return what ``versions_used`` does, of all replicas of a stage."""
+    """Return the result of ``versions_used`` for all replicas of a stage together."""
     rows = schedule.rows_of(schedule.placement[stage])
     return {key: version for row in rows for key, version in versions_used(schedule.rows[row], stage).items()}
 
@@ -88,9 +88,9 @@ def most_versions(schedule: Schedule) -> tuple[int, ...]:
     if not schedule.stream:
         return (1,) * schedule.num_stages
     most = []
-    for stage, home in enumerate(schedule.placement):
+    for stage, rank in enumerate(schedule.placement):
         count = 1
-        for row in schedule.rows_of(home):
+        for row in schedule.rows_of(rank):
             versions = Versions(schedule.rows[row], stage)
             for action in schedule.rows[row]:
                 versions.perform(action)
@@ -101,11 +101,11 @@ def most_versions(schedule: Schedule) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How old the weights are that an asynchronous schedule computes gradients with.
+    """The age of the weights with which an asynchronous schedule computes gradients.
 
     Attributes:
         versions: By stage, the most versions that it keeps.
-        delays: By stage, the fewest and the most steps that a gradient is behind the weights that it changes.
+        delays: By stage, the fewest and the most steps by which a gradient is older than the weights that it changes.
         mixed: The first microbatch for which two stages use unequal versions: (microbatch, stage, its version, other
             stage, its version); None if there is none.
     """
@@ -115,21 +115,21 @@ class Staleness:
     mixed: tuple[int, int, int, int, int] | None
 
     def lines(self) -> list[str]:
-        """Return the figures in words, a sentence a line."""
+        """Return the figures as text, a sentence a line."""
         oldest = " ".join(str(most) if least == most else f"{least}-{most}" for least, most in self.delays)
-        told = [
+        lines = [
             f"versions of weights kept by stage: {' '.join(map(str, self.versions))}",
             f"steps by which the weights of a gradient are older than those that it changes, by stage: {oldest}",
         ]
         if self.mixed is None:
-            return [*told, "all stages compute a microbatch with the same version"]
+            return [*lines, "all stages compute a microbatch with the same version"]
         microbatch, stage, version, other, its = self.mixed
         trace = f"{stage}F{microbatch} computes with version {version}, {other}F{microbatch} with version {its}"
-        return [*told, f"stages compute a microbatch with unequal versions: {trace}"]
+        return [*lines, f"stages compute a microbatch with unequal versions: {trace}"]
 
 
 def staleness(schedule: Schedule) -> Staleness:
-    """Return how old the weights are that a schedule computes gradients with.
+    """Return the age of the weights with which a schedule computes gradients.
 
     Args:
         schedule: The schedule, lowered or not. A synchronous one has one version and no delay.

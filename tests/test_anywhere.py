@@ -10,7 +10,7 @@ from tests.support.conditions import CONDITIONS, lacks, run_under
 
 SUSPECTS = (  # without Ray, so that they are quick
     "tests/raypar/cluster/test_hosts.py::test_hosts_are_apart_and_reach_one_another_until_the_cable_is_cut",
-    "tests/raypar/cluster/test_release.py",
+    "tests/raypar/cluster/lifecycle/test_release.py",
     "tests/raypar/reporting/html/test_live.py",
     "tests/actors/data/test_text_files.py::test_a_device_is_no_missing_file",
 )

@@ -183,7 +183,7 @@ def test_a_wrong_import_is_seen(path, source):
         ("raypar/reporting/trackers/gauges.py", "from ray.util.metrics import Gauge"),
         ("actors/layers/a.py", "from ..mesh.mesh import Mesh\nfrom . import linear"),
         (
-            "raypar/cluster/calls.py",
+            "raypar/cluster/calls/calls.py",
             "import ray\nfrom raypar.actors.worker.worker import Worker\nfrom ..config.run import Run",
         ),
         ("tests/test_a.py", "import ray, torch\nfrom raypar import job"),
@@ -375,12 +375,13 @@ MAY_IMPORT = {
     ),
     "raypar": "actors schedules",
     "raypar/calibration": (
-        "actors actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster raypar/config "
-        "raypar/job raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
+        "actors actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job raypar/planner "
+        "raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
     ),
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/hugging_face actors/mesh actors/models actors/optim actors/specs "
-        "raypar raypar/cluster raypar/config raypar/config/validate schedules"
+        "raypar raypar/cluster/calls raypar/config raypar/config/validate schedules"
     ),
     "raypar/cli": (
         "actors actors/data actors/specs raypar raypar/calibration raypar/checkpoint raypar/cli/plan "
@@ -390,9 +391,10 @@ MAY_IMPORT = {
         "raypar/stepping schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
-        "actors actors/mesh actors/specs raypar raypar/cli/words raypar/cluster raypar/config raypar/planner "
-        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/planner/search "
-        "raypar/planner/sizes raypar/planner/timing raypar/reporting schedules schedules/drawing"
+        "actors actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
+        "raypar/cluster/placement raypar/config raypar/planner raypar/planner/calibrated "
+        "raypar/planner/hardware raypar/planner/memory raypar/planner/search raypar/planner/sizes "
+        "raypar/planner/timing raypar/reporting schedules schedules/drawing"
     ),
     "raypar/cli/schedules": (
         "actors/specs raypar raypar/cli/words raypar/config raypar/planner/fleet raypar/reporting/html "
@@ -404,14 +406,23 @@ MAY_IMPORT = {
     ),
     "raypar/cli/train": (
         "actors actors/data actors/mesh actors/models actors/specs raypar raypar/checkpoint raypar/cli "
-        "raypar/cli/words raypar/cluster raypar/config raypar/config/validate raypar/job raypar/job/start "
-        "raypar/job/text raypar/parity raypar/planner raypar/planner/calibrated raypar/planner/hardware "
-        "raypar/recovery raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/cli/words raypar/cluster/lifecycle raypar/config raypar/config/validate raypar/job "
+        "raypar/job/start raypar/job/text raypar/parity raypar/planner raypar/planner/calibrated "
+        "raypar/planner/hardware raypar/recovery raypar/reporting raypar/reporting/run_folder schedules "
+        "schedules/drawing"
     ),
     "raypar/cli/words": (
         "actors actors/specs raypar raypar/config schedules schedules/drawing schedules/passes schedules/simulation"
     ),
-    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner/hardware schedules",
+    "raypar/cluster": "actors raypar",
+    "raypar/cluster/calls": "actors actors/specs raypar raypar/cluster raypar/cluster/deaths schedules",
+    "raypar/cluster/deaths": "actors actors/specs raypar raypar/cluster raypar/cluster/nodes",
+    "raypar/cluster/lifecycle": (
+        "actors actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes raypar/cluster/placement "
+        "raypar/planner/hardware schedules"
+    ),
+    "raypar/cluster/nodes": "actors raypar raypar/cluster raypar/cluster/placement",
+    "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker/build "
         "raypar raypar/cluster raypar/config/validate raypar/planner raypar/planner/hardware "
@@ -423,25 +434,27 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar raypar/config "
         "raypar/planner/hardware schedules"
     ),
-    "raypar/doctor": "actors actors/collective raypar raypar/cluster schedules",
     "raypar/job": (
-        "actors actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
-        "raypar/config raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover "
-        "raypar/job/start raypar/job/steps raypar/job/text raypar/planner raypar/planner/hardware "
-        "raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping schedules"
+        "actors actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
+        "raypar/job/look raypar/job/recover raypar/job/start raypar/job/steps raypar/job/text raypar/planner "
+        "raypar/planner/hardware raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping "
+        "schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
         "raypar/planner raypar/planner/hardware raypar/reporting schedules"
     ),
     "raypar/job/look": (
-        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster raypar/config "
-        "raypar/job/start raypar/job/steps raypar/planner raypar/reporting schedules schedules/drawing"
+        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster/calls "
+        "raypar/config raypar/job/start raypar/job/steps raypar/planner raypar/reporting schedules "
+        "schedules/drawing"
     ),
     "raypar/job/recover": (
         "actors actors/checkpoint actors/mesh actors/relayout actors/specs raypar raypar/checkpoint "
-        "raypar/cluster raypar/config raypar/job/layout raypar/job/start raypar/planner "
-        "raypar/planner/hardware raypar/planner/memory raypar/recovery schedules"
+        "raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
+        "raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware raypar/planner/memory "
+        "raypar/recovery schedules"
     ),
     "raypar/job/start": (
         "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
@@ -450,8 +463,8 @@ MAY_IMPORT = {
     ),
     "raypar/job/steps": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker/build raypar "
-        "raypar/checkpoint raypar/cluster raypar/config raypar/job/recover raypar/job/start raypar/recovery "
-        "raypar/reporting raypar/stepping schedules schedules/passes"
+        "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover "
+        "raypar/job/start raypar/recovery raypar/reporting raypar/stepping schedules schedules/passes"
     ),
     "raypar/job/text": (
         "actors actors/data actors/specs raypar raypar/config raypar/config/validate raypar/job/start "
@@ -508,8 +521,8 @@ MAY_IMPORT = {
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
         "actors actors/checkpoint actors/data_parallel actors/inspect actors/mesh actors/models "
-        "actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting "
-        "schedules schedules/drawing"
+        "actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
+        "raypar/config raypar/reporting schedules schedules/drawing"
     ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",

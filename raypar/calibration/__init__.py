@@ -1,1 +1,1 @@
-"""``raypar calibrate``: measures what predictions need on the user's machine or cluster, on actors like a run's."""
+"""``raypar calibrate``: measures the speeds that predictions need on the user's machines, on actors like a run's."""

@@ -20,16 +20,16 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
 from raypar.calibration.probes import probed
 from raypar.calibration.solved import solved, without_unmeasured
-from raypar.cluster.placement import Node
-from raypar.cluster.probes import answers, probes
-from raypar.cluster.ray_cluster import connected
+from raypar.cluster.lifecycle.ray_cluster import connected
+from raypar.cluster.nodes.probes import answers, probes
+from raypar.cluster.placement.placement import Node
 from raypar.errors import JobError
 from raypar.planner.calibrated.calibration import FORMAT, Calibration, GroupTime, MeasuredUpdate, Origin, busy_with
 from raypar.planner.memory.worker import process_bytes
 
-_CALL = 60.0  # seconds in which an actor answers a call
-_LEAST_LEFT = 0.1  # part of the time that must be left for each kind of block but the first
-_MOST_ACTORS = 4  # on CPUs, and no more than cores
+_CALL = 60.0  # seconds within which an actor answers a call
+_LEAST_LEFT = 0.1  # part of the time that must remain to measure a kind of block; the first needs none
+_MOST_ACTORS = 4  # on CPUs, but no more than cores
 _CPUINFO = Path("/proc/cpuinfo")
 Say = Callable[[str], object]
 
@@ -38,8 +38,8 @@ def calibrate(seconds: float, say: Say) -> Calibration:
     """Measure this machine, or the cluster at RAY_ADDRESS.
 
     Args:
-        seconds: How long it may take, about. What is least important is left out where time is short.
-        say: Told what is measured, and what is left out.
+        seconds: About the time that it may take. The least important measurements are left out if time is short.
+        say: Called with a line for each measurement and each omission.
 
     Raises:
         ConfigError: Ray can't be started or reached.
@@ -53,7 +53,7 @@ def calibrate(seconds: float, say: Say) -> Calibration:
         first = next(node for node in nodes if device == "cpu" or node.total.get("GPU"))
         actors = max(2, min(num_cores(), _MOST_ACTORS)) if device == "cpu" else 2
         members = actors if device == "cpu" else int(first.total["GPU"])
-        here, there = _places(nodes, first, device, members)
+        here, there = _meter_nodes(nodes, first, device, members)
         with probes(Meter, [*here, *there], gpus=int(device == "cuda")) as meters:
             found = _kernels(meters[0], device, begin + seconds / 3, say)
             groups = _groups(meters[: len(here)], meters[len(here) :], device, begin + seconds / 2, say)
@@ -71,7 +71,7 @@ def calibrate(seconds: float, say: Say) -> Calibration:
 def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibration:
     """Measure products, attention and memory on one actor; after ``end`` only one product of each shape of weights.
 
-    Of the calibration that it returns, the rest is not measured yet.
+    All other fields of the returned calibration are not measured yet.
     """
     (name,) = answers([meter.setup.remote(device, 1)], _CALL)
     products, left_out = [], 0
@@ -116,20 +116,22 @@ def _kernels(meter: Any, device: DeviceKind, end: float, say: Say) -> Calibratio
     )
 
 
-def _places(nodes: Sequence[Node], first: Node, device: DeviceKind, most: int) -> tuple[list[Node], list[Node]]:
-    """Return the nodes of the actors that measure: the first one, once for each of at most so many members of its
-    largest group, and another."""
-    others = [node for node in nodes if node is not first and device == "cpu"][:1]
-    return [first] * max((size for size in (2, 4) if size <= most), default=1), others
+def _meter_nodes(nodes: Sequence[Node], first: Node, device: DeviceKind, most: int) -> tuple[list[Node], list[Node]]:
+    """Return the nodes of the measuring actors: ``first``, once for each member of its largest group, and another.
+
+    The largest group has at most ``most`` members.
+    """
+    second = [node for node in nodes if node is not first and device == "cpu"][:1]
+    return [first] * max((size for size in (2, 4) if size <= most), default=1), second
 
 
 def _groups(here: Sequence[Any], there: Sequence[Any], device: DeviceKind, end: float, say: Say) -> list[GroupTime]:
     """Measure groups of two and four members on a node, and of one member on each of two nodes."""
     found: list[GroupTime] = []
     answers([meter.setup.remote(device, 1) for meter in [*here[1:], *there]], _CALL)
-    places = [(here[:size], 1) for size in (2, 4) if size <= len(here)]
-    places += [([here[0], other], 2) for other in there]
-    for members, across in places:
+    groups = [(here[:size], 1) for size in (2, 4) if size <= len(here)]
+    groups += [([here[0], other], 2) for other in there]
+    for members, across in groups:
         where = f"{len(members)} members" + (f" on {across} nodes" if across > 1 else "")
         if found and time.monotonic() > end:
             say(f"groups of {where}: left out, for lack of time")
@@ -140,7 +142,7 @@ def _groups(here: Sequence[Any], there: Sequence[Any], device: DeviceKind, end: 
 
 
 def _group(meters: Sequence[Any], across: int) -> list[GroupTime]:
-    """Measure all operations among actors on so many nodes. Raises JobError."""
+    """Measure all operations among actors on ``across`` nodes. Raises JobError."""
     name, found = f"calibration-{uuid.uuid4().hex[:8]}", list[GroupTime]()
     answers([meter.join.remote(name, len(meters), rank) for rank, meter in enumerate(meters)], _CALL)
     for op in GROUP_OPS:
@@ -153,7 +155,7 @@ def _group(meters: Sequence[Any], across: int) -> list[GroupTime]:
 
 
 def processor() -> str:
-    """Return what this machine's processor is called."""
+    """Return the name of this machine's processor."""
     with suppress(OSError):
         if named := re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE):
             return named[1].strip()

@@ -1,4 +1,4 @@
-"""The actor that measures products, attention, memory and operations of groups, where a run's actors would compute."""
+"""The actor that measures products, attention, memory and group operations on the nodes of a run's actors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ WEIGHTS = ((64, 64), (64, 256), (256, 64), (256, 256), (256, 1024), (1024, 256))
 LENGTHS = (64, 128, 256, 512)
 GROUP_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 GROUP_OPS: tuple[GroupOp, ...] = ("all_reduce", "all_gather", "p2p")
-_HEADS, _WIDTH = 8, 32  # heads times samples, and the width of one
+_HEADS, _WIDTH = 8, 32  # heads times samples, and the width of a head
 _MEMORY = 32 << 20  # bytes of a tensor that no cache holds
-_LEAST, _REPEATS = 4e-3, 7  # seconds that a sample takes at least; samples, of which the fastest is nobody else's
+_LEAST, _REPEATS = 4e-3, 7  # least seconds of a sample; number of samples, the fastest of which counts
 
 
 class Meter:
     """Measures on the node on which it runs."""
 
     def setup(self, device: str, threads: int) -> str:
-        """Prepare the device, and return what it is called.
+        """Prepare the device, and return its name.
 
         Args:
             device: "cpu" or "cuda".
@@ -36,7 +36,7 @@ class Meter:
         return torch.cuda.get_device_name(0) if device == "cuda" else ""
 
     def product(self, rows: int, inner: int, columns: int) -> MeasuredProduct:
-        """Measure a product as the layers of a run make it, and the two of its backward."""
+        """Measure a product as a run's layers compute it, and the two products of its backward."""
         import torch
 
         from raypar.actors.layers.linear import linear_of
@@ -60,7 +60,7 @@ class Meter:
         return AttentionTime(tokens, _HEADS, _WIDTH, forward, backward)
 
     def memory(self) -> float:
-        """Measure how many bytes per second are read and written in tensors that no cache holds."""
+        """Measure the bytes per second that are read and written in tensors larger than all caches."""
         import torch
 
         source = torch.zeros(_MEMORY // 4, device=self._device)
@@ -79,7 +79,7 @@ class Meter:
         Args:
             op: The operation.
             count: Bytes of the whole tensor.
-            nodes: Number of nodes on which the members are.
+            nodes: Number of the members' nodes.
         """
         import torch
 
@@ -119,12 +119,12 @@ class Meter:
         leave(name)
 
     def _both(self, forward: Callable[[], Any], gradient: Any) -> tuple[float, float]:
-        """Return the seconds of a forward, and those of its backward."""
+        """Return the seconds of a forward and of its backward."""
         alone = self._seconds(forward)
         return alone, max(self._seconds(lambda: forward().backward(gradient)) - alone, 1e-9)
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of some work: of samples, each repeated until it takes a while, the fastest."""
+        """Return the seconds of some work: the fastest of several samples, each of many repetitions."""
         work()
         self._synchronize()
         begin, count = time.perf_counter(), 0
@@ -149,6 +149,6 @@ class Meter:
 
 
 def slowest(times: Sequence[GroupTime], op: GroupOp) -> GroupTime:
-    """Return the slowest member's time; of p2p the slower one of the two that talk."""
-    talked = times[:2] if op == "p2p" else times
-    return max(talked, key=lambda one: one.seconds)
+    """Return the slowest member's time; for p2p that of the slower one of the two that communicate."""
+    active = times[:2] if op == "p2p" else times
+    return max(active, key=lambda one: one.seconds)

@@ -1,4 +1,4 @@
-"""Short runs of small models on a job's actors: what their actions and updates take."""
+"""Short runs of small models on a job's actors: the durations of their actions and updates."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Size(NamedTuple):
     layers: int
 
 
-_LEAST_STEPS, _MOST_STEPS = 4, 13  # of each run; the first one also warms up
+_LEAST_STEPS, _MOST_STEPS = 4, 13  # of each run; the first step also warms up
 _ENOUGH = 0.3  # seconds of steps
-_ROUNDS = 10  # at the most: how often each run is taken, against the noise of others
-FEW, MANY = 1, 5  # blocks of the two smallest models, whose difference is that of blocks alone
+_ROUNDS = 10  # most repetitions of each run, against the noise of other processes
+FEW, MANY = 1, 5  # blocks of the two smallest models, whose difference is due to blocks alone
 _SMALL = _Size(hidden=32, tokens=32, samples=1, layers=FEW)
 _LARGER = (_Size(64, 128, 2, layers=2), _Size(192, 128, 2, layers=2), _Size(256, 256, 2, layers=1))
 _HEAD_SIZE = 32
@@ -48,7 +48,7 @@ _CALLED: Mapping[str, str] = {
     "tensor": "blocks with tp=2",
     "sequence": "blocks with tp=2 and sequence parallelism",
     "context": "blocks with cp=2",
-    "lent": "blocks with zero=2, whose gradients are lent to buckets",
+    "lent": "blocks with zero=2, whose gradients are in buckets for a while",
     "gathered": "blocks with zero=3, whose weights are gathered",
     "llama": "blocks of a llama",
 }
@@ -56,19 +56,19 @@ _CALLED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of a few steps has taken.
+    """The measured durations and memory of a run of a few steps.
 
     Attributes:
         run: The run.
         forward: Seconds of a forward.
         backward: Seconds of a backward, of both halves if it is split.
-        ends: Seconds that the first and the last backward of a step take longer together than those between.
-        later: Seconds of its W; 0 if it is whole.
-        last_forward: Seconds that a forward of the last stage takes longer than one of the first.
-        last_backward: Seconds that its backward does.
+        ends: Seconds by which the first and the last backward of a step together exceed those between.
+        later: Seconds of the W; 0 if the backward is whole.
+        last_forward: Seconds by which a forward of the last stage exceeds one of the first.
+        last_backward: Seconds by which its backward does.
         step: Seconds of a STEP that waits for no other actor: the lower quartile.
-        message: Median seconds of a SEND, and of a RECV whose message was there; 0 without messages.
-        between: Seconds of a step that are in no action.
+        message: Median seconds of a SEND, and of a RECV whose message had arrived; 0 without messages.
+        between: Seconds of a step outside of actions.
         peak: Bytes of the largest process.
     """
 
@@ -88,22 +88,22 @@ class Measured:
 def probed(
     device: DeviceKind, actors: int, say: Callable[[str], object], late: Callable[[], bool]
 ) -> dict[str, Sequence[Measured]]:
-    """Take the short runs, the most important ones first, and all again while there is time.
+    """Perform the short runs, the most important ones first, and repeat all while time is left.
 
     Args:
         device: Device of the actors.
-        actors: As many as compute at once without sharing a core, at least 2.
-        say: Told what is measured.
-        late: Whether it is time to leave out what has not been measured yet.
+        actors: Number of actors that can compute at once without sharing a core, at least 2.
+        say: Called with a line for each measurement.
+        late: Returns whether the remaining measurements must be left out.
 
     Returns:
-        By name the medians of the rounds. "gpt" and "first" are there in any case.
+        By name, the medians of the rounds. "gpt" and "first" are always among them.
     """
     runs = probe_runs(device, actors)
     say(f"launching {actors} actors for short runs")
     rounds: dict[str, list[list[Measured]]] = {}
     with launch(replace(runs["gpt"][2], mesh=Mesh(dp=actors))) as job:
-        first = _taken(job, job.run)  # on new actors: what a process has taken once stays
+        first = _taken(job, job.run)  # on new actors: a process keeps the memory that it has allocated once
         for run in runs["reduced"]:  # not counted: new actors are slower
             _reset(job, run)
         for number in range(_ROUNDS):
@@ -124,7 +124,7 @@ def probed(
 
 
 def probe_runs(device: DeviceKind, actors: int) -> dict[str, list[Run]]:
-    """Return the short runs by what they are for; the arguments are those of ``probed``.
+    """Return the short runs by purpose; the arguments are those of ``probed``.
 
     "gpt" and "llama" have one small block, several, and larger blocks of three sizes; the kinds of ``Beside`` have the
     larger sizes, a "pipeline" stages of the small block, too.
@@ -167,9 +167,9 @@ def _family(family: Family, device: DeviceKind) -> Iterator[Run]:
 
 
 def _changed(run: Run, changed: Mapping[str, Any]) -> Run:
-    """Return a run with other fields, of which ``moe`` is one of its model."""
-    others = {name: value for name, value in changed.items() if name != "moe"}
-    return replace(run, model=replace(run.model, moe=changed["moe"]), **others)
+    """Return a run with changed fields; ``moe`` is a field of its model."""
+    of_run = {name: value for name, value in changed.items() if name != "moe"}
+    return replace(run, model=replace(run.model, moe=changed["moe"]), **of_run)
 
 
 def _reset(job: Job, run: Run) -> Measured:
@@ -179,7 +179,7 @@ def _reset(job: Job, run: Run) -> Measured:
 
 
 def _taken(job: Job, run: Run) -> Measured:
-    """Take steps of the job's run, and return what they took."""
+    """Take steps of the job's run, and return their measurements."""
     timelines: list[Timeline] = []
     reports: list[Report] = []
     while len(reports) < _MOST_STEPS and (
@@ -214,7 +214,7 @@ def _taken(job: Job, run: Run) -> Measured:
 
 
 def _ends(timeline: Timeline) -> float:
-    """Return the seconds that the first and last backward of a row take longer than those between, on average."""
+    """Return the seconds by which the first and last backward of a row exceed those between, on average."""
     rows: dict[int, dict[int, float]] = {}
     for event in timeline.events:
         if event.bucket is None and event.action.op in (Op.B, Op.I, Op.W):
@@ -228,7 +228,7 @@ def _ends(timeline: Timeline) -> float:
 
 
 def _longer(of_stage: Mapping[int | None, Sequence[float]]) -> float:
-    """Return the seconds that an op of the last stage takes longer than of the first one."""
+    """Return the seconds by which an op of the last stage exceeds that of the first one."""
     each = [_usual(seconds) for _, seconds in sorted(of_stage.items(), key=lambda one: one[0] or 0)]
     return each[-1] - each[0] if each else 0.0
 
@@ -245,6 +245,6 @@ def _quartile(seconds: Sequence[float]) -> float:
 
 
 def median_of(rounds: Sequence[Measured]) -> Measured:
-    """Return the medians of what a run has taken in several rounds."""
+    """Return the medians of a run's measurements over several rounds."""
     names = [field.name for field in fields(Measured) if field.name != "run"]
     return Measured(rounds[0].run, **{name: statistics.median(getattr(one, name) for one in rounds) for name in names})

@@ -1,4 +1,4 @@
-"""What short runs say of blocks, actions and updates beyond the products and messages that are counted for them."""
+"""Solving for the costs of blocks, actions and updates that short runs have besides counted products and messages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Passes(NamedTuple):
 
 
 def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: int) -> Calibration:
-    """Return a calibration with what the short runs say.
+    """Return a calibration with the costs solved from the short runs.
 
     Args:
         known: A calibration with the measured products, attention and groups.
-        found: What the runs have taken, by name; see ``probe_runs``.
-        actors: As many as compute at once without sharing a core.
+        found: The measurements of the runs, by name; see ``probe_runs``.
+        actors: Number of actors that can compute at once without sharing a core.
     """
     gpt = found["gpt"]
     first = found["first"][0]
@@ -64,12 +64,12 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
 
 
 def without_unmeasured(known: Calibration) -> tuple[Calibration, list[Kind]]:
-    """Return a calibration without the kinds that took no longer than what is counted for them, and these kinds.
+    """Return a calibration without the kinds that took no longer than their counted products, and these kinds.
 
-    What they take besides is lost in the noise of the short runs: it is not known, and not nothing.
+    Their other costs are lost in the noise of the short runs: they are unknown, which is not 0.
 
     Args:
-        known: The calibration, of ``solved``.
+        known: The calibration, from ``solved``.
     """
     kinds = list(dict.fromkeys(one.kind for one in known.besides))
     measured = {one.kind for one in known.besides if one.forward or one.backward}
@@ -78,14 +78,16 @@ def without_unmeasured(known: Calibration) -> tuple[Calibration, list[Kind]]:
 
 
 def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) -> float:
-    """Return how much longer runs take while all cores compute: as long as on one core, at worst."""
+    """Return the factor by which runs take longer while all cores compute; at most the number of actors."""
     both = [float_sum(one.forward + one.backward for one in each) for each in (together, alone)]
     return min(max(1.0, both[0] / both[1]), float(actors))
 
 
 def _with_heads(known: Calibration, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what the head and the loss take besides the head's product, from pipelines: by how much
-    longer actions of the last stage last than those of the first."""
+    """Return a calibration with the costs of the head and the loss besides the head's product.
+
+    They are the seconds by which actions of the last stage of pipelines exceed those of the first.
+    """
     besides: list[Beside] = []
     for one in found:
         model = _model_of(one.run)
@@ -96,7 +98,7 @@ def _with_heads(known: Calibration, found: Sequence[Measured]) -> Calibration:
 
 
 def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibration:
-    """Return a calibration with what an action takes whatever its blocks, by runs of FEW and of MANY small blocks."""
+    """Return a calibration with the fixed cost of an action, from runs of FEW and of MANY small blocks."""
     one, more = _uncounted(known, few), _uncounted(known, many)
     forward, backward = (
         max(0.0, less - FEW * max(0.0, longer - less) / (MANY - FEW)) for less, longer in zip(one, more, strict=True)
@@ -105,10 +107,10 @@ def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibrat
 
 
 def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what the blocks of runs took beyond what it says of them."""
+    """Return a calibration with the costs of the blocks of runs that it does not predict yet."""
     besides: list[Beside] = []
     before = known
-    if kind in get_args(Family):  # of one that is not measured yet it would say what it knows of another one
+    if kind in get_args(Family):  # for an unmeasured family it would predict the costs of another one
         before = replace(known, besides=tuple(one for one in known.besides if one.kind not in get_args(Family)))
     for one in found:
         model = _model_of(one.run)
@@ -119,7 +121,7 @@ def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Cal
 
 
 def _with_replicas(known: Calibration, together: Sequence[Measured], alone: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what a step takes because replicas sum its gradients and share out its update."""
+    """Return a calibration with the costs of a step due to replicas that sum gradients and shard the update."""
     besides: list[Beside] = []
     for replicas, one in zip(together, alone, strict=True):
         run, model = replicas.run, _model_of(replicas.run)
@@ -132,7 +134,7 @@ def _with_replicas(known: Calibration, together: Sequence[Measured], alone: Sequ
 
 
 def _step(run: Run, known: Calibration) -> float:
-    """Return what a calibration says of a run's STEP."""
+    """Return the seconds that a calibration predicts for a run's STEP."""
     return step_seconds(run, world_of(run), _counts(run), check_run(run)["train"], known)
 
 
@@ -141,15 +143,15 @@ def _counts(run: Run) -> ParameterCounts:
 
 
 def _with_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what backwards in halves take beyond whole ones, and their W beyond its products."""
+    """Return a calibration with the costs of split backwards beyond whole ones, and of W beyond its products."""
     besides: list[Beside] = []
     for whole, half in zip(wholes, halves, strict=True):
         run, model = half.run, _model_of(half.run)
         counted = stage_seconds(run, world_of(run), range(model.layers), 0.0, known)
         longer = half.forward + half.backward - whole.forward - whole.backward
         found = longer, half.later - counted[Op.W]
-        both, apart = (max(0.0, seconds / model.layers) for seconds in found)
-        besides.append(Beside("split", _size(run, "split", model), both, apart))
+        both, weight_half = (max(0.0, seconds / model.layers) for seconds in found)
+        besides.append(Beside("split", _size(run, "split", model), both, weight_half))
     return replace(known, besides=(*known.besides, *besides))
 
 
@@ -166,12 +168,12 @@ def _size(run: Run, kind: Kind, model: Transformer) -> int:
 
 
 def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes:
-    """Return what the forward and the backward of a run of one stage took beyond what a calibration knows of them.
+    """Return the seconds of a forward and a backward of a run of one stage that a calibration does not predict.
 
     Args:
         known: The calibration.
-        one: What was measured.
-        slower: How much longer its actors computed because others did at once.
+        one: The measurements.
+        slower: The factor by which its actors were slower because others computed at once.
     """
     run, model = one.run, _model_of(one.run)
     parameters = _counts(run).units[0].gathered / model.layers
@@ -180,7 +182,7 @@ def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes
 
 
 def _with_pipelines(known: Calibration, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with what blocks in stages took beyond what it says of them."""
+    """Return a calibration with the costs of blocks in stages that it does not predict yet."""
     besides: list[Beside] = []
     for one in found:
         run, model = one.run, _model_of(one.run)
@@ -195,7 +197,7 @@ def _with_pipelines(known: Calibration, found: Sequence[Measured]) -> Calibratio
 
 
 def _stage(run: Run, known: Calibration, cores: int | None) -> Passes:
-    """Return what a calibration says of a pipeline's stages, on average, on actors that share cores or do not."""
+    """Return the mean seconds that a calibration predicts for a pipeline's stages, on actors that may share cores."""
     schedule = check_run(run)["train"]
     costs = calibrated_costs(run, world_of(run), _counts(run), schedule, known, cores)
     actions = [action for row in schedule.rows for action in row]
@@ -204,7 +206,7 @@ def _stage(run: Run, known: Calibration, cores: int | None) -> Passes:
 
 
 def _process(found: Measured) -> int:
-    """Return the bytes of an actor's process without what its run needs."""
+    """Return the bytes of an actor's process without the memory of its run."""
     run, schedule = found.run, check_run(found.run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
     memory = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)[0]
@@ -212,7 +214,7 @@ def _process(found: Measured) -> int:
 
 
 def _update(found: Sequence[Measured]) -> MeasuredUpdate:
-    """Fit what the update takes by tensor and by parameter."""
+    """Fit the seconds of an update by tensor and by parameter."""
     terms = [(1.0, float(_tensors(one.run)), float(max(_counts(one.run).held))) for one in found]
     step, tensor, parameter = relative_fit(terms, [one.step for one in found])
     return MeasuredUpdate(max(0.0, step), max(0.0, tensor), max(0.0, parameter))

@@ -16,7 +16,7 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.config.toml import plain_of
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 

@@ -1,4 +1,4 @@
-"""The address of a cluster: does one answer there, and does it accept this process?"""
+"""The address of a cluster: does a cluster answer there, and does it accept this process?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _OTHERS_MAY = 0o077
 _ANSWER_SECONDS = 4.0
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-_NODE_SECONDS = 3.0  # in which a node of this machine, of which there is one, has told the head of itself
+_NODE_SECONDS = 3.0  # within which a node of this machine has registered with the head
 _CLIENT = "ray://"
 _PORT = 6379  # of ray start
 _WITHOUT_PORT = ("auto", "local")
@@ -30,15 +30,15 @@ _NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray it
 
 
 def demand_answer(address: str) -> None:
-    """Check that a cluster answers, and takes this process. Ray itself would try again for a minute, and not say why.
+    """Check that a cluster answers and accepts this process. Ray itself would retry for a minute without a reason.
 
     Args:
-        address: RAY_ADDRESS. Of "auto" and "local" nothing is known.
+        address: RAY_ADDRESS. "auto" and "local" are not checked.
 
     Raises:
         OSError: Nothing answers there.
-        ConfigError: The cluster demands a token, and refuses the one of this process, or the file of it can't be read;
-            this machine is no node of it; or the address is Ray Client's, or has no port.
+        ConfigError: The cluster demands a token, and refuses this process's token, or the token's file can't be read;
+            this machine is no node of the cluster; or the address is Ray Client's, or has no port.
     """
     if address in _WITHOUT_PORT:
         return
@@ -68,7 +68,7 @@ def demand_answer(address: str) -> None:
 
 
 def accepts(address: str, token: str) -> bool | None:
-    """Return whether the head at an address with a port takes a driver with a token; None if that is not known.
+    """Return whether the head at an address with a port accepts a driver with a token; None if not known.
 
     Args:
         address: The address.
@@ -82,20 +82,20 @@ def accepts(address: str, token: str) -> bool | None:
 
 def _answer(address: str, token: str) -> Any:
     """Call the head as Ray does to introduce a driver; return the error of the call, None if there is none."""
-    said = [("authorization", f"Bearer {token}")] if token else []
+    metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            channel.unary_unary(_NAME)(b"", timeout=_ANSWER_SECONDS, metadata=said)
+            channel.unary_unary(_NAME)(b"", timeout=_ANSWER_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             return error
     return None
 
 
 def _token() -> str | None:
-    """Return the token that Ray would send; "" without one, None if that is not known.
+    """Return the token that Ray would send; "" without one, None if not known.
 
     Raises:
-        ConfigError: RAY_AUTH_TOKEN_PATH names a file that can't be read, or holds nothing.
+        ConfigError: RAY_AUTH_TOKEN_PATH names a file that can't be read, or that is empty.
     """
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":  # unset, a driver of a cluster sends none
         return ""
@@ -112,7 +112,7 @@ def _token() -> str | None:
 
 
 def unanswered(address: str, error: Exception) -> str:
-    """Say that no cluster answers at an address, why, and what mends it."""
+    """Return the error message for an address where no cluster answers, with the reason and the fix."""
     if address in _WITHOUT_PORT:
         mend = "start Ray on this machine, or unset RAY_ADDRESS: a launch starts a Ray of its own then"
     elif isinstance(error, socket.gaierror):
@@ -126,7 +126,7 @@ def unanswered(address: str, error: Exception) -> str:
 
 
 def _from_outside(address: str) -> str:
-    """Say how to use a cluster that answers at an address with a port, but takes no driver from this machine."""
+    """Return the error message for a cluster that answers at an address, but accepts no driver from this machine."""
     host = address.rpartition(":")[0]
     return (
         f"RAY_ADDRESS is {address!r}, and the cluster there answers, but this machine is no node of it: run raypar on "
@@ -135,7 +135,7 @@ def _from_outside(address: str) -> str:
 
 
 def _as_a_job(host: str) -> str:
-    """Say how a machine outside of a cluster gives it a job, whose dashboard listens to its own machine alone."""
+    """Explain how to submit a job from outside a cluster whose dashboard listens on its own machine only."""
     return (
         f"open a tunnel, ssh -N -L 8265:127.0.0.1:8265 {host}, and give it a job: RAY_AUTH_MODE=token ray job submit "
         "--address http://127.0.0.1:8265 --working-dir . --runtime-env-json "
@@ -157,7 +157,7 @@ def demand_driver() -> None:
 
 
 def _warn_of_readers() -> None:
-    """Warn if others on this machine may read the file that the token is from."""
+    """Warn if other users of this machine may read the token's file."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
@@ -167,7 +167,7 @@ def _warn_of_readers() -> None:
 
 
 def _unsent() -> str:
-    """Say where there is a token that this process would send, if RAY_AUTH_MODE said so; "" if there is none."""
+    """Return the source of the token that RAY_AUTH_MODE=token would send; "" if there is none."""
     with suppress(AuthenticationError):
         if own_token():
             if os.environ.get("RAY_AUTH_TOKEN"):

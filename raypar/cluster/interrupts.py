@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any]  # of a signal
 
 
 class Sigterm:
-    """A handler of SIGTERM: it raises SystemExit, so that the actors are ended. ``patience`` delays the first one.
+    """A handler of SIGTERM: it raises SystemExit, which ends the actors. ``patience`` delays the first SIGTERM.
 
     Attributes:
         came: Whether SIGTERM has come.
@@ -39,7 +39,7 @@ class CtrlC:
     """Whether Ctrl-C was pressed, or SIGTERM has come.
 
     Attributes:
-        raises: Raises what the latest signal stands for; None if none has come.
+        raises: Raises the exception of the latest signal; None if none has come.
     """
 
     def __init__(self) -> None:
@@ -57,15 +57,16 @@ def patience(what: str, is_too_long: Callable[[], bool] = lambda: False) -> Iter
     """Delay a Ctrl-C or SIGTERM until ``heed`` is called; a second one interrupts at once.
 
     Of nested blocks only the outermost has an effect. Nothing is delayed outside the main thread, which alone receives
-    signals. Of SIGINT only Python's own handler is replaced, and of SIGTERM only a ``Sigterm``: one that has come is
-    followed by no more patience with the next.
+    signals. For SIGINT only Python's default handler is replaced, and for SIGTERM only a ``Sigterm``: after a first
+    SIGTERM, no later one is delayed.
 
     Args:
-        what: What the actors are doing, for the message.
-        is_too_long: Returns whether a SIGTERM that comes now must not wait, for who sends it kills before that ends.
+        what: The operation of the actors, for the message.
+        is_too_long: Returns whether a SIGTERM now must not wait, because its sender would kill the process before the
+            operation ends.
 
     Yields:
-        The object whose ``heed`` raises what was delayed.
+        The object whose ``heed`` raises the exception of a delayed signal.
     """
     ctrl_c = CtrlC()
     handlers = _handlers() if threading.current_thread() is threading.main_thread() else {}
@@ -75,7 +76,7 @@ def patience(what: str, is_too_long: Callable[[], bool] = lambda: False) -> Iter
 
 @contextmanager
 def impatience() -> Iterator[None]:
-    """Within a block of ``patience``, interrupt at once for a time, also for a signal that has come and was delayed."""
+    """Within a block of ``patience``, interrupt at once during the context, also for a signal that was delayed."""
     here = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
     delays = {int(number): delay for number, delay in found.items() if isinstance(delay, _Delay)}
@@ -90,10 +91,10 @@ class _Delay:
     """A handler that delays the first signal.
 
     Attributes:
-        handler: The handler of the signal otherwise.
-        ctrl_c: What a signal that has come is noted in.
-        what: What the actors are doing.
-        is_too_long: Returns whether that must not be waited for at SIGTERM.
+        handler: The previous handler of the signal.
+        ctrl_c: Records a signal that has come.
+        what: The operation of the actors.
+        is_too_long: Returns whether a SIGTERM must not wait for it.
     """
 
     handler: Handler
@@ -108,15 +109,15 @@ class _Delay:
         if again or (number == signal.SIGTERM and self.is_too_long()):
             self.handler(number, frame)
         self.ctrl_c.raises = lambda: self.handler(number, frame)
-        told = "SIGTERM: waiting for the actors to finish %s; send it again to end the job at once"
+        message = "SIGTERM: waiting for the actors to finish %s; send it again to end the job at once"
         if number == signal.SIGINT:
-            told = "Ctrl-C: waiting for the actors to finish %s; press it again to end the job"
-        log.warning(told, self.what)
+            message = "Ctrl-C: waiting for the actors to finish %s; press it again to end the job"
+        log.warning(message, self.what)
 
 
 @contextmanager
 def _handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Let signals have these handlers for the time of the context."""
+    """Set the handlers of signals for the time of the context."""
     before = {number: signal.getsignal(number) for number in handlers}
     for number in handlers:
         signal.signal(number, handlers[number])

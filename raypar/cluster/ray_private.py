@@ -1,11 +1,11 @@
 """The private names of Ray that the driver uses.
 
-No other file of raypar/ may name one, and a test says so (tests/test_house.py); the actors have a file of their own,
+No other file of raypar/ may name one (tests/test_house.py checks it); the actors have a separate file,
 actors/collective/ray_private.py.
 
-Every function says what it does and why Ray's public way will not do. Private names may change with every release: **at
-each upgrade of Ray, retry the public way for every function of this file**. A name that is gone is told as a warning,
-and raypar does without it. The names are those of Ray 2.60.
+Every function explains what it does and why Ray's public API does not suffice. Private names may change with every
+release: **at each upgrade of Ray, retry the public API for every function of this file**. If a name is missing, raypar
+logs a warning and works without it. The names are those of Ray 2.60.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.12")  # of Ray, below its folder
 _LONGEST_SOCKET = 103  # bytes of a socket's path: Linux takes 107, macOS 103
-_FOR_RAY = "ray"  # below this user's folder
-_MOST_NAMES = 100  # folders that others may have made under the names of ours
+_FOR_RAY = "ray"  # a folder in this user's folder
+_MOST_NAMES = 100  # most folder names to try, as other users may own some
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _WORKER, _HELD = "global_worker", "resource_ids"
@@ -46,7 +46,7 @@ _DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
 _OWN_NODE, _HEAD = "get_node_to_connect_for_driver", "GcsClient"
-_NO_NODE = "No node info found"  # its error where it finds none
+_NO_NODE = "No node info found"  # its error if it finds none
 _LOADER = "AuthenticationTokenLoader"
 _PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
 _DEATH = re.compile(
@@ -55,10 +55,10 @@ _DEATH = re.compile(
 
 
 def start_on_loopback(**settings: Any) -> None:
-    """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
+    """Start Ray so that only this machine reaches its ports, and only this user its session folder.
 
-    The public ``ray.init`` takes no address to listen on, makes its folders open to all, and fails where TMPDIR is
-    so long that a socket below it would have too long a path, and where there is no /dev/shm. Retry at upgrades.
+    The public ``ray.init`` has no argument for the address to listen on, makes its folders readable by all, and fails
+    if TMPDIR is too long for the paths of sockets, or without /dev/shm. Retry at upgrades.
 
     Args:
         **settings: The settings of ``ray.init``.
@@ -75,10 +75,10 @@ def start_on_loopback(**settings: Any) -> None:
 
 
 def silence_deaths() -> None:
-    """Let Ray not print that a worker or node died, unless the user's RAY_DEDUP_LOGS_SKIP_REGEX says what it skips.
+    """Suppress Ray's message that a worker or node died, unless the user has set RAY_DEDUP_LOGS_SKIP_REGEX.
 
-    Ray's text, of a node with 20 lines of its log, would stand before raypar's sentence, which says which actor it was,
-    and why. Ray reads the public variable when it is imported, which may be before raypar is. Retry at upgrades.
+    Ray's text, with 20 lines of log for a node, would come before raypar's message, which names the actor and the
+    cause. Ray reads the public variable when it is imported, which may be before raypar is. Retry at upgrades.
     """
     printed: Any = getattr(getattr(ray._private, "ray_logging", None), _PRINTED, None)
     if not hasattr(printed, "skip_re"):
@@ -88,14 +88,14 @@ def silence_deaths() -> None:
 
 
 def ray_folder() -> Path:
-    """Return the folder in which a local Ray makes its sessions' folders on this machine.
+    """Return the folder in which a local Ray creates its sessions' folders on this machine.
 
-    It is in a folder that is this user's alone (0700), ``raypar-<uid>`` below RAY_TMPDIR or TMPDIR, or below /tmp where
-    a socket below these had too long a path, which is said. Ray opens its own folders to all, so that in /tmp/ray
-    others can rename what is there. Where somebody else has made that folder, a number follows its name.
+    It is in a folder that only this user can access (0700): ``raypar-<uid>`` in RAY_TMPDIR or TMPDIR, or in /tmp, with
+    a warning, if the path of a socket there would be too long. Ray makes its folders writable by all, so that other
+    users can rename files in /tmp/ray. If another user owns a folder of that name, a number is added to the name.
 
     Raises:
-        OSError: It can't be made.
+        OSError: It can't be created.
     """
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     above = Path(os.environ[variable] if variable else "/tmp").absolute()
@@ -116,24 +116,24 @@ def ray_folder() -> Path:
 
 
 def _own_name(number: int) -> str:
-    """Return the name of this user's folder for Ray's sessions; those after the first one are for where it is taken."""
+    """Return the ``number``-th name to try for this user's folder of Ray's sessions."""
     return f"raypar-{os.getuid()}" + (f"-{number}" if number else "")
 
 
 def logs_folder() -> Path | None:
-    """Return the folder in which Ray keeps the logs of this node's workers; None if this Ray does not tell it.
+    """Return the folder of the logs of this node's workers; None if this Ray does not report it.
 
-    What an actor wrote before it died is in a file there. The public state API needs a dashboard. Retry at upgrades.
+    It has a file with the last output of a dead actor. The public state API needs a dashboard. Retry at upgrades.
     """
     node: Any = getattr(ray._private.worker, _NODE, None)
-    tell: Any = getattr(node, "get_logs_dir_path", None)
-    return None if tell is None else Path(tell())
+    call: Any = getattr(node, "get_logs_dir_path", None)
+    return None if call is None else Path(call())
 
 
 def dead_servers() -> list[str]:
-    """Return which servers have ended of a Ray that this process has started, as "raylet".
+    """Return the names of the ended servers of a Ray that this process has started, such as "raylet".
 
-    Nothing public says it. An actor whose raylet is gone dies with no cause of its own. Retry at upgrades.
+    There is no public API for it. An actor whose raylet is gone dies without another cause. Retry at upgrades.
     """
     node: Any = getattr(ray._private.worker, _NODE, None)
     dead: Any = getattr(node, "dead_processes", None)
@@ -141,9 +141,9 @@ def dead_servers() -> list[str]:
 
 
 def own_raylet() -> int | None:
-    """Return the number of the raylet's process of a Ray that this process has started; None if there is none.
+    """Return the pid of the raylet of a Ray that this process has started; None if there is none.
 
-    Nothing public says it. Its agents are its children. Retry at upgrades.
+    There is no public API for it. The raylet's agents are its child processes. Retry at upgrades.
     """
     node: Any = getattr(ray._private.worker, _NODE, None)
     raylets = getattr(node, "all_processes", {}).get("raylet", [])
@@ -151,19 +151,20 @@ def own_raylet() -> int | None:
 
 
 def dashboard_address() -> str:
-    """Return the address of the dashboard of the cluster that this process is connected to; "" if there is none.
+    """Return the address of the dashboard of the cluster to which this process is connected; "" if there is none.
 
-    ``ray.init`` returns it, and nothing else that is public does. Retry at upgrades.
+    Of the public API only ``ray.init`` returns it. Retry at upgrades.
     """
-    tell: Any = getattr(ray._private.worker, _DASHBOARD, None)
-    return str(tell() or "") if tell is not None else ""
+    call: Any = getattr(ray._private.worker, _DASHBOARD, None)
+    return str(call() or "") if call is not None else ""
 
 
 @contextmanager
 def _loopback_kept() -> Iterator[None]:
-    """For the time of the context, let ``ray.init`` keep the address 127.0.0.1.
+    """Make ``ray.init`` keep the address 127.0.0.1 during the context.
 
-    Ray replaces it by one that other machines reach, and then listens on all addresses: its metrics need no token.
+    Ray replaces it by an address that other machines reach, and then listens on all addresses: its metrics need no
+    token.
     """
     services: Any = getattr(ray._private, "services", None)
     original = getattr(services, _RESOLVE, None)
@@ -183,34 +184,34 @@ def _unchanged(host: str) -> str:
 
 
 def free_resources() -> dict[str, dict[str, float]] | None:
-    """Return what is free on each node, by the node's id; None if this Ray does not tell it.
+    """Return the free resources of each node, by the node's id; None if this Ray does not report them.
 
     The public ``ray.available_resources`` adds up all nodes, and the state API needs a dashboard. Retry at upgrades.
     """
-    tell: Any = getattr(getattr(ray._private, "state", None), _FREE, None)
-    if tell is None:
+    call: Any = getattr(getattr(ray._private, "state", None), _FREE, None)
+    if call is None:
         log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
         return None
-    return {str(node): dict(resources) for node, resources in tell().items()}
+    return {str(node): dict(resources) for node, resources in call().items()}
 
 
 def held_resources() -> dict[str, float]:
-    """Return what this process's task or actor has taken of its node, by Ray's names; nothing for a driver.
+    """Return the resources that this process's task or actor holds, by Ray's names; none for a driver.
 
-    The names are those with the number of a bundle and the id of its placement group, which the public
-    ``get_assigned_resources`` leaves out. Retry at upgrades.
+    The names include the number of a bundle and the id of its placement group, which the public
+    ``get_assigned_resources`` omits. Retry at upgrades.
     """
     worker: Any = getattr(ray._private.worker, _WORKER, None)
-    tell: Any = getattr(getattr(worker, "core_worker", None), _HELD, None)
-    if tell is None:
+    call: Any = getattr(getattr(worker, "core_worker", None), _HELD, None)
+    if call is None:
         return {}
-    return {str(name): sum(amount for _, amount in parts) for name, parts in tell().items()}
+    return {str(name): sum(amount for _, amount in parts) for name, parts in call().items()}
 
 
 def coming_nodes() -> int | None:
-    """Return how many nodes the cluster's autoscaler is adding; None if there is none, or this Ray does not tell it.
+    """Return the number of nodes that the cluster's autoscaler is adding; None without one, or if not reported.
 
-    The one public call, ``ray status``, is a command for people. The first generation of the autoscaler writes a report
+    The only public API, ``ray status``, is a command for people. The first generation of the autoscaler writes a report
     into Ray's store, the second one answers a call. Retry at upgrades.
     """
     with suppress(Exception):  # of another generation: Ray raises many types
@@ -230,26 +231,26 @@ def coming_nodes() -> int | None:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return the nodes that Ray drains, by id, and when each is gone: seconds since the epoch; inf if that is not told.
+    """Return the nodes that Ray drains, by id, with their deadlines in seconds since the epoch; inf without one.
 
-    Ray starts nothing on such a node any more. No public call tells it without a dashboard: ``ray.nodes`` says that the
-    node is alive. Ray Train asks the same. Retry at upgrades.
+    Ray starts nothing on such a node any more. No public API reports it without a dashboard: ``ray.nodes`` reports the
+    node as alive. Ray Train uses the same call. Retry at upgrades.
     """
-    tell: Any = getattr(getattr(getattr(ray._private, "state", None), "state", None), _DRAINING, None)
-    if tell is None:
+    call: Any = getattr(getattr(getattr(ray._private, "state", None), "state", None), _DRAINING, None)
+    if call is None:
         log.warning("this Ray has no %s: a node that is taken away is noticed when it is gone", _DRAINING)
         return {}
-    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in tell().items()}
+    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in call().items()}
 
 
 def has_own_node(address: str, seconds: float) -> bool | None:
-    """Return whether this machine has a node of a cluster, on which a driver can be; None if this Ray does not tell it.
+    """Return whether this machine has a node of a cluster, which a driver needs; None if this Ray can't check it.
 
-    Ray looks for one as soon as it connects, for a minute, and has no public way to ask. Retry at upgrades.
+    Ray looks for one for a minute when it connects, and has no public API to check before. Retry at upgrades.
 
     Args:
-        address: The address of the cluster's head, with its port. It answers, and takes the token of this process.
-        seconds: How long to look: a node that starts is one soon.
+        address: The address of the cluster's head, with its port. It answers, and accepts the token of this process.
+        seconds: Seconds to look, as a node may just be starting.
     """
     look: Any = getattr(getattr(ray._private, "services", None), _OWN_NODE, None)
     client: Any = getattr(ray._raylet, _HEAD, None)
@@ -258,7 +259,7 @@ def has_own_node(address: str, seconds: float) -> bool | None:
         return None
     try:
         look(client(address=address), timeout_seconds=seconds)
-    except (RuntimeError, RayError) as error:  # what else is wrong, Ray tells when it connects
+    except (RuntimeError, RayError) as error:  # Ray reports other errors when it connects
         return False if _NO_NODE in str(error) else None
     return True
 
@@ -266,7 +267,7 @@ def has_own_node(address: str, seconds: float) -> bool | None:
 def own_token() -> str | None:
     """Return the token that Ray would send to a cluster, from its environment variables or ~/.ray/auth_token.
 
-    It is "" if there is none, and None if this Ray does not tell it. Ray has no public way to read it, only a command
+    It is "" if there is none, and None if this Ray does not report it. Ray has no public API to read it, only a command
     that prints it. Retry at upgrades.
     """
     loader: Any = getattr(ray._raylet, _LOADER, None)

@@ -1,4 +1,4 @@
-"""Requests to Ray that wait for its answer, several at once."""
+"""Blocking requests to Ray, several at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _AT_ONCE = 16  # threads: more would wait for one another in this process
 
 
 def together(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Call a function for each of some items, several of them at a time, and return the results in their order.
+    """Call a function for each item, several at a time, and return the results in the order of the items.
 
     Raises:
-        Exception: What a call has raised, the first in order.
+        Exception: The first exception of a call, in that order.
     """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(call, items))

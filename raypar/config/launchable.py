@@ -79,7 +79,7 @@ def trial_faults(run: Run, skeleton: Skeleton, num_stages: int) -> Iterator[str]
     """
     if not isinstance(run.model, Layers) and not isinstance(run.data, Batches):
         return  # plain data
-    from raypar.cluster.ray_cluster import pickled_copies  # imports Ray
+    from raypar.cluster.lifecycle.ray_cluster import pickled_copies  # imports Ray
 
     try:
         model, data = pickled_copies((run.model, run.data))

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from raypar.cluster.nodes import asked, head_address, lost_nodes, package_version_faults, versions_teller
-from raypar.cluster.placement import Node
-from raypar.cluster.ray_cluster import connected
+from raypar.cluster.lifecycle.ray_cluster import connected
+from raypar.cluster.nodes.nodes import facts_of, head_address, lost_nodes, package_version_faults, versions_collector
+from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import dashboard_address
 from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
@@ -86,8 +86,8 @@ def _special(node: Node) -> str:
 
 def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield what each node tells about itself, and whose versions differ from those of this process."""
-    own = versions_teller()()
-    versions, facts = asked(nodes, versions_teller()), asked(nodes, facts_teller())
+    own = versions_collector()()
+    versions, facts = facts_of(nodes, versions_collector()), facts_of(nodes, facts_teller())
     for node in nodes:
         if faults := package_version_faults(node, own, versions[node.id]):
             yield from (Finding("wrong", "versions", *_halves(fault)) for fault in faults)

@@ -7,8 +7,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
-from raypar.cluster.placement import Node
-from raypar.cluster.probes import answers, probes
+from raypar.cluster.nodes.probes import answers, probes
+from raypar.cluster.placement.placement import Node
 from raypar.doctor.finding import Finding
 from raypar.errors import JobError
 from raypar.schedules.formatting import size, three_digit_seconds

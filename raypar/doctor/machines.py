@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raypar.cluster.placement import Node
+from raypar.cluster.placement.placement import Node
 from raypar.doctor.finding import Finding
 
 _LEAST_SHM = 1 << 30  # bytes: Docker's default of 64 MiB is too small for Ray's object store

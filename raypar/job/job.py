@@ -14,7 +14,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.cluster.actors import Actors
+from raypar.cluster.lifecycle.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.schedule import Programs
 from raypar.job.export import export_hf

@@ -15,9 +15,9 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.given_group import PlacementGroup
-from raypar.cluster.nodes import living_nodes, without_folder
-from raypar.cluster.ray_cluster import ROOM_SECONDS, Waits, start_actors
+from raypar.cluster.lifecycle.ray_cluster import ROOM_SECONDS, Waits, start_actors
+from raypar.cluster.nodes.nodes import living_nodes, without_folder
+from raypar.cluster.placement.given_group import PlacementGroup
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs

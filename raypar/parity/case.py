@@ -1,4 +1,4 @@
-"""A tensor that is wrong: what each actor has of it, and what it should have."""
+"""A wrong tensor: the part of each actor, and the part that it should have."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor that is wrong.
+    """A wrong tensor.
 
     Attributes:
         pieces: One for each actor that has, or should have, a part of the tensor.
         sizes: Sizes that may be missing or too much as a factor, by name: that of each mesh axis, and "microbatches".
         backward: Whether the tensor is a gradient.
         vectors: One-dimensional weights, by logical name, that may have been added to the tensor.
-        auxiliary: Of each piece, what the auxiliary losses contribute to the right gradient; empty if nothing.
-        experts: Of the gradient of an expert's weight, the right gradients of that weight of the layer's other experts,
-            by name, as the pieces of the same actors.
+        auxiliary: By piece, the contribution of the auxiliary losses to the right gradient; empty if there is none.
+        experts: For the gradient of an expert's weight, the right gradients of the same weight of the layer's other
+            experts, by name, as the pieces of the same actors.
     """
 
     pieces: Sequence[Piece]
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def ours(self) -> list[Tensor]:
-        """The actors' pieces, without those that they lack."""
+        """The actors' pieces, without missing ones."""
         return [piece.ours for piece in self.pieces if piece.ours is not None]
 
     @property
@@ -63,15 +63,15 @@ class Case:
 
     @property
     def axes(self) -> list[str]:
-        """Return the axes along which the pieces lie on different coordinates."""
+        """Return the axes on which the pieces have different coordinates."""
         return [axis for axis in self.pieces[0].at if len({piece.at[axis] for piece in self.pieces}) > 1]
 
     def groups(self, axis: str) -> list[list[Piece]]:
         """Group the pieces of actors that differ on one axis only and should have the same tensor."""
         found: list[list[Piece]] = []
         for piece in self.pieces:
-            other = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
-            alike = next((group for group in other if torch.equal(group[0].wanted, piece.wanted)), None)
+            candidates = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
+            alike = next((group for group in candidates if torch.equal(group[0].wanted, piece.wanted)), None)
             if alike is None:
                 found.append([piece])
             else:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from raypar.parity.case import Case
 from raypar.parity.compare import are_alike, norm_of
-from raypar.parity.expert_causes import other_experts, wrong_auxiliary
 from raypar.schedules.float_sum import float_sum
 
 FIT = 1e-3  # relative residual below which an explanation fits
+_FITS = 0.02  # relative residual below which an explanation about experts fits: auxiliary losses contribute little
+_SEEN = 1e-5  # share of a gradient below which their part can't be distinguished from rounding
+_ELEMENTS = 4  # least elements for each unknown; with fewer, anything would fit
 
 
 def cause_of(case: Case) -> str:
@@ -26,7 +28,7 @@ _UNKNOWN = "not a multiple of the right one, nor a part of it: look at what this
 
 
 class _Factor(NamedTuple):
-    """What a tensor that is ``size ** power`` times the right one tells about the error.
+    """The likely cause of a tensor that is ``size ** power`` times the right one.
 
     Attributes:
         size: The name of the size, as in ``Case.sizes``.
@@ -114,12 +116,12 @@ def _multiple(case: Case) -> str | None:
     if abs(r + 1) < FIT:
         return "the sign is wrong"
     factors = [factor for factor in _FACTORS if factor.is_in(r, case) and factor.says(case)]
-    told = [f"{factor.spelled} times the right one: {factor.says(case)}" for factor in factors]
-    return "; or ".join(told) or f"{r:.4g} times the right one: a factor is missing, or one too many"
+    causes = [f"{factor.spelled} times the right one: {factor.says(case)}" for factor in factors]
+    return "; or ".join(causes) or f"{r:.4g} times the right one: a factor is missing, or one too many"
 
 
 def _parts_of_a_sum(case: Case) -> str | None:
-    """Explain a sum of which each actor has only its own part."""
+    """Explain a sum of which each actor has only a part."""
     for axis in case.axes:
         groups = case.groups(axis)
         sums = [
@@ -132,12 +134,12 @@ def _parts_of_a_sum(case: Case) -> str | None:
 
 
 def _other_members(case: Case) -> str | None:
-    """Explain a tensor of which every actor has the part of another one."""
-    places = [_places(piece.ours, case.wanted) for piece in case.pieces]
-    if not all(places) or all(index in found for index, found in enumerate(places)):
+    """Explain a tensor whose parts are on the wrong actors."""
+    equal = [_equal_parts(piece.ours, case.wanted) for piece in case.pieces]
+    if not all(equal) or all(index in found for index, found in enumerate(equal)):
         return None
-    index = next(index for index, found in enumerate(places) if index not in found)
-    wrong, right = case.pieces[index].actor, case.pieces[places[index][0]].actor
+    index = next(index for index, found in enumerate(equal) if index not in found)
+    wrong, right = case.pieces[index].actor, case.pieces[equal[index][0]].actor
     return f"{wrong} has the part of {right}: a gather or scatter in the wrong order"
 
 
@@ -148,8 +150,8 @@ def _other_order(case: Case) -> str | None:
             orders = [_order(piece.ours, piece.wanted, dim, count) for piece in case.pieces]
             order = next((order for order in orders if order and order != sorted(order)), None)
             if order and all(orders):
-                stands = ", ".join(map(str, order))
-                return f"the {count} parts of dim {dim} stand in the order {stands}: a gather in the wrong order"
+                listed = ", ".join(map(str, order))
+                return f"the {count} parts of dim {dim} are in the order {listed}: a gather in the wrong order"
     return None
 
 
@@ -183,13 +185,64 @@ def _added(case: Case) -> str | None:
 
 
 def _unlike(case: Case) -> str | None:
-    """Explain actors that should have the same tensor and do not."""
+    """Explain actors that should have the same tensor but do not."""
     for axis in case.axes:
         for group in case.groups(axis):
             first, *others = [piece.ours for piece in group if piece.ours is not None]
             if not all(are_alike([other], [first], FIT) for other in others):
                 return f"the members of {axis} should have the same, and do not: {_missing_sum(axis, case)}"
     return None
+
+
+def _wrong_auxiliary(case: Case) -> str | None:
+    """Explain a gradient to which auxiliary losses contribute nothing, or a multiple of the right part."""
+    part = _flat(case.auxiliary)
+    ours, wanted = _flat(case.ours), _flat(case.wanted)
+    if not case.auxiliary or ours.shape != wanted.shape or norm_of(part) <= _SEEN * norm_of(wanted):
+        return None
+    contributed = ours - (wanted - part)
+    r = float(contributed @ part / (part @ part))
+    if norm_of(contributed - r * part) > _FITS * norm_of(part) or abs(r - 1) < _FITS:
+        return None
+    if abs(r) < _FITS:
+        return "without the gradient of the auxiliary losses: attach them to an output that goes on (attach_loss)"
+    if norm_of(wanted - part) < _FITS * norm_of(part):
+        return None  # the gradient has no other part: other explanations find a factor of the whole
+    factors = [
+        size if power > 0 else f"1/{size}"
+        for size, count in case.sizes.items()
+        for power in (1, -1)
+        if count > 1 and abs(r / count**power - 1) < _FITS
+    ]
+    return (
+        f"auxiliary losses contribute {' or '.join(factors) or f'{r:.3g}'} times what they should, and all the rest is "
+        "right: each microbatch's count 1/(microbatches x dp), times the scale of the loss"
+    )
+
+
+def _other_experts(case: Case) -> str | None:
+    """Explain the gradient of an expert that contains gradients of other experts."""
+    ours, wanted = _flat(case.ours), _flat(case.wanted)
+    if not case.experts or ours.shape != wanted.shape or len(ours) < _ELEMENTS * (1 + len(case.experts)):
+        return None
+    columns = [wanted, *(_flat(pieces) for pieces in case.experts.values())]
+    table = torch.stack(columns, 1)
+    shares = torch.linalg.lstsq(table.T @ table, table.T @ ours.unsqueeze(1), driver="gelsd").solution.flatten()
+    if norm_of(table @ shares - ours) > _FITS * norm_of(ours):
+        return None
+    scale = float(shares.abs().max())
+    mixed = [name for name, share in zip(case.experts, shares[1:].tolist(), strict=True) if abs(share) > _FITS * scale]
+    if not mixed or not math.isfinite(scale):
+        return None
+    if abs(float(shares[0])) < _FITS * scale:
+        return f"it is the gradient of {' and '.join(mixed)}: experts are in the wrong order, or tokens go to others"
+    return f"the gradient of {' and '.join(mixed)} is in it: summed over a group whose members have other experts"
+
+
+def _flat(pieces: object) -> Tensor:
+    """Return pieces as one vector in fp64."""
+    assert isinstance(pieces, (list, tuple))
+    return torch.cat([piece.double().flatten() for piece in pieces]) if pieces else torch.zeros(0, dtype=torch.float64)
 
 
 def _missing_sum(axis: str, case: Case) -> str:
@@ -202,10 +255,10 @@ _EXPLANATIONS: tuple[Callable[[Case], str | None], ...] = (
     _nothing,
     _misshapen,
     _not_finite,
-    wrong_auxiliary,
+    _wrong_auxiliary,
     _zero,
     _multiple,
-    other_experts,
+    _other_experts,
     _parts_of_a_sum,
     _other_members,
     _other_order,
@@ -215,7 +268,7 @@ _EXPLANATIONS: tuple[Callable[[Case], str | None], ...] = (
 )
 
 
-def _places(ours: Tensor | None, wanted: Sequence[Tensor]) -> list[int]:
+def _equal_parts(ours: Tensor | None, wanted: Sequence[Tensor]) -> list[int]:
     """Return the indexes of the wanted tensors that are equal to this one."""
     assert ours is not None
     return [index for index, one in enumerate(wanted) if are_alike([ours], [one], FIT)]
@@ -226,6 +279,6 @@ def _order(ours: Tensor | None, wanted: Tensor, dim: int, count: int) -> list[in
     if ours is None or count < 2 or wanted.shape[dim] % count:
         return None
     right = wanted.chunk(count, dim)
-    found = [next(iter(_places(part, right)), None) for part in ours.chunk(count, dim)]
+    found = [next(iter(_equal_parts(part, right)), None) for part in ours.chunk(count, dim)]
     order = [index for index in found if index is not None]
     return order if sorted(order) == list(range(count)) else None

@@ -22,7 +22,7 @@ def relative_error(found: Tensor, wanted: Tensor, scale: float | None = None) ->
     Args:
         found: The tensor to judge.
         wanted: The right tensor.
-        scale: What the error is relative to, or None for the norm of ``wanted``. A scale of 0 is replaced by 1.
+        scale: The norm by which the error is divided, or None for that of ``wanted``. A scale of 0 is replaced by 1.
 
     Returns:
         The relative error; infinite if the shapes differ.
@@ -33,10 +33,10 @@ def relative_error(found: Tensor, wanted: Tensor, scale: float | None = None) ->
 
 
 def scales_of(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str, float]:
-    """Compute what the error of each tensor is relative to.
+    """Compute the norm by which the error of each tensor is divided.
 
-    That is the tensor's own norm, or the norm of its whole layer if its own is below NOISE of that. Such a tensor is 0
-    in exact arithmetic, as the gradient of the bias of attention keys is.
+    It is the tensor's norm, or the norm of its whole layer if the tensor's is below NOISE of that. Such a tensor is 0
+    in exact arithmetic, like the gradient of the bias of attention keys.
 
     Args:
         tensors: Tensors by logical name; a name begins with that of its layer.
@@ -47,12 +47,14 @@ def scales_of(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str,
     """
     norms = {name: norm_of(tensor) for name, tensor in tensors.items()}
     order = sorted(layers, key=len, reverse=True)
-    homes = {name: next((layer for layer in order if f"{name}.".startswith(f"{layer}.")), "") for name in norms}
+    layer_of = {name: next((layer for layer in order if f"{name}.".startswith(f"{layer}.")), "") for name in norms}
     squares: dict[str, float] = {}
     for name, norm in norms.items():
-        squares[homes[name]] = squares.get(homes[name], 0.0) + norm**2
+        squares[layer_of[name]] = squares.get(layer_of[name], 0.0) + norm**2
     wholes = {layer: square**0.5 for layer, square in squares.items()}
-    return {name: wholes[homes[name]] if norm < NOISE * wholes[homes[name]] else norm for name, norm in norms.items()}
+    return {
+        name: wholes[layer_of[name]] if norm < NOISE * wholes[layer_of[name]] else norm for name, norm in norms.items()
+    }
 
 
 def are_alike(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> bool:
@@ -69,5 +71,5 @@ def are_alike(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: floa
     pairs = list(zip(found, wanted, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         return False
-    apart = math.hypot(*(norm_of(one.double() - other.double()) for one, other in pairs))
-    return apart <= tolerance * math.hypot(*map(norm_of, wanted))
+    difference = math.hypot(*(norm_of(one.double() - other.double()) for one, other in pairs))
+    return difference <= tolerance * math.hypot(*map(norm_of, wanted))

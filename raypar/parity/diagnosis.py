@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The first tensor that differs, in the order in which a step makes them.
+    """The first tensor that differs, in the order in which a step computes them.
 
     Attributes:
-        place: The tensor, for example "output of blocks.1 in microbatch 0, forward"; "" if nothing differs in the steps
-            that were compared.
+        place: The tensor, for example "output of blocks.1 in microbatch 0, forward"; "" if nothing differs in the
+            compared steps.
         error: The norm of the difference, relative to the tensor's norm.
         cause: The likely cause, as a phrase.
         steps: The steps that were compared, counted from 0. The difference is in the last one.
@@ -47,24 +47,24 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.place:
-            looked = " and ".join(str(step + 1) for step in self.steps)
-            return f"layer by layer nothing differs in step {looked}: look at the update, and at what a later step does"
+            steps = " and ".join(str(step + 1) for step in self.steps)
+            return f"layer by layer nothing differs in step {steps}: look at the update, and at what a later step does"
         where = f"{self.place}, in step {self.steps[-1] + 1}"
         wrong = f"differs by {self.error:.3g} of its norm" if math.isfinite(self.error) else "is missing or misshapen"
         return f"begins with: {where}: {wrong}\nlikely cause: {self.cause}"
 
 
 class _Compared(NamedTuple):
-    """A logical tensor and the parts of it that the actors have.
+    """A logical tensor and the actors' parts of it.
 
     Attributes:
         name: The tensor's name in messages.
         wanted: The whole tensor of the plain process.
-        scale: What the error is relative to.
+        scale: The norm by which the error is divided.
         backward: Whether the tensor is a gradient.
         pieces: The actors' parts.
-        key: The tensor among those of the plain process.
-        takes: For each piece, what takes it from a whole tensor.
+        key: The tensor's key among those of the plain process.
+        takes: For each piece, the function that takes it from a whole tensor.
     """
 
     name: str
@@ -80,11 +80,11 @@ class _Compared(NamedTuple):
         """Compute the relative norm of the difference; if several actors have the same part, their root mean square."""
         if any(piece.ours is None for piece in self.pieces):
             return math.inf
-        apart = float_sum(
+        squares = float_sum(
             relative_error(piece.ours, piece.wanted, 1.0) ** 2 for piece in self.pieces if piece.ours is not None
         )
         copies = sum(piece.wanted.numel() for piece in self.pieces) / max(1, self.wanted.numel())
-        return math.sqrt(apart / (copies or 1.0)) / (self.scale or 1.0)
+        return math.sqrt(squares / (copies or 1.0)) / (self.scale or 1.0)
 
 
 def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> Diagnosis:
@@ -97,15 +97,15 @@ def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> 
     Args:
         job: The job, with at least the actors that the run needs.
         run: The run to repeat.
-        allowed: The largest relative difference that is right in step 0.
-        drifted: The largest relative difference that is right in a later step.
+        allowed: The largest relative difference that counts as right in step 0.
+        drifted: The largest relative difference that counts as right in a later step.
         later: The later step.
 
     Returns:
         The diagnosis.
 
     Raises:
-        Exception: Whatever ``Job.step`` raises, except NonFiniteError in the compared steps.
+        Exception: The errors of ``Job.step``, except NonFiniteError in the compared steps.
     """
     steps = tuple(sorted({0, later}))
     for number, step in enumerate(steps):
@@ -126,14 +126,14 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
     with suppress(NonFiniteError):
         stepper.finish()
     plain = watch_plainly(run, step, modules)
-    for one in chain(_made(job, plain), _gradients(job, plain)):
+    for one in chain(_outputs(job, plain), _gradients(job, plain)):
         if not one.error <= allowed:
             return one, _case(run, step, one, plain)
     return None
 
 
 def _case(run: Run, step: int, one: _Compared, plain: Watched) -> Case:
-    """Make the case of a tensor that is wrong: with what is known of auxiliary losses, and of other experts."""
+    """Return the case of a wrong tensor, with the parts of auxiliary losses and the gradients of other experts."""
     sizes: dict[str, int] = {axis: len(run.mesh.groups(axis)[0]) for axis in AXES}
     sizes |= {"ep": run.mesh.ep, "microbatches": run.microbatches}
     vectors = {name: weight for name, weight in plain.weights.items() if weight.dim() == 1}
@@ -157,22 +157,22 @@ def _found(plain: Watched, key: Spot | str) -> Tensor | None:
 
 
 def _modules(plain: Watched) -> set[str]:
-    """Return the modules that were watched."""
+    """Return the watched modules."""
     return {spot.module for spot in plain.tensors} - {LOSS, *plain.layers}
 
 
 def _any_expert(name: str) -> str | None:
-    """Return a parameter's name with any number of an expert in place of its own; None if it is of no expert."""
+    """Return a parameter's name with its expert's number replaced by "*"; None if it belongs to no expert."""
     any_expert, count = re.subn(r"(?<=\.experts\.)\d+(?=\.)", "*", name)
     return any_expert if count else None
 
 
-def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
+def _outputs(job: Job, plain: Watched) -> Iterator[_Compared]:
     """Yield the layers' outputs and the gradients of these outputs.
 
     The tensors of one microbatch's forward, or of its backward, are fetched at a time.
     """
-    shardings: dict[Spot, dict[int, Sharding]] = {}  # which part of an output each rank has
+    shardings: dict[Spot, dict[int, Sharding]] = {}  # by output and rank, its part
     for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
         spots = list(same)
         for spot, ours in zip(spots, job.sights(spots), strict=True):
@@ -201,7 +201,7 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
 
 
 def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
-    """Make the piece of a rank, with its name and its coordinate."""
+    """Return the piece of a rank, with its name and its coordinate."""
     world = world_of(job.run)
     at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # experts and servers have none
     return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)

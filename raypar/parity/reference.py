@@ -1,6 +1,7 @@
 """The reference of the parity check: train a run in one plain process.
 
-It uses torch, the model and an optimizer, and no schedules, stages or groups, so that a reader can check it.
+It uses torch, the model and an optimizer, and no schedules, stages or groups, so that a reader can check it. It can
+also compute in float64, with the same random values.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import ComputeDevice, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
@@ -29,7 +31,6 @@ from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values, cast_floating, dtype_of
 from raypar.errors import ConfigError
-from raypar.parity.float64 import in_float64
 from raypar.reporting.report import mean_loss
 
 
@@ -45,8 +46,8 @@ class Trained:
         tied: Whether a weight belongs to more than one layer.
         layers: The logical names of the layers.
         forwards: The loss of every microbatch of the first step, in the order of their numbers.
-        addends: By logical name, the sum of the norms of what the microbatches of the first step add to its gradient,
-            clipped; in float64 only.
+        addends: By logical name, the sum of the norms of the gradients of the first step's microbatches, clipped; in
+            float64 only.
     """
 
     losses: tuple[float | None, ...]
@@ -59,7 +60,7 @@ class Trained:
     addends: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Tensor]:
-        """Return all that a run is compared by, by what it is called in messages."""
+        """Return all figures and tensors by which runs are compared, by their names in messages."""
         found: dict[str, Tensor] = {}
         for step, (loss, norm) in enumerate(zip(self.losses, self.grad_norms, strict=True), 1):
             found |= {f"loss of step {step}": exact_figure(loss), f"gradient norm of step {step}": exact_figure(norm)}
@@ -68,7 +69,7 @@ class Trained:
 
 
 def gradient_name(name: str) -> str:
-    """Return what the gradient of a weight is called in messages."""
+    """Return the name of a weight's gradient in messages."""
     return f"gradient {name} of step 1"
 
 
@@ -86,7 +87,7 @@ class Watched(NamedTuple):
     """One step of a plain process with all its tensors.
 
     Attributes:
-        tensors: The layers' outputs and gradients, on the CPU, in the order in which they were made.
+        tensors: The layers' outputs and gradients, on the CPU, in the order of their computation.
         gradients: The gradients of the weights, clipped, by logical name.
         weights: The weights before the step, by logical name.
         layers: The logical names of the layers.
@@ -105,7 +106,7 @@ def train_plainly(run: Run, order: Sequence[int] | None = None, *, exact: bool =
 
     Args:
         run: The run.
-        order: The order in which the microbatches of a step are taken; None for that of their numbers, counted over all
+        order: The order of the microbatches of a step; None for that of their numbers, counted over all
             replicas.
         exact: Whether to compute in float64.
 
@@ -125,7 +126,7 @@ def train_plainly(run: Run, order: Sequence[int] | None = None, *, exact: bool =
 
 
 def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary: bool = True) -> Watched:
-    """Train a run up to a step in this process, and keep every tensor of that step.
+    """Train a run up to a step in this process, and return every tensor of that step.
 
     Args:
         run: The run.
@@ -152,20 +153,20 @@ class _Plain:
     """The whole model and its optimizer."""
 
     def __init__(self, run: Run, order: Sequence[int] | None = None, *, exact: bool = False) -> None:
-        self._run, self._place = run, _place_of(run)
+        self._run, self._device = run, _device_of(run)
         self._order = range(run.microbatches * run.mesh.dp) if order is None else order
         self.forwards, self.addends = tuple[float, ...](), dict[str, float]()
         self.model = build_model(run.model, run.seed)
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
-        self._place.settle(self.layers)
+        self._device.settle(self.layers)
         if exact:
             for layer in self.layers:
                 layer.double()
         self._added: list[Tensor] = []  # the auxiliary losses of a microbatch, with their graphs
         self._record = RouterRecord(self._add)
         self._routers = self._routed()
-        self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
-        self._masters = masters_of(run.precision, DeviceHome(self._place.device), self.layers, self._parameters)
+        self._parameters = _named(self.model.names, self.layers, {copy: owner for owner, copy in self.model.ties})
+        self._masters = masters_of(run.precision, DeviceHome(self._device.device), self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
         self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp
@@ -187,7 +188,7 @@ class _Plain:
 
         Args:
             step: The step.
-            watch: Keeps the tensors; None to keep none.
+            watch: Records the tensors; None to record none.
             auxiliary: Whether auxiliary losses belong to the objective.
         """
         run, parameters = self._run, self._masters.parameters
@@ -198,25 +199,25 @@ class _Plain:
             parameter.grad = None
         for layer in self.layers:
             layer.train()
-        apart = _Apart(parameters) if self._exact and not self.addends else None
+        sums = _MeasuredSums(parameters) if self._exact and not self.addends else None
         for number in self._order:
             with nullcontext() if watch is None else watch.of(number):
                 found[number] = self._microbatch(step, number, watch, auxiliary=auxiliary)
-            if apart is not None:
-                apart.take()
+            if sums is not None:
+                sums.take()
         losses, counts = zip(*(found[number] for number in sorted(found)), strict=True)
         self.forwards = self.forwards or losses
-        if apart is not None:
-            apart.give_back()
+        if sums is not None:
+            sums.publish()
         self._masters.take_gradients(1.0 / self._scaler.scale)
         _scale(parameters, self._correction or 1.0)
         norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if not sum(counts):
             return None, float(norm)
-        if apart is not None:
+        if sums is not None:
             share = 1.0 if run.clip is None else min(1.0, run.clip / (float(norm) + 1e-6))
-            self.addends = {name: size * share * (self._correction or 1.0) for name, size in apart.sizes.items()}
+            self.addends = {name: size * share * (self._correction or 1.0) for name, size in sums.sizes.items()}
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), run.clip, norm, foreach=False)
         if run.counts_skips and not torch.isfinite(norm):
@@ -254,7 +255,7 @@ class _Plain:
         return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
 
     def _microbatch(self, step: int, number: int, watch: OutputWatch | None, *, auxiliary: bool) -> tuple[float, int]:
-        """Run forward and backward of one microbatch; return its loss and the number of elements that it averages.
+        """Run forward and backward of one microbatch; return its loss and the number of elements in its mean.
 
         The objective is the loss times the share of its tokens, plus the sum of the auxiliary losses as a mean over the
         microbatches.
@@ -262,10 +263,10 @@ class _Plain:
         self._added.clear()
         self._record.open(number)
         microbatch, dp = divmod(number, self._run.mesh.dp)
-        values = self._place.to(self._source.inputs("train", step, microbatch, dp))
-        target = self._place.to(self._source.targets("train", step, microbatch, dp))
+        values = self._device.to(self._source.inputs("train", step, microbatch, dp))
+        target = self._device.to(self._source.targets("train", step, microbatch, dp))
         if self.model.documents is not None:
-            self.model.documents.turn(self._source.extents("train", step, microbatch, dp).on(self._place), number)
+            self.model.documents.turn(self._source.extents("train", step, microbatch, dp).on(self._device), number)
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
@@ -295,7 +296,7 @@ class _Plain:
         return x
 
     def _routed(self) -> list[Routed]:
-        """Return the modules that tell auxiliary losses and tokens, and let them tell it here."""
+        """Return the modules that report auxiliary losses and tokens, and make them report to this object."""
         found = [
             (module, name)
             for layer_name, layer in zip(self.model.names, self.layers, strict=True)
@@ -314,8 +315,8 @@ class _Plain:
                     router.balance(self._record.asked(router.name, router.num_experts))
 
 
-class _Apart:
-    """The gradients of the microbatches of a step, which are added here, so that each can be measured.
+class _MeasuredSums:
+    """The sums of the gradients of a step's microbatches, with the norm of each addend.
 
     Attributes:
         sizes: The sum of their norms, by name.
@@ -326,20 +327,20 @@ class _Apart:
         self.sizes: dict[str, float] = {}
 
     def take(self) -> None:
-        """Take what a microbatch has added to the gradients."""
+        """Add the gradients of a microbatch to the sums, and measure them."""
         for name, parameter in self._parameters.items():
             if (gradient := parameter.grad) is not None:
                 self.sizes[name] = self.sizes.get(name, 0.0) + float(torch.linalg.vector_norm(gradient))
                 self._sums[name] = gradient if name not in self._sums else self._sums[name] + gradient
                 parameter.grad = None
 
-    def give_back(self) -> None:
-        """Give the parameters the sums as their gradients."""
+    def publish(self) -> None:
+        """Make the sums the gradients of the parameters."""
         for name, total in self._sums.items():
             self._parameters[name].grad = total
 
 
-def _place_of(run: Run) -> ComputeDevice:
+def _device_of(run: Run) -> ComputeDevice:
     try:
         return place_of("cuda" if run.device == "cuda" else "cpu")
     except RuntimeError as error:
@@ -353,15 +354,15 @@ def _scale(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:
+def _named(names: tuple[str, ...], layers: list[nn.Module], owner_of: dict[str, str]) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by logical name. Tied weights become one parameter."""
     parameters: dict[str, nn.Parameter] = {}
     for layer_name, layer in zip(names, layers, strict=True):
         for inner, parameter in list(layer.named_parameters()):
             name = f"{layer_name}.{inner}"
-            if name in home_of:
+            if name in owner_of:
                 owner, _, last = inner.rpartition(".")
-                layer.get_submodule(owner)._parameters[last] = parameters[home_of[name]]
+                layer.get_submodule(owner)._parameters[last] = parameters[owner_of[name]]
             elif parameter.requires_grad:
                 parameters[name] = parameter
     return parameters
@@ -369,7 +370,7 @@ def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, s
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Use so many torch threads in the block; restore the number and the random state afterwards."""
+    """Use ``count`` torch threads in the block; restore the number and the random state afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     with torch.random.fork_rng(devices=[]):
@@ -377,3 +378,49 @@ def _threads(count: int) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make float64 the default dtype in the block, with the same random values as in float32."""
+    with _default(torch.float64), _SameDraws():
+        yield
+
+
+class _SameDraws(DispatchMode):
+    """Draws float64 values as float32, which takes other bits of the generator, and widens them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        with _default(torch.float32):
+            drawn = func(*map_leaves(_narrow, args), **map_leaves(_narrow, kwargs))
+        if written_arguments(func) and args and isinstance(args[0], Tensor):
+            return args[0].copy_(drawn)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        wanted = [tensor.dtype for tensor in tensors] or [kwargs.get("dtype") or torch.float64]
+        return map_leaves(_wide, drawn) if torch.float64 in wanted else drawn
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Make a dtype the default of new tensors in the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _narrow(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        return value.float()
+    return torch.float32 if value is torch.float64 else value
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.dtype == torch.float32 else value

@@ -1,6 +1,6 @@
 """The parity check: run the same steps on the layout and in one plain process, and compare tensor by tensor.
 
-How far float32 is from float64 in a run, so that rounding is not taken for a fault.
+The distance of float32 from float64 in a run is measured, so that rounding does not count as a fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLOSE = 1e-6  # relative difference if the same numbers are added in another ord
 DRIFTED = 1e-3  # relative difference of weights that AdamW or Muon has updated from such gradients
 
 
-NOISY = 1.0  # share of the distance that they can put between two weights whose gradients are only rounding noise
+NOISY = 1.0  # share of the largest distance by which they can move apart weights with gradients of rounding noise
 
 
 _WIDER = "AdamW divides a gradient by its own size, and Muon by its singular values (see docs/troubleshooting.md)"
@@ -49,13 +49,13 @@ _WIDER = "AdamW divides a gradient by its own size, and Muon by its singular val
 _WHY = " of how far AdamW or Muon can move it: its gradient is rounding noise"
 
 
-_TIMES = 4.0  # how many times as far from float64 as plain float32 a right result may be
+_TIMES = 4.0  # most distance of a right result from float64, in multiples of that of plain float32
 
 
-_ROUNDED = 2.0**-22  # four roundings of float32, relative to what is rounded: a figure, or the addends of a sum
+_ROUNDED = 2.0**-22  # four roundings of float32, relative to the rounded value: a figure, or the addends of a sum
 
 
-_SAME = 1e-3  # relative difference of losses beyond which float64 computes something else, as by a dtype in the model
+_SAME = 1e-3  # relative difference of losses beyond which float64 computes another function, as with fixed dtypes
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Rounding:
     Attributes:
         exact: The run in float64, by name of the figure or tensor.
         plain: The run in float32, a mapping for each order.
-        addends: Of sums over microbatches, by name: the sum of the norms of what is added.
+        addends: For sums over microbatches, by name: the sum of the norms of the addends.
     """
 
     exact: Mapping[str, Tensor]
@@ -73,17 +73,17 @@ class Rounding:
     addends: Mapping[str, float]
 
     def error(self, what: str, found: Tensor, scale: float | None = None) -> float:
-        """Return how far a figure or tensor is from float64.
+        """Return the distance of a figure or tensor from float64.
 
         Args:
             what: Its name.
-            found: It itself.
-            scale: What the distance is relative to; None for the norm in float64.
+            found: The figure or tensor.
+            scale: The norm by which the distance is divided; None for the norm in float64.
         """
         return relative_error(found, self.exact[what], scale)
 
     def allowed(self, what: str, scale: float | None = None) -> float:
-        """Return how far from float64 a right figure or tensor may be, relative to ``scale``; see ``error``."""
+        """Return the largest distance from float64 of a right figure or tensor; for ``scale`` see ``error``."""
         rounded = [relative_error(plain[what], self.exact[what], scale) for plain in self.plain]
         norm = norm_of(self.exact[what]) if scale is None else scale
         return max(_TIMES * max(rounded), _ROUNDED * max(1.0, self.addends.get(what, 0.0) / (norm or 1.0)))
@@ -92,16 +92,16 @@ class Rounding:
 def rounding_of(run: Run, plain: Trained) -> Rounding | None:
     """Train a run in float64, and in float32 with its microbatches in two more orders.
 
-    An order in which the microbatches of the first step have other losses does not count: their forwards change a state
-    of the model that others read.
+    An order in which the microbatches of the first step have other losses does not count: then forwards change a state
+    of the model that other microbatches read.
 
     Args:
         run: The run.
-        plain: What plain float32 makes of it.
+        plain: Its results in plain float32.
 
     Returns:
-        How far float32 is from float64; None where layers compute in half precision, or where the model can't run in
-        float64, or computes something else there.
+        The distance of float32 from float64; None if layers compute in half precision, or if the model can't run in
+        float64, or computes another function there.
     """
     if run.precision.is_half:
         return None
@@ -116,8 +116,8 @@ def rounding_of(run: Run, plain: Trained) -> Rounding | None:
         return None
     count = run.microbatches * run.mesh.dp
     orders = [[*range(count)][::-1], [*range(0, count, 2), *range(1, count, 2)]]
-    others = [train_plainly(run, order) for order in orders]
-    alike = [plain, *(other for other in others if other.forwards == plain.forwards)]
+    reordered = [train_plainly(run, order) for order in orders]
+    alike = [plain, *(one for one in reordered if one.forwards == plain.forwards)]
     addends = {gradient_name(name): size for name, size in exact.addends.items()}
     return Rounding(exact.figures(), tuple(one.figures() for one in alike), addends)
 
@@ -151,7 +151,7 @@ DIVIDED = Bounds(1e-5, 5e-6, DRIFTED)  # tensor, context and expert parallelism,
 
 
 # Layers in half precision, whose products are added in another order and rounded to 8 bits. A bias that begins at 0 is
-# made of AdamW's steps alone, whose signs small gradients decide.
+# the sum of AdamW's steps alone, whose signs small gradients decide.
 HALF = Bounds(2e-3, 3e-2, 0.25)
 
 
@@ -167,7 +167,7 @@ class Difference:
         error: The norm of the difference, relative to its norm.
         allowed: The largest error that counts as right.
         step: The step of the run; for a weight, the step after which it was compared.
-        beside: What it was compared with: "" for the plain process as it is, "float64" for that in float64.
+        beside: The reference: "" for the plain process, "float64" for the plain process in float64.
     """
 
     what: str
@@ -199,7 +199,7 @@ class Verdict:
       that is only rounding noise moves its weight by a full step.
     - Replicas: each first adds its own microbatches; the same bounds apply. With two microbatches in all, one for each
       replica, there is only one addition, and no difference is allowed.
-    - A schedule in which a stage's weight gradients are not made in the order of the microbatches: the same bounds.
+    - A schedule that does not compute a stage's weight gradients in the order of the microbatches: the same bounds.
     - Tensor, context and expert parallelism, and tiles: they add parts of products and of sums over tokens, and experts
       compute the tokens of several replicas together. Losses may differ by 1e-5, norms and the gradients of the first
       step by 5e-6, weights by 1e-3.
@@ -212,27 +212,27 @@ class Verdict:
     Where one process would have another order in memory, kernels may add in another order too; there are no bounds for
     that.
 
-    What is beyond its bound is compared with the plain process in float64. It is right if it is at most 4 times as far
-    from that as the plain process in float32 is, whose microbatches are added in three orders, or as far as four
-    roundings of a sum's addends lead: a gradient whose addends cancel has no more digits. Layers in half precision, and
-    models that can't run in float64, keep the bounds.
+    A result beyond its bound is compared with the plain process in float64. It is right if its distance from that is at
+    most 4 times that of the plain process in float32, whose microbatches are added in three orders, or that of four
+    roundings of a sum's addends: a gradient whose addends cancel has no more digits. For layers in half precision, and
+    models that can't run in float64, the bounds alone count.
 
     The weights of all replicas must always be bitwise equal.
 
-    A gradient that is 0 in exact arithmetic, as that of the bias of attention keys is, is only rounding noise: it is
-    compared with the norm of all gradients of its layer. From such a gradient AdamW and Muon make steps of full size,
-    on both sides. So where weights may differ at all, a weight with such a gradient may differ by 1 times the largest
-    distance that they can put between two weights.
+    A gradient that is 0 in exact arithmetic, like that of the bias of attention keys, is only rounding noise: its error
+    is divided by the norm of all gradients of its layer. AdamW and Muon make steps of full size of such a gradient, on
+    both sides. So where weights may differ at all, a weight with such a gradient may differ by the largest distance
+    that these steps can move two weights apart.
 
     Attributes:
         steps: Number of steps taken.
         gradients: Number of gradients compared.
         weights: Number of weights compared.
         losses: The losses of the plain process.
-        differences: What is not bitwise equal, also what is within its bound (``difference.ok``): losses and norms
-            first, then gradients and weights by logical name. A test asserts ``ok``, not that there are none.
+        differences: All results that are not bitwise equal, also those within their bounds (``difference.ok``): losses
+            and norms first, then gradients and weights by logical name. A test asserts ``ok``, not that there are none.
         replicas: Number of replicas.
-        diagnosis: Where the layout begins to differ and the likely cause, if the verdict is not ok.
+        diagnosis: The first tensor that differs and the likely cause, if the verdict is not ok.
         bounds: The relative bounds of the layout.
     """
 
@@ -261,7 +261,7 @@ class Verdict:
         return max((difference.error for difference in self.differences), default=0.0)
 
     def __repr__(self) -> str:
-        """Say in REPLs and notebooks what ``str`` says."""
+        """Return the text of ``str``, for REPLs and notebooks."""
         return str(self)
 
     def __str__(self) -> str:
@@ -298,7 +298,7 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
     Args:
         run: The run. Device "auto" means CPUs here, whose results are bitwise the same everywhere. With "cuda" the
-            plain process uses a GPU of its own. Muon's iterations are in fp32 here, on both sides: in bf16 an order of
+            plain process uses a separate GPU. Muon's iterations are in fp32 here, on both sides: in bf16 the order of
             additions changes its updates by a percent.
         job: A job with enough actors to reuse, or None to launch one.
 
@@ -306,7 +306,7 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
         The verdict.
 
     Raises:
-        ConfigError: As ``launch`` does, or if the batch function is not pure, or the schedule asynchronous.
+        ConfigError: The errors of ``launch``, or if the batch function is not pure, or the schedule asynchronous.
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
@@ -360,24 +360,24 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     noise = {name for name, wanted in plain.gradients.items() if norm_of(dense(wanted)) < scales[name]}
     drifts = noise if bounds.weight and not isinstance(run.optim, SGD) else set()
     weights = [
-        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, name, weight))
+        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _largest_drift(run, name, weight))
         if name in drifts
         else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
         for name, weight in job.weights().ends()
     ]
-    # with masters, what the replicas have is another thing than what the optimizer has
+    # with masters, the replicas have other weights than the optimizer
     first = [*job.weights(0).ends()] if run.precision.is_mixed else [(pair.what, pair.found) for pair in weights]
     replicas = [
         _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, found, 0.0, last)
         for dp in range(1, run.mesh.ways("dp"))
         for (name, other), (_, found) in zip(job.weights(dp).ends(), first, strict=True)
     ]
-    apart = [pair for pair in (*figures, *weights, *replicas) if not torch.equal(pair.found, pair.wanted)]
-    differences = [pair.difference() for pair in apart]
+    unequal = [pair for pair in (*figures, *weights, *replicas) if not torch.equal(pair.found, pair.wanted)]
+    differences = [pair.difference() for pair in unequal]
     if any(one.what in known and not one.ok for one in differences) and (rounding := rounding_of(run, plain)):
         differences = [
             one if one.ok or one.what not in known else _beside_float64(pair, rounding)
-            for pair, one in zip(apart, differences, strict=True)
+            for pair, one in zip(unequal, differences, strict=True)
         ]
     return Verdict(
         len(reports),
@@ -400,7 +400,7 @@ class _Pair(NamedTuple):
         wanted: The plain process's tensor.
         allowed: The largest error that counts as right.
         step: As in ``Difference``.
-        scale: What the error is relative to, or None for the norm of ``wanted``.
+        scale: The norm by which the error is divided, or None for that of ``wanted``.
     """
 
     what: str
@@ -411,12 +411,12 @@ class _Pair(NamedTuple):
     scale: float | None = None
 
     def difference(self) -> Difference:
-        """Return how far the layout's tensor is from that of the plain process."""
+        """Return the difference of the layout's tensor from that of the plain process."""
         return Difference(self.what, relative_error(self.found, self.wanted, self.scale), self.allowed, self.step)
 
 
 def _beside_float64(pair: _Pair, rounding: Rounding) -> Difference:
-    """Return how far the layout's tensor is from float64, and how far plain float32 allows it to be."""
+    """Return the difference of the layout's tensor from float64, with the bound that plain float32 gives."""
     error = rounding.error(pair.what, pair.found, pair.scale)
     allowed = max(pair.allowed, rounding.allowed(pair.what, pair.scale))
     return Difference(pair.what, error, allowed, pair.step, beside="float64")
@@ -451,8 +451,8 @@ def _in_order(schedule: Schedule) -> bool:
     return all(order == sorted(order) for order in orders.values())
 
 
-def _apart(run: Run, name: str, weight: Tensor) -> float:
-    """Compute how far apart AdamW or Muon can move two weights.
+def _largest_drift(run: Run, name: str, weight: Tensor) -> float:
+    """Compute the largest distance by which AdamW or Muon can move two weights apart.
 
     In every step AdamW moves each element by the learning rate. Muon moves each singular value by up to 1.2 times its
     scaled learning rate.

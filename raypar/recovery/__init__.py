@@ -1,3 +1,3 @@
-"""Recovery: what a run does when an actor dies, and how to make one die on purpose."""
+"""Recovery from the death of actors, and faults that are injected on purpose."""
 
 from raypar.recovery import chaos as chaos

@@ -1,4 +1,4 @@
-"""Buddies: which actor of another node keeps a copy of an actor's snapshots, and how often copies are made."""
+"""Buddies: the actor of another node that keeps a copy of an actor's snapshots, and how often it is updated."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 
 log = logging.getLogger(__name__)
-# Share of the time of steps, and seconds, that waiting for copies may take; then they are made less often.
+# Most time of waiting for copies, as a share of the steps' time and in seconds; beyond it copies become less frequent.
 _SHARE, _SECONDS = 0.05, 1.0
 
 
 def failure_domains(processes: Sequence[ProcessIdentity]) -> list[str]:
-    """Return by rank what its snapshots are lost with, for ``buddies_of``; "" if that is not known.
+    """Return by rank the failure domain of its snapshots, for ``buddies_of``; "" if not known.
 
-    That is its machine, whatever containers run on it. Where all are on one machine, it is the container or node whose
-    processes hold one another's snapshots: a copy in another one is all the safety there is.
+    It is the machine, with all containers on it. If all ranks are on one machine, it is the container or node whose
+    processes share their snapshots: then a copy in another container is the best protection possible.
 
     Args:
         processes: By rank, the process of its actor.
@@ -30,14 +30,14 @@ def failure_domains(processes: Sequence[ProcessIdentity]) -> list[str]:
 def buddies_of(nodes: Sequence[str]) -> tuple[int | None, ...]:
     """Choose for each rank a rank of another node that keeps a copy of its snapshots.
 
-    The nodes are a ring, the largest first, and each copy goes as many ranks further as that one has. So every rank
-    keeps one copy, unless one node has more than half of all: then the others share out its copies evenly.
+    The nodes form a ring, the largest first, and each copy goes as many ranks further as that node has. So every rank
+    keeps one copy, unless one node has more than half of all ranks: then the other ranks share its copies evenly.
 
     Args:
-        nodes: By rank, what identifies its node; "" if that is not known.
+        nodes: By rank, an identifier of its node; "" if not known.
 
     Returns:
-        By rank, its buddy; None if there is no other node, or if its own is not known.
+        By rank, its buddy; None if there is no other node, or if its node is not known.
     """
     ranks_on = dict[str, list[int]]()
     for rank, node in enumerate(nodes):
@@ -48,15 +48,15 @@ def buddies_of(nodes: Sequence[str]) -> tuple[int | None, ...]:
     if len(ranks_on) < 2:
         return tuple(buddies)
     largest = max(map(len, ranks_on.values()))
-    others = ring[largest:]
+    elsewhere = ring[largest:]
     for at, rank in enumerate(ring):
         further = ring[(at + largest) % len(ring)]
-        buddies[rank] = further if nodes[further] != nodes[rank] else others[at % len(others)]
+        buddies[rank] = further if nodes[further] != nodes[rank] else elsewhere[at % len(elsewhere)]
     return tuple(buddies)
 
 
 class CopyPace:
-    """How often snapshots are copied to buddies: as the run says, or less often where steps have to wait for copies.
+    """The interval of copies of snapshots to buddies: the run's, or a longer one if steps have to wait for copies.
 
     Args:
         run: The run.
@@ -68,9 +68,9 @@ class CopyPace:
         self._lost = set[int]()
 
     def within(self, step: int) -> int:
-        """Return in how many steps a copy should be whole that begins after a step; 0: none begins.
+        """Return the number of steps within which a copy that begins after a step should be complete; 0: none begins.
 
-        The next one begins a step later, when every actor knows that this one is whole.
+        The next copy begins a step later, when every actor knows that this one is complete.
 
         Args:
             step: Number of the step, from 0.
@@ -78,7 +78,7 @@ class CopyPace:
         return max(1, self.every - 1) if (step + 1) % self.every == 0 else 0
 
     def learn(self, results: Sequence[StepResult], seconds: float, labels: Sequence[str]) -> None:
-        """Note what the actors tell of copies after a step; warn of what is new.
+        """Record the actors' reports on copies after a step; warn of slow and of lost copies.
 
         Args:
             results: The step's results by rank.
@@ -88,12 +88,12 @@ class CopyPace:
         self._waited += max((result.copied.waited for result in results), default=0.0)
         self._seconds += seconds
         if self._waited > max(_SECONDS, _SHARE * self._seconds):
-            told = self._waited, self._seconds, 2 * self.every
+            figures = self._waited, self._seconds, 2 * self.every
             self.every, self._waited, self._seconds = 2 * self.every, 0.0, 0.0
             log.warning(
                 "steps waited %.1f s of %.1f s for copies of snapshots on other nodes, which are made after every %d "
                 "steps from now on: set buddy_every to that, or to 0 for no copies",
-                *told,
+                *figures,
             )
         for rank, result in enumerate(results):
             if (why := result.copied.lost) and rank not in self._lost:

@@ -1,8 +1,8 @@
 """Faults that are injected on purpose, to see that a run survives them: ``rp.launch(run, chaos=[rp.chaos.kill(...)])``.
 
-A fault happens to one actor, named as messages name it ("pp=1 dp=0"), at a point of one step, counted from 1: before an
+A fault happens to one actor, with its name in messages ("pp=1 dp=0"), at a point of one step, counted from 1: before an
 action of the actor's row, such as "1B3" or "STEP", or at one of ``POINTS`` (specs.injected_fault). It is the same in
-every run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
+every run, and it happens once, or ``times`` times, even if the step is taken again.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def corrupt(
     Args:
         actor: See ``kill``, as for ``step`` and ``times``.
         at: The action before which the bit of a weight flips; for an activation the forward, such as "1F0", in which
-            what the stage's first layer gives is changed.
+            the output of the stage's first layer changes.
         step: The step.
         times: How often.
-        of: What the bit is of.
+        of: Whether the bit is of a weight or of an activation.
     """
     return InjectedFault("corrupt", actor, at, step, times=times, of=of)
 
@@ -86,7 +86,7 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
     """Read faults from a TOML file: a table ``[[fault]]`` for each, with the fields of ``InjectedFault``.
 
     Raises:
-        ConfigError: The file can't be read, or a field is wrong; lists all that is wrong.
+        ConfigError: The file can't be read, or a field is wrong; lists all faults.
     """
     try:
         with checkpoint_errors(f"chaos: {str(file)!r} can't be read"):
@@ -111,7 +111,7 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
 
 
 def _entry_faults(entry: Any) -> Iterator[str]:
-    """Yield what is wrong with a fault of a file."""
+    """Yield the mistakes in a fault of a file."""
     if not isinstance(entry, dict):
         yield f"{entry!r} is no table: write it below a line [[fault]]"
         return
@@ -127,8 +127,8 @@ def injectable(
 ) -> tuple[list[InjectedFault], list[str]]:
     """Find the actors and actions of faults in a run.
 
-    A part of an actor's name will do if it is one actor's alone: "dp=1" where there is one pipeline rank. Where a
-    backward is split, "1B3" is its first half, "1I3".
+    A unique part of an actor's name suffices: "dp=1" if there is one pipeline rank. If a backward is split, "1B3" is
+    its first half, "1I3".
 
     Args:
         faults: The faults.
@@ -136,7 +136,7 @@ def injectable(
         schedule: The schedule of its training step.
 
     Returns:
-        The faults with the names and actions of the run, and what is wrong with the others, which would never happen.
+        The faults with the names and actions of the run, and the mistakes in the others, which would never happen.
     """
     found, wrong = list[InjectedFault](), list[str]()
     labels = {world.label(rank): rank for rank in range(world.size)}
@@ -161,12 +161,12 @@ def injectable(
 
 
 def never_happen(faults: Sequence[InjectedFault], run: Run, taken: int = 0) -> Iterator[str]:
-    """Yield which faults never happen in the steps of a run, and why.
+    """Yield a message for each fault that never happens in the steps of a run, with the reason.
 
     Args:
-        faults: The faults, as ``injectable`` returns them.
+        faults: The faults, from ``injectable``.
         run: The run.
-        taken: The steps that it has taken before.
+        taken: Number of steps that it has taken before.
     """
     for fault in faults:
         why = ""
@@ -186,12 +186,12 @@ def never_happen(faults: Sequence[InjectedFault], run: Run, taken: int = 0) -> I
 
 
 def _row(rank: int, world: World, schedule: Schedule) -> list[str]:
-    """Return the actions of a rank, as they are spelled."""
+    """Return the actions of a rank as text."""
     return ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.row(rank)]]
 
 
 def _point(at: str, rank: int, world: World, schedule: Schedule) -> str | None:
-    """Return the action or point of a rank that is meant; None if it has none."""
+    """Return the action or point of a rank that a text means; None if it has none."""
     there = {*_row(rank, world, schedule), *POINTS}
     return next((one for one in (at, at.replace("B", "I")) if one in there), None)
 

@@ -1,4 +1,4 @@
-"""The failures that a run has survived, and when one is too many."""
+"""The failures that a run has survived, and the limit at which one ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from raypar.errors import ActorDiedError, Death, JobError, PreemptedError, RayLostError
 
-_SAME = 3  # times that the same fault may happen in one step: it is then no accident
+_SAME = 3  # failures with the same reason in one step after which another try would not help
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,13 @@ class Failure:
         step: The step under way, counted from 1.
         reason: What failed, in one line.
         replaced: The actors that were replaced, by name.
-        back_to: Number of steps taken before the point that the run went back to.
-        source: Where the state came from: "memory", or the name of a checkpoint; "" if the run began anew.
-        seconds: How long it took from the failure's being noticed until all actors could go on.
-        lost: Seconds that it has cost: those, those of the step under way until then, and those of the steps that are
-            taken again.
-        death: What is known of the actor's death; None if no process died.
+        back_to: Number of steps taken before the point to which the run went back.
+        source: The source of the restored state: "memory", or the name of a checkpoint; "" if the run began anew.
+        seconds: Seconds from the detection of the failure until all actors could go on.
+        lost: Seconds of the recovery, of the step under way before it, and of the steps that are taken again.
+        death: The known facts about the actor's death; None if no process died.
         is_end: Whether it has ended the run.
-        size: With how many replicas it goes on, if these are fewer than before; else "".
+        size: The number of replicas with which the run goes on, in words, if fewer than before; else "".
     """
 
     step: int
@@ -49,12 +48,12 @@ class Failure:
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for the run folder."""
+        """Return the failure as plain values, for the run folder."""
         return asdict(self)
 
     @classmethod
     def ending(cls, step: int, error: JobError, lost: float) -> Failure:
-        """Return the failure that has ended a run in a step, counted from 1, and cost so many seconds until then."""
+        """Return the failure that has ended a run in a step, counted from 1; ``lost`` are the seconds it has cost."""
         return cls(step, failure_reason(error), (), step - 1, "", 0.0, lost, death_in(error), is_end=True)
 
 
@@ -62,10 +61,10 @@ class Failures:
     """Counts the failures of a run.
 
     Args:
-        most: How many the run may survive.
+        most: Number of failures that the run may survive.
 
     Attributes:
-        survived: Those that it has survived.
+        survived: The failures that it has survived.
     """
 
     def __init__(self, most: int) -> None:
@@ -74,15 +73,15 @@ class Failures:
         self._same = Counter[tuple[int, str]]()
 
     def count(self, step: int, error: JobError, *, is_foreseen: bool = False) -> None:
-        """Count a failure, unless it is the end of a node that was taken away with notice.
+        """Count a failure, unless it is the end of a node that was drained with notice.
 
         Args:
             step: The step under way, counted from 1.
-            error: What failed.
-            is_foreseen: Whether there was a notice that the node of the actor that failed is taken away.
+            error: The error.
+            is_foreseen: Whether there was a drain notice for the node of the failed actor.
 
         Raises:
-            JobError: The same error, if it ends the run; with a note that says why, if it is one too many.
+            JobError: The same error, if it ends the run; with a note on the reason, if the limit is reached.
         """
         if isinstance(error, PreemptedError | RayLostError):
             raise error
@@ -90,24 +89,24 @@ class Failures:
         if self._most and (is_foreseen or (death is not None and death.is_preempted)):
             return
         self._count += 1
-        what = failure_reason(error)
-        self._same[step, what] += 1
+        reason = failure_reason(error)
+        self._same[step, reason] += 1
         if self._count > self._most:
             if self._most:
                 error.add_note(f"It was failure {self._count}, and max_failures is {self._most}.")
             raise error
-        if self._same[step, what] >= _SAME:
+        if self._same[step, reason] >= _SAME:
             error.add_note(f"The same happened {_SAME} times in step {step}, so another try would not help.")
             raise error
 
 
 def death_in(error: JobError) -> Death | None:
-    """Return what is known of the death that an error tells of; None if it tells of none."""
+    """Return the known facts about the death that an error reports; None if it reports none."""
     return error.death if isinstance(error, ActorDiedError) else None
 
 
 def failure_line(error: JobError) -> str:
-    """Return in one line what failed and, of a process that died, why."""
+    """Return the failure in one line, for a process that died with the cause."""
     if (death := death_in(error)) is None:
         return failure_reason(error)
     why = str(death).partition(" Its log, ")[0].removesuffix(".")
@@ -115,5 +114,5 @@ def failure_line(error: JobError) -> str:
 
 
 def failure_reason(error: JobError) -> str:
-    """Return what failed in one line, without what others saw of it, which differs from time to time."""
+    """Return the failure in one line, without the errors of other actors, which vary from time to time."""
     return str(error).partition("\n")[0].partition("; seen from")[0]

@@ -1,4 +1,4 @@
-"""Which snapshots are sent from which actor to which, when a run goes back to them on several nodes."""
+"""Transfers of snapshots between actors, when a run on several nodes goes back to a snapshot."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 
 Steps = Sequence[Mapping[SnapshotOwner, Sequence[int]]]
-"""by actor, the steps of which it has snapshots, by share: those with a rank first, in the order of their ranks"""
+"""by actor, the steps of its snapshots, by share: actors with a rank first, in the order of their ranks"""
 
 
 class SnapshotTransfer(NamedTuple):
-    """A snapshot that goes from one actor to another.
+    """A snapshot that is sent from one actor to another.
 
     Attributes:
-        share: Whose snapshot it is.
+        share: The owner of the snapshot.
         giver: The number of an actor that has it.
-        receiver: The rank of the actor that receives it for all of its node.
+        receiver: The rank of the actor that receives it for its whole node.
     """
 
     share: SnapshotOwner
@@ -29,15 +29,15 @@ class SnapshotTransfer(NamedTuple):
 def transfers(
     nodes: Sequence[str], steps: Steps, needed: Sequence[Sequence[SnapshotOwner]], step: int
 ) -> Iterator[SnapshotTransfer]:
-    """Yield what is sent so that every rank can go back to a step: to each node once what its ranks need and lack.
+    """Yield the transfers with which every rank can go back to a step: each missing share once to each node.
 
-    The work is spread: the ranks of a node receive in turn, and those that have a share send it in turn.
+    The work is spread: the ranks of a node receive in turn, and the owners of a share send it in turn.
 
     Args:
-        nodes: By rank, what processes have in common that can open one another's snapshots; "" if it is not known.
-        steps: The steps of which actors have snapshots.
+        nodes: By rank, the domain in which processes can open one another's snapshots; "" if not known.
+        steps: The steps of the actors' snapshots.
         needed: By rank, the shares that it needs.
-        step: Number of steps taken; somebody has each share of it.
+        step: Number of steps taken; at least one actor has each share of it.
     """
     givers, sent, ranks_on = _givers(steps, len(nodes), step), Counter[SnapshotOwner](), dict[str, list[int]]()
     for rank, node in enumerate(nodes):
@@ -51,23 +51,23 @@ def transfers(
 
 
 def has_all(steps: Steps, shares: Sequence[SnapshotOwner], step: int) -> bool:
-    """Return whether each of some actors has the snapshots of a step of all shares."""
+    """Return whether every actor has the snapshots of all shares of a step."""
     return all(len(there) >= len(shares) and not any(_lacking(step, there, shares)) for there in steps)
 
 
 def chosen_holders(
     steps: Steps, size: int, shares: Sequence[SnapshotOwner], step: int
 ) -> dict[int, list[SnapshotOwner]]:
-    """Choose for each share one of the actors that have its snapshot of a step, so that all are chosen about as often.
+    """Choose for each share an actor that has its snapshot of a step, so that all are chosen about equally often.
 
     Args:
-        steps: The steps of which actors have snapshots.
+        steps: The steps of the actors' snapshots.
         size: Number of actors with a rank.
-        shares: The shares; somebody has each of them of this step.
+        shares: The shares; at least one actor has each of them of this step.
         step: Number of steps taken.
 
     Returns:
-        By actor, the shares for which it is chosen; only those that are chosen.
+        By chosen actor, its shares.
     """
     givers, chosen = _givers(steps, size, step), dict[int, list[SnapshotOwner]]()
     for share in shares:
@@ -81,7 +81,7 @@ def holders_of(step: int, steps: Mapping[int, Mapping[SnapshotOwner, Sequence[in
 
     Args:
         step: Number of steps taken.
-        steps: By actor, the steps of which it has snapshots, by share.
+        steps: By actor, the steps of its snapshots, by share.
     """
     found = dict[SnapshotOwner, list[int]]()
     for actor, has in steps.items():
@@ -92,7 +92,7 @@ def holders_of(step: int, steps: Mapping[int, Mapping[SnapshotOwner, Sequence[in
 
 
 def _givers(steps: Steps, size: int, step: int) -> dict[SnapshotOwner, list[int]]:
-    """Return by share the actors from which others get it: those with a rank that have it, or else others."""
+    """Return by share the actors that send it: those with a rank that have it, or else spares."""
     holders = holders_of(step, dict(enumerate(steps)))
     return {share: [actor for actor in having if actor < size] or having for share, having in holders.items()}
 
@@ -100,5 +100,5 @@ def _givers(steps: Steps, size: int, step: int) -> dict[SnapshotOwner, list[int]
 def _lacking(
     step: int, there: Mapping[SnapshotOwner, Sequence[int]], shares: Sequence[SnapshotOwner]
 ) -> Iterator[SnapshotOwner]:
-    """Yield the shares of which an actor has no snapshot of a step, given by share the steps of those that it has."""
+    """Yield the shares of which an actor lacks the snapshot of a step; ``there`` are its snapshots' steps by share."""
     return (share for share in shares if step not in there.get(share, ()))

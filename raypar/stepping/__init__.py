@@ -1,1 +1,1 @@
-"""Training steps performed by hand: the stepper, its views, and recordings of a stage that can be replayed alone."""
+"""Training steps performed by hand: the stepper, its views, and recordings of a stage for a replay without others."""

@@ -1,15 +1,17 @@
-"""Looks at the actors within a step by hand: what its actions have made, and what every actor holds."""
+"""Inspection of the actors within a step by hand: the results of actions, predicates on them, and memory held."""
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.mesh.mesh import Axis
 from raypar.actors.mesh.world import World
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.schedules.action import MOVES, Action, Op
+from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.rules import rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.step_board import MoveError, makes_tensors
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from raypar.actors.inspect.step import ActorContents, ComputedValue
 
 _GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
-_MAKES = {  # what an action makes that has no tensors to show
+_EFFECTS = {  # the effect of an action that has no tensors to show
     **dict.fromkeys((Op.B, Op.I), f"hands no gradient on, stage 0 has none before it: {_GRADIENT}"),
     Op.W: f"makes gradients of weights only: {_GRADIENT}",
     Op.REDUCE_GRAD: f"sums gradients over the replicas, and makes nothing else: {_GRADIENT}",
@@ -31,7 +33,7 @@ _MAKES = {  # what an action makes that has no tensors to show
 
 
 class Peeking:
-    """Looks at the actors.
+    """Queries the actors for results and memory.
 
     Args:
         world: The ranks.
@@ -43,7 +45,7 @@ class Peeking:
         self._world, self._calls, self._guard = world, calls, guard
 
     def at(self, action: Action, schedule: Schedule, *, dp: int, cp: int, tp: int) -> ComputedValue:
-        """Return what an action that is done has made on one actor, with the tensors.
+        """Return the result of an action that is done on one actor, with the tensors.
 
         Args:
             action: The action.
@@ -56,19 +58,19 @@ class Peeking:
             MoveError: There is no such coordinate.
         """
         mesh = self._world.mesh
-        places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
-        for axis, place in places.items():
-            if not 0 <= place < mesh.ways(axis):
-                raise MoveError(f"there is no {axis}={place}: the mesh has {mesh.ways(axis)}, counted from 0")
-        return self._seen(action, [self._world.worker(rank_of(action, schedule), **places)], tensors=True)[0]
+        coordinate: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
+        for axis, index in coordinate.items():
+            if not 0 <= index < mesh.ways(axis):
+                raise MoveError(f"there is no {axis}={index}: the mesh has {mesh.ways(axis)}, counted from 0")
+        return self._seen(action, [self._world.worker(rank_of(action, schedule), **coordinate)], tensors=True)[0]
 
     def everywhere(self, action: Action, schedule: Schedule) -> list[ComputedValue]:
-        """Return what an action that is done has made on all workers that perform it, without the tensors."""
+        """Return the results of an action that is done on all workers that perform it, without the tensors."""
         ranks = self._world.trainers_in(rank_of(action, schedule))
         return self._seen(action, [rank for rank in ranks if rank < self._world.mesh.size], tensors=False)
 
     def state(self, done: Sequence[Action]) -> State:
-        """Return what every actor holds, after the actions that are done."""
+        """Return the memory that every actor holds after the actions that are done."""
         found: list[ActorContents] = self._guard(lambda: self._calls.all("probe", "held", what="looking at the actors"))
         whole = {action._replace(op=Op.I): action for action in done if action.op is Op.B}
         return State(
@@ -82,7 +84,40 @@ class Peeking:
 
 
 def demand_tensors(action: Action, done: Sequence[Action]) -> None:
-    """Raise MoveError if an action makes no tensors, with one of those that are done and do."""
+    """Raise MoveError if an action makes no tensors; the message names an action that is done and makes some."""
     if not makes_tensors(action):
         other = next((f', or peek("{name}")' for name in reversed(done) if makes_tensors(name)), "")
-        raise MoveError(f"{action} {_MAKES[action.op]}{other}")
+        raise MoveError(f"{action} {_EFFECTS[action.op]}{other}")
+
+
+def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
+    """Return a fault for each attribute that a Python function uses of its argument and that a result does not have.
+
+    Args:
+        predicate: The function. It is not called. A function that is not written in Python has no faults.
+
+    Returns:
+        A sentence for each name, with the nearest known one.
+    """
+    from raypar.actors.inspect.step import ComputedValue  # imports torch
+
+    code = getattr(predicate, "__code__", None)
+    if code is None or not code.co_argcount:
+        return []
+    argument = code.co_varnames[code.co_argcount - 1 if code.co_varnames[0] == "self" else 0]
+    known = [
+        name for name in {*dir(ComputedValue), *(one.name for one in fields(ComputedValue))} if not name.startswith("_")
+    ]
+    used, before = dict[str, None](), None
+    for one in dis.get_instructions(code):
+        if one.opname.startswith("STORE_FAST") and one.argval == argument:
+            return []  # the argument is assigned, so it may be another object
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD") and before == argument and not one.argval.startswith("_"):
+            used[one.argval] = None
+        before = one.argval if one.opname.startswith("LOAD_FAST") else None
+    return [_unknown_attribute(name, sorted(known)) for name in used if name not in known]
+
+
+def _unknown_attribute(name: str, known: list[str]) -> str:
+    guess = did_you_mean(name, known, f"it has {', '.join(known)}")
+    return f"break_on: what was seen has no {name!r}: {guess}"

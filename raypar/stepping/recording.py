@@ -29,7 +29,7 @@ from raypar.schedules.schedule import Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raypar.cluster.calls import Calls  # imports ray, which a replay does without
+    from raypar.cluster.calls.calls import Calls  # imports ray, which a replay does without
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds the fields of Recorded, as JSON
@@ -41,17 +41,17 @@ _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recording is about. Its tensors are named as ``Tape`` names them.
+    """The description of a recording. ``Tape`` defines the names of its tensors.
 
     Attributes:
-        actor: The name of the actor that made it.
+        actor: The name of the recorded actor.
         stage: The stage.
         step: The step, counted from 0.
         layers: The stage's layers, by their numbers in the model.
         is_last: Whether the stage is the last one, which computes the loss.
         actions: The actions in the order in which they were done, ``F3`` or ``B3``. The number is that of the
             microbatch in the whole step, over all replicas.
-        model: The run's model table, as its TOML has it.
+        model: The run's model table, as in its TOML.
         seed: The run's seed.
         recompute: The run's recompute setting.
         threads: Number of torch threads of the actor.
@@ -78,7 +78,7 @@ def write_recording(path: Path, about: Recorded, tensors: Mapping[str, Tensor]) 
 
     Args:
         path: The file.
-        about: What the recording is about.
+        about: The recording's description.
         tensors: Its tensors by name.
 
     Raises:
@@ -97,7 +97,7 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
         path: The file.
 
     Returns:
-        What the recording is about, and its tensors by name, which are memory-mapped.
+        The recording's description, and its tensors by name, which are memory-mapped.
 
     Raises:
         ConfigError: If the file is damaged or not a recording of this version.
@@ -105,10 +105,10 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
     path = absolute(path)
     try:
         tensors = read_shard(path.parent, path.name)
-        told = tensors.pop(_SHA256).tolist()
+        sha256 = tensors.pop(_SHA256).tolist()
         if tensors[_ABOUT].nbytes > _MOST_BYTES:
             raise TypeError
-        if told != _sha256(tensors).tolist():
+        if sha256 != _sha256(tensors).tolist():
             raise ConfigError([f"{str(path)!r} is damaged: its tensors don't have the sha256 that it was written with"])
         about = _reader().validate_json(bytes(tensors.pop(_ABOUT).numpy().tobytes()), strict=True)
     except CheckpointError as error:
@@ -129,7 +129,7 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
 
 
 def _odd(about: Recorded, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the reasons why no stage can have made such a recording."""
+    """Yield the reasons why no stage can have produced such a recording."""
     if about.format != _FORMAT:
         yield f"it is {short_repr(about.format)}"
     if list(about.layers) != sorted(set(about.layers)):
@@ -159,7 +159,7 @@ def _reader() -> TypeAdapter[Any]:
 
 
 class Recorder:
-    """The recordings that the user wants of a step.
+    """The recordings that the user has requested of a step.
 
     Args:
         run: The run.
@@ -177,7 +177,7 @@ class Recorder:
         self._num_stages = 0
 
     def begin(self, path: Path, stage: int, dp: int, schedule: Schedule) -> None:
-        """Ask for a recording of one stage of one replica.
+        """Request a recording of one stage of one replica.
 
         Args:
             path: The file to write.
@@ -226,7 +226,7 @@ class Recorder:
             self._calls.one(rank, "probe", "record", stage, what=f"recording stage {stage}")
 
     def save(self, step: int) -> None:
-        """Fetch what was recorded in a step and write the files.
+        """Fetch the recordings of a step and write the files.
 
         Args:
             step: The step.

@@ -33,10 +33,11 @@ class Replayed:
     """A replayed step of one stage.
 
     Attributes:
-        recorded: What the recording is about.
-        stage: The stage with its gradients, as they were before the reduction over replicas.
-        differences: What is not bitwise equal to the recording: an output (``F3/outputs/0``), a gradient sent to the
-            previous stage (``B3/outputs/0``), or a weight's gradient (``gradients/blocks.0.mlp.up.weight``).
+        recorded: The recording's description.
+        stage: The stage with its gradients before the reduction over replicas.
+        differences: The names of tensors that are not bitwise equal to the recording: outputs (``F3/outputs/0``),
+            gradients sent to the previous stage (``B3/outputs/0``), weights' gradients
+            (``gradients/blocks.0.mlp.up.weight``).
     """
 
     recorded: Recorded
@@ -70,7 +71,7 @@ def replay(
         on: Called as ``on(action, stage)`` before each action, ``F3`` or ``B3``, for example to set a breakpoint.
 
     Returns:
-        The stage, and what differs from the recording.
+        The stage, and the differences from the recording.
 
     Raises:
         ConfigError: If the file is not a recording, or not one of this model.
@@ -78,15 +79,15 @@ def replay(
     recorded, tensors = read_recording(Path(path))
     with _as_it_was(recorded):
         stage = _build(recorded, tensors, _model_of(recorded, model))
-        place = place_of(recorded.device)
+        device = place_of(recorded.device)
         differences: list[str] = []
         for action in recorded.actions:
             if on is not None:
                 on(action, stage)
             kind, microbatch = action[0], int(action[1:])
-            inputs = place.to(_values(tensors, f"{action}/inputs"))
+            inputs = device.to(_values(tensors, f"{action}/inputs"))
             if kind == "F":
-                target = place.to(_values(tensors, f"{action}/target"))
+                target = device.to(_values(tensors, f"{action}/target"))
                 outputs = stage.forward(recorded.step, microbatch, inputs, target)
             else:
                 outputs = stage.backward(recorded.step, microbatch, inputs)
@@ -137,22 +138,22 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         raise ConfigError(faults)
     modules = model.materialize(recorded.layers, recorded.seed)
     try:
-        place = place_of(recorded.device)
+        device = place_of(recorded.device)
     except RuntimeError as error:
         raise ConfigError([f"the recording is of a GPU ({error}): play it on a machine that has one"]) from error
-    place.enter()
-    place.settle(modules)
-    given, made = (_has_backward(recorded, tensors, what) for what in ("inputs", "outputs"))
+    device.enter()
+    device.settle(modules)
+    learns, sends_gradients = (_has_backward(recorded, tensors, kind) for kind in ("inputs", "outputs"))
     stage = Stage(
         model,
         recorded.layers,
         modules,
-        place=place,
+        place=device,
         is_last=recorded.is_last,
         recompute=recorded.recompute,
         seed=recorded.seed,
-        ends=StageEnds(NO_SKIPS, takes_data=not made),
-        learns=given,
+        ends=StageEnds(NO_SKIPS, takes_data=not sends_gradients),
+        learns=learns,
     )
     with torch.no_grad():
         for name, value in stage.state():
@@ -161,10 +162,10 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
     return stage
 
 
-def _has_backward(recorded: Recorded, tensors: Tensors, what: str) -> bool:
-    """Return whether backwards have gradients as their inputs or outputs; True if none was recorded."""
+def _has_backward(recorded: Recorded, tensors: Tensors, kind: str) -> bool:
+    """Return whether backwards have gradients as their inputs or outputs (``kind``); True if none was recorded."""
     backwards = [action for action in recorded.actions if action[0] == "B"]
-    return not backwards or any(f"{action}/{what}/0" in tensors for action in backwards)
+    return not backwards or any(f"{action}/{kind}/0" in tensors for action in backwards)
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def _as_it_was(recorded: Recorded) -> Iterator[None]:
 
 
 def _values(tensors: Tensors, folder: str) -> Values:
-    """Return copies of the inputs, outputs or targets that the recording has in a folder."""
+    """Return copies of the inputs, outputs or targets under a prefix of the recording."""
     values: list[Tensor] = []
     while (found := tensors.get(f"{folder}/{len(values)}")) is not None:
         values.append(found.clone())
@@ -188,7 +189,7 @@ def _values(tensors: Tensors, folder: str) -> Values:
 
 
 def _unequal(found: Tensors, tensors: Tensors, folder: str) -> list[str]:
-    """Return the names in a folder of the recording that are missing in ``found`` or not bitwise equal."""
+    """Return the names under a prefix of the recording that are missing in ``found`` or not bitwise equal."""
     wanted = [name for name in tensors if name.startswith(folder)]
     return [name for name in dict.fromkeys([*wanted, *found]) if not _same_bits(found.get(name), tensors.get(name))]
 

@@ -1,4 +1,4 @@
-"""The stepper: one training step, performed action by action, each as an actor call of its own."""
+"""The stepper: one training step, performed action by action, with an actor call for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypar.actors.bounds import Steps
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.cluster.interrupts import patience
 from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
@@ -22,7 +22,7 @@ from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.schedule import Schedule, Written
 from raypar.schedules.step_board import Board, Move, MoveError, Why, maker_of, makes_tensors
-from raypar.stepping.peeking import Peeking, demand_tensors
+from raypar.stepping.peeking import Peeking, demand_tensors, predicate_faults
 from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
@@ -35,10 +35,10 @@ class Stepper:
     """One training step, performed move by move.
 
     A move is a compute action, an action of a whole stage, a SEND with its RECV, or the STEP of all actors; every
-    replica performs it. Of an action that is repeated, the next one is meant. The schedule's order is only a proposal:
-    any move that is ``ready`` may be taken. Gradients equal those of a compiled step within rounding, and bitwise if
-    each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and ``rewind``
-    undoes even that. Wrong arguments of methods raise a ConfigError.
+    replica performs it. The name of a repeated action means its next occurrence. The schedule's order is only a
+    proposal: any move that is ``ready`` may be taken. Gradients equal those of a compiled step within rounding, and
+    bitwise if each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and
+    ``rewind`` undoes even that. Wrong arguments of methods raise a ConfigError.
 
     Args:
         schedule: The lowered schedule of the step.
@@ -49,10 +49,10 @@ class Stepper:
         guard: Makes a call to the actors, and handles its failure as the job does.
         commit: Called when the step is complete, with the actors' results and the step's seconds; returns its report.
         lowered: Lowers a schedule for this step.
-        recorder: Makes the recordings that the user asks for.
+        recorder: Writes the recordings that the user requests.
 
     Attributes:
-        schedule: The schedule of this step: the job's, or the one that ``swap`` has put in its place.
+        schedule: The schedule of this step: the job's, or the one of the last ``swap``.
         step: The number of the step, counted from 0; texts count from 1.
     """
 
@@ -107,18 +107,18 @@ class Stepper:
         return tuple(name for move in self._board.left for name in move.names)
 
     def ready(self) -> Ready:
-        """Return every action that may be taken next with ``do``; the first one is the one that ``next`` takes."""
+        """Return every action that may be taken next with ``do``; ``next`` takes the first one."""
         return Ready.of(self._board.ready() if self.midway else ())
 
     def why(self, action: str | Action) -> Why:
-        """Say what an action waits for, down to ready actions. Raises MoveError if the step has no such action."""
+        """Explain what an action waits for, down to ready actions. Raises MoveError if the step has no such action."""
         return self._board.why(action)
 
     def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> ComputedValue:
-        """Show what an action has made on one actor: outputs, the loss, or gradients for the previous stage.
+        """Return the results of an action on one actor: outputs, the loss, or gradients for the previous stage.
 
         Args:
-            action: The action; for a SEND, what it sent is shown.
+            action: The action; for a SEND, the tensors that it sent.
             dp: The replica.
             cp: The coordinate on the context-parallel axis.
             tp: The coordinate on the tensor-parallel axis.
@@ -137,7 +137,7 @@ class Stepper:
         return self._peeking.at(wanted, self.schedule, dp=dp, cp=cp, tp=tp)
 
     def state(self) -> State:
-        """Return what every actor holds."""
+        """Return the memory that every actor holds."""
         self._demand_midway()
         return self._peeking.state(self.done)
 
@@ -159,10 +159,10 @@ class Stepper:
         return self.run(1)
 
     def run(self, moves: Steps | None = None) -> Taken:
-        """Take the next moves of the schedule. Stops early where ``break_on`` says.
+        """Take the next moves of the schedule. Stops early after a move that ``break_on`` selects.
 
         Args:
-            moves: How many, or None for all that are left.
+            moves: Number of moves, or None for all that are left.
 
         Returns:
             The actions taken.
@@ -170,7 +170,7 @@ class Stepper:
         return self._take(self._board.left[:moves])
 
     def run_to(self, action: str | Action) -> Taken:
-        """Take the moves of the schedule up to and including one action. Stops early where ``break_on`` says.
+        """Take the moves of the schedule up to and including one action. Stops early as ``break_on`` says.
 
         Args:
             action: The action.
@@ -206,19 +206,18 @@ class Stepper:
         Examples: ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
 
         Args:
-            predicate: A function of what an action made on an actor, or None to stop nowhere.
+            predicate: A function of the result of an action on an actor, or None to stop nowhere.
 
         Raises:
-            MoveError: If it asks for what a Seen does not have; the text says the nearest. None is set then.
+            MoveError: If it uses an attribute that a result does not have; the text names the nearest one. The previous
+                predicate stays then.
         """
-        from raypar.stepping.predicate import predicate_faults
-
         if predicate is not None and (faults := predicate_faults(predicate)):
             raise MoveError("\n".join(faults))
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:
-        """Perform what is left of the step in the order of another schedule.
+        """Perform the remaining actions of the step in the order of another schedule.
 
         Args:
             schedule: A name, a CSV file, a Schedule, or rows of Actions or texts, one for each rank: ``[["0F0", "0B0"],
@@ -237,7 +236,7 @@ class Stepper:
         return Taken.of((), repr(self))
 
     def record(self, path: str | PathLike[str], stage: int, dp: int = 0) -> None:
-        """Record what a stage of a replica is given and makes in this step, for ``raypar.replay``.
+        """Record the inputs and results of a stage of a replica in this step, for ``raypar.replay``.
 
         ``finish`` writes the file.
 
@@ -283,20 +282,20 @@ class Stepper:
         return Taken.of((), repr(self))
 
     def abort(self) -> None:
-        """Give the step up: everything is as it was before it, and the job can go on."""
+        """Give up the step: the state from before it is restored, and the job can go on."""
         with patience(f"giving step {self.step + 1} up") as ctrl_c:
             self._take_back()
             self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins the next one")
         ctrl_c.heed()
 
     def lose(self, error: JobError) -> None:
-        """Give the step up because of a failure, with which all further moves fail. The job calls it."""
+        """Give up the step because of a failure; all further moves raise the error. The job calls this."""
         self._over = error
 
     # --- internals ---
 
     def _take_back(self) -> None:
-        """Make the actors restore their state of the start of the step."""
+        """Make the actors restore their state from the start of the step."""
         self._demand_midway()
         self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step + 1}"))
 
@@ -332,19 +331,19 @@ class Stepper:
                 self._board.take(move)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
-        """Make a guarded call, and count its time as the step's."""
+        """Make a guarded call, and add its time to that of the step."""
         start = time.perf_counter()
         answer = self._guard(call)
         self._seconds += time.perf_counter() - start
         return answer
 
     def _stops(self, move: Move) -> bool:
-        """Return whether the predicate holds for what a move has made."""
+        """Return whether the predicate holds for a result of a move."""
         assert self._predicate is not None
         for action in filter(makes_tensors, move.names):
             for seen in self._peeking.everywhere(action, self.schedule):
                 if self._predicate(seen):
-                    self._note = f"stopped behind {seen!r}\n"
+                    self._note = f"stopped after {seen!r}\n"
                     return True
         return False
 
@@ -355,7 +354,7 @@ class Stepper:
 
     def _demand_begun(self) -> None:
         if self._over is not None:
-            raise self._over.with_traceback(None)  # or it would bring along where it was raised before
+            raise self._over.with_traceback(None)  # without the traceback of the first raise
 
     def _demand_midway(self) -> None:
         self._demand_begun()
@@ -369,7 +368,7 @@ class Stepper:
         return next((move.head for move in left if move.head.op in COMPUTE and move.actions[0][0] == rank), None)
 
     def _cursor(self) -> str:
-        """Name what comes next."""
+        """Name the next move."""
         if not self.midway:
             return f"nothing, the step is {'finished' if self._over is None else 'given up'}"
         return str(self._board.left[0]) if self._board.left else "finish()"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "gathered", "buckets")
 _HEAD = (*_KINDS, "peak", "in flight", "values for other actions")
-_LEAST = 0.001  # MiB: what is smaller is only said to be
+_LEAST = 0.001  # MiB: smaller sizes are shown as less than this
 
 
 class Taken(tuple[Action, ...]):
@@ -42,7 +42,7 @@ class Taken(tuple[Action, ...]):
 
 
 class Ready(tuple[Action, ...]):
-    """The actions that may be taken next; of a SEND and its RECV only the SEND.
+    """The actions that may be taken next; for a SEND and its RECV only the SEND.
 
     A REPL shows one line for each pipeline rank.
     """
@@ -65,7 +65,7 @@ class Ready(tuple[Action, ...]):
 
 
 class State(tuple["ActorContents", ...]):
-    """What every actor holds. A REPL shows a table, with sizes in MiB."""
+    """The memory that every actor holds. A REPL shows a table, with sizes in MiB."""
 
     def __repr__(self) -> str:
         rows = [_HEAD, *map(_cells, self)]
@@ -85,7 +85,7 @@ def _cells(held: ActorContents) -> tuple[str, ...]:
 
 
 def _mib(count: int) -> str:
-    """Format bytes as MiB, with about three digits; what is there never reads as 0."""
+    """Format bytes as MiB, with about three digits; only 0 bytes are shown as 0."""
     size = count / 2**20
     if 0 < size < _LEAST:
         return f"<{_LEAST}"

@@ -11,7 +11,7 @@ from functools import partial
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.check import check
 from raypar.schedules.checking.errors import CheckError, Fault
-from raypar.schedules.drawing.cells import PLACES, RANKS
+from raypar.schedules.drawing.cells import ACTIONS, RANKS
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import partner
 from raypar.schedules.schedule import Schedule
@@ -33,11 +33,11 @@ def demand_sound(
     max_in_flight: int | None = None,
     max_versions: int | None = None,
 ) -> None:
-    """Check a schedule; on failure also show the smallest schedule found that breaks the same rule.
+    """Check a schedule; on failure the error also shows the smallest schedule found that breaks the same rule.
 
     Args:
         schedule: The schedule to check.
-        generate: Makes the same schedule for other numbers ``(ranks, microbatches, chunks)``, with the same passes
+        generate: Generates the same schedule for other numbers ``(ranks, microbatches, chunks)``, with the same passes
             applied. None if the schedule exists only as rows.
         send_capacity: As in ``check``.
         max_in_flight: As in ``check``.
@@ -68,7 +68,7 @@ class _Search:
         max_versions: int | None,
     ) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
-        self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else what is idle may be the fault
+        self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else an idle action may be the fault
         self._check = partial(
             check, send_capacity=send_capacity, max_in_flight=max_in_flight, max_versions=max_versions
         )
@@ -81,7 +81,7 @@ class _Search:
                 return None
             try:
                 error = self._error(generate(ranks, microbatches, chunks))
-            except Exception:  # the generator does not accept these sizes, which is not the fault looked for
+            except Exception:  # the generator does not accept these sizes, which is another fault
                 continue
             if error is not None:
                 counts = [_count(ranks, "rank"), _count(microbatches, "microbatch", "es")]
@@ -107,7 +107,7 @@ class _Search:
         small = part_of(schedule, ranks, kept, tidy=self._tidy)
         error = (
             self._error(small)
-            if small is not None and small.num_actions < min(schedule.num_actions, RANKS * PLACES)
+            if small is not None and small.num_actions < min(schedule.num_actions, RANKS * ACTIONS)
             else None
         )
         if error is None:
@@ -124,7 +124,7 @@ class _Search:
         return self._tries < MOST_TRIES and time.monotonic() < self._end
 
     def _error(self, candidate: Schedule) -> CheckError | None:
-        """Return the candidate's error if it breaks the rule searched for and no rule that the large schedule keeps."""
+        """Return the candidate's error if it breaks the searched rule and no rule that the large schedule keeps."""
         self._tries += 1
         try:
             self._check(candidate)
@@ -196,7 +196,7 @@ def part_of(
         The part, or None if the stages of these ranks are not contiguous.
     """
     first, last = ranks
-    stages = [stage for stage, home in enumerate(schedule.placement) if first <= home < last]
+    stages = [stage for stage, rank in enumerate(schedule.placement) if first <= rank < last]
     if not stages or stages[-1] - stages[0] >= len(stages):
         return None
     low, high, whole = stages[0], stages[-1] + 1, schedule.num_stages

@@ -26,16 +26,16 @@ class Fault:
     sentence: str
 
     def __str__(self) -> str:
-        return self.told(f"rank {self.rank}")
+        return self.line(f"rank {self.rank}")
 
-    def told(self, label: str) -> str:
-        """Return the fault in words.
+    def line(self, label: str) -> str:
+        """Return the fault as a line of text.
 
         Args:
             label: The name of its row; see ``Schedule.label``.
         """
-        place = "" if self.index is None else f", action {self.index}"
-        return f"{self.rule}: {label}{place}: {self.sentence}"
+        position = "" if self.index is None else f", action {self.index}"
+        return f"{self.rule}: {label}{position}: {self.sentence}"
 
 
 class CheckError(ScheduleError):
@@ -64,7 +64,7 @@ class CheckError(ScheduleError):
         among = {rank for rank, _ in circle} if len(faults) == 1 else None
         count = "a rule" if len(faults) == 1 else f"{len(faults)} rules"
         text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells, among)]
-        text += first_faults(fault.told(schedule.label(fault.rank)) for fault in faults)
+        text += first_faults(fault.line(schedule.label(fault.rank)) for fault in faults)
         return cls("\n".join(text), faults)
 
     @property

@@ -18,19 +18,20 @@ from raypar.schedules.rules import (
     needs,
     why_none_moves,
 )
-from raypar.schedules.schedule import MOST_LISTED, Schedule
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.written_rows import MOST_LISTED
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _ONCE = (Op.F, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.OFFLOAD, Op.RELOAD)
-_BIT = {op: 1 << place for place, op in enumerate(_ONCE)}
+_BIT = {op: 1 << position for position, op in enumerate(_ONCE)}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 _BITS_OF_ONE = len(_BIT)
-_MOVED = _BIT[Op.OFFLOAD] | _BIT[Op.RELOAD]  # which a microbatch may have
+_MOVED = _BIT[Op.OFFLOAD] | _BIT[Op.RELOAD]  # optional for a microbatch
 _UPDATES = frozenset({Op.STEP, Op.USE, Op.VALIDATE})
 
-_Done = defaultdict[int, int]  # by microbatch, the bits of what a stage has done
-# Of a stage and op: what the stage has done, the bits of the op, whether the row should have it, and by each of its
-# needs what that one's stage has done, how far the need's microbatch is from its own, and the need's bits.
+_Done = defaultdict[int, int]  # by microbatch, the bits of the ops that a stage has done
+# For a stage and op: what the stage has done, the bits of the op, whether the row should have it, and for each need of
+# it: what the need's stage has done, the difference of the two microbatches, and the need's bits.
 _Kind = tuple[_Done | None, int, bool, tuple[tuple[_Done | None, int, int], ...]]
 
 
@@ -44,7 +45,7 @@ class RowCheck:
         sharded: Whether weights are gathered, in this row or in another one.
 
     Attributes:
-        faults: The faults that it found.
+        faults: The faults found.
         reduced: The stages that have a REDUCE_GRAD in the row.
     """
 
@@ -67,10 +68,10 @@ class RowCheck:
         self._held = 0
 
     def run(self) -> RowCheck:
-        """Check every action of the row, then look for what the row lacks."""
+        """Check every action of the row, then look for missing ones."""
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
-                sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
+                sentence = f"{action} comes after the STEP, in which every rank waits for all others: put it before"
                 self._fault(index, "step", sentence)
             if action.op in _UPDATES and action.stage is not None:
                 self._version(index, action, action.stage)
@@ -85,8 +86,8 @@ class RowCheck:
             self._missing(stage)
         for stage, index in self._last_reduced.items():
             if late := self._unreduced[stage]:
-                sentence = f"{stage}REDUCE_GRAD stands before {late} weight gradients (B or W) of its stage"
-                self._fault(index, "reduce", f"{sentence}: put it behind them, or a second one")
+                sentence = f"{stage}REDUCE_GRAD comes before {late} weight gradients (B or W) of its stage"
+                self._fault(index, "reduce", f"{sentence}: put it after them, or a second one")
         closes = self._schedule.lowered and not self._schedule.forward_only and not self._schedule.stream
         if closes and not self._num_steps:
             self._fault(None, "step", "the row has no STEP: lower the schedule, it closes every row with one")
@@ -133,24 +134,24 @@ class RowCheck:
             self._hold(index, action)
 
     def _moved(self, index: int, action: Action, before: int) -> None:
-        """Check an action of what is in host memory, or is to go there or to come back.
+        """Check an action whose activations are in host memory, or that moves them there or back.
 
         Args:
-            index: The action's place in the row.
+            index: The action's position in the row.
             action: The action.
-            before: The bits of what its stage has done for its microbatch.
+            before: The bits of the ops that its stage has done for its microbatch.
         """
         stage, op, microbatch, _ = action
         if op is Op.OFFLOAD and (kind := why_none_moves(self._schedule)):
             self._fault(index, "host", f"{action}, but the schedule is {kind}: take it out")
         elif op is Op.OFFLOAD and before & _BITS[Op.B]:
-            self._fault(index, "host", f"{action} stands behind the backward of its microbatch: put it before that")
+            self._fault(index, "host", f"{action} comes after the backward of its microbatch: put it before that")
         elif op in MAKES_INPUT_GRADIENTS and not before & _BIT[Op.RELOAD]:
             sentence = f"{action} needs what {stage}OFFLOAD{microbatch} has moved to host memory"
             self._fault(index, "host", f"{sentence}: put {stage}RELOAD{microbatch} before it")
 
     def _kind(self, action: Action) -> _Kind:
-        """Look up what is the same for all microbatches of a stage and op, or for the same slice of all."""
+        """Compute the facts that all microbatches of a stage and op share, or the same slice of all."""
         done = None if action.stage is None else self._done.get(action.stage)
         if done is None or action.stage is None:
             return None, 0, False, ()
@@ -163,7 +164,7 @@ class RowCheck:
         return done, bits, not bits & ~(self._expected[action.stage] | _MOVED), tuple(provided)
 
     def _bits(self, action: Action) -> int:
-        """Return the bits of an action of a stage; those of a skip's messages are its own, behind all others."""
+        """Return the bits of an action of a stage; each skip's messages have separate bits, after all others."""
         return _BITS[action.op] if action.peer is None else _BITS[action.op] << _BITS_OF_ONE * (action.peer + 1)
 
     def _hold(self, index: int, action: Action) -> None:
@@ -183,11 +184,11 @@ class RowCheck:
         else:
             late = sum(map(len, self._own.values())) - sum(self._weights.values())
             if late > 0:
-                self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
+                self._fault(index, "step", f"STEP comes before {late} weight gradients (B or W) of its rank")
         self._demand_freed("the STEP, which updates the shards")
 
     def _version(self, index: int, action: Action, stage: int) -> None:
-        """Check the place of one stage's update or USE; ``version_faults`` looks at their numbers."""
+        """Check the position of one stage's update or USE; ``version_rule_faults`` checks their numbers."""
         if stage not in self._expected:
             self._misplaced(index, action)
         elif not self._schedule.stream:
@@ -214,11 +215,11 @@ class RowCheck:
         """Check a REDUCE_GRAD."""
         self.reduced.add(stage)
         if self._num_steps:
-            self._fault(index, "step", f"{action} stands behind the STEP, which needs what it reduces: put it before")
+            self._fault(index, "step", f"{action} comes after the STEP, which needs what it reduces: put it before")
         if not self._unreduced[stage]:
             since = f" since the one at action {self._last_reduced[stage]}" if stage in self._last_reduced else ""
             sentence = f"{action} has no weight gradient (B or W) of its stage to reduce{since}"
-            self._fault(index, "reduce", f"{sentence}: take it out, or put it behind one")
+            self._fault(index, "reduce", f"{sentence}: take it out, or put it after one")
         self._unreduced[stage] = 0
         self._last_reduced[stage] = index
 
@@ -226,12 +227,12 @@ class RowCheck:
         """Report the stages, of these or of all, whose weights are still whole, each window once."""
         for stage, index in self._whole.items():
             if (stages is None or stage in stages) and index not in self._unfreed:
-                sentence = f"stage {stage} is still whole at {when}: put {stage}RESHARD behind its last F, B or I"
+                sentence = f"stage {stage} is still whole at {when}: put {stage}RESHARD after its last F, B or I"
                 self._fault(index, "weights", sentence)
                 self._unfreed.add(index)
 
     def _missing(self, stage: int) -> None:
-        """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
+        """Report the missing actions of a stage, for the first MOST_LISTED microbatches."""
         done, expected, own = self._done[stage], self._expected[stage], self._own[stage]
         num_missing = len(own) - sum(bits & ~_MOVED == expected for bits in done.values())
         if num_missing <= 0:
@@ -275,7 +276,7 @@ def _expected(stage: int, schedule: Schedule) -> int:
 
 
 def _spell(kind: int) -> str:
-    """Name the ops of some bits; both halves of a backward are named B, and of a skip's message its other end."""
+    """Name the ops of some bits: both halves of a backward as B, and a skip's message with its other end."""
     ops = [op for op, bit in _BIT.items() if kind & bit]
     if Op.I in ops and Op.W in ops:
         ops = [Op.B if op is Op.I else op for op in ops if op is not Op.W]

@@ -1,21 +1,25 @@
-"""The rules of asynchronous schedules, within one row: when stages update, and which versions they use."""
+"""The rules of asynchronous schedules: when stages update, which versions they use, and how updates are validated."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
-from raypar.schedules.rules import MAKES_GRADIENTS
+from raypar.schedules.rules import MAKES_GRADIENTS, partner
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.versions import Versions
 
 _RULE = "versions"
+_VALIDATE = "validate"
+_AGAIN = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.USE})  # what can be performed again with other weights
+
+Windows = dict[Action, tuple[int, int, int | None]]  # by SEND or RECV: row, position, and the step not validated there
 
 
 def version_rule_faults(schedule: Schedule, rank: int, most: int | None = None) -> Iterator[Fault]:
-    """Yield where a row of an asynchronous schedule breaks the rules of updates and versions.
+    """Yield the faults of the updates and versions in a row of an asynchronous schedule.
 
     Args:
         schedule: The schedule; a synchronous one breaks none here.
@@ -65,7 +69,7 @@ class _StageCheck:
             if op is Op.STEP:
                 yield from self._step(index, action, number)
             elif op is Op.USE and number > self._updates:
-                sentence = f"{action} uses a version that {stage}STEP{number - 1} makes: put it behind"
+                sentence = f"{action} uses a version that {stage}STEP{number - 1} makes: put it after that"
                 yield Fault(self._rank, index, _RULE, sentence)
             elif op in MAKES_GRADIENTS:
                 self._made[number // a_step] += 1
@@ -89,7 +93,7 @@ class _StageCheck:
             share = len(self._schedule.microbatches_of(self._rank, self._stage)) // self._schedule.stream
             left = share - self._made.pop(number, 0)
             if left > 0:
-                sentence = f"{action} stands before {left} weight gradients (B or W) of its step: put it behind them"
+                sentence = f"{action} comes before {left} weight gradients (B or W) of its step: put it after them"
                 yield Fault(self._rank, index, _RULE, sentence)
         if later := sorted(self._made):
             sentence = f"{action} would take weight gradients of step {later[0]} too: put it before them"
@@ -102,7 +106,7 @@ class _StageCheck:
         self._updates += 1
 
     def _bounded(self, index: int, action: Action) -> Iterator[Fault]:
-        """Report the first time that more versions are kept than allowed."""
+        """Report the first action after which more versions are kept than allowed."""
         kept = self._versions.kept
         if self._most is not None and len(kept) > self._most:
             later = self._schedule.rows[self._rank][index + 1 :]
@@ -118,7 +122,7 @@ class _StageCheck:
             self._most = None
 
     def _uses(self, action: Action, version: int) -> bool:
-        """Return whether an action is a backward after which its microbatch needs a version of this stage no more."""
+        """Return whether an action is the backward of a microbatch that uses a version of this stage."""
         stage, op, number, _ = action
         return (
             stage == self._stage
@@ -126,3 +130,51 @@ class _StageCheck:
             and number in self._versions.used
             and (self._versions.used[number] == version)
         )
+
+
+def validation_faults(schedule: Schedule) -> Iterator[Fault]:
+    """Yield the faults of a schedule's STEPs and VALIDATEs, if its updates are validated.
+
+    Args:
+        schedule: The schedule.
+    """
+    if not schedule.validated:
+        return
+    if not schedule.stream or schedule.num_stages > schedule.num_ranks or schedule.replicas:
+        sentence = "VALIDATE is for streams with one stage and one row a rank: take it out"
+        yield Fault(0, None, _VALIDATE, sentence)
+        return
+    windows: Windows = {}
+    for rank in range(schedule.num_ranks):
+        yield from _row_faults(schedule, rank, windows)
+    for action, (rank, index, step) in windows.items():
+        other = windows.get(partner(action))
+        if action.op in SENDS and other is not None and other[2] != step:
+            sentence = f"{action} is {_window(step)}, and {partner(action)} {_window(other[2])}"
+            yield Fault(rank, index, _VALIDATE, f"{sentence}: put both before VALIDATE, or both after it")
+
+
+def _row_faults(schedule: Schedule, rank: int, windows: Windows) -> Iterator[Fault]:
+    """Yield the faults of one row, and record between which STEP and VALIDATE each SEND and RECV is."""
+    step: int | None = None
+    validated = 0
+    for index, action in enumerate(schedule.rows[rank]):
+        if action.op in SENDS or action.op in RECVS:
+            windows[action] = rank, index, step
+        if action.op is Op.VALIDATE:
+            if action.microbatch != step:
+                yield Fault(rank, index, _VALIDATE, f"{action} does not come after its own STEP: put it there")
+            step, validated = None, validated + 1
+        elif step is not None and action.op not in _AGAIN:
+            sentence = f"{action} comes between {action.stage}STEP{step} and its VALIDATE, and could not be taken back"
+            yield Fault(rank, index, _VALIDATE, f"{sentence}: put VALIDATE before it")
+            step = action.microbatch if action.op is Op.STEP else step
+        elif action.op is Op.STEP:
+            step = action.microbatch
+    if validated != schedule.stream:
+        sentence = f"the row has {validated} VALIDATE for {schedule.stream} updates: give one for each STEP"
+        yield Fault(rank, None, _VALIDATE, sentence)
+
+
+def _window(step: int | None) -> str:
+    return "not between a STEP and its VALIDATE" if step is None else f"between STEP{step} and its VALIDATE"

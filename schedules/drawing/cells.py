@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from raypar.schedules.schedule import Schedule
 
-RANKS, PLACES = 8, 8  # the window that is shown of a larger schedule: ranks and actions
-FITTING = 140  # characters: rows that are no longer are shown whole
+RANKS, ACTIONS = 8, 8  # the size of an excerpt of a larger schedule: ranks and actions
+FITTING = 140  # characters: rows up to this length are shown whole
 
 
 def padded(rows: Iterable[Sequence[str]], width: int) -> list[list[str]]:
@@ -32,9 +32,9 @@ def excerpt(
     marks: Collection[tuple[int, int]],
     among: Collection[int] | None = None,
     ranks: int = RANKS,
-    places: int = PLACES,
+    actions: int = ACTIONS,
 ) -> str:
-    """Draw the part of a schedule around one action, as the rows are written, without bubbles.
+    """Draw the part of a schedule around one action: its rows, without bubbles.
 
     A schedule that is larger than the window is cut, and then the last line says which part is shown. Rows that fit on
     a line of FITTING characters are not cut.
@@ -45,7 +45,7 @@ def excerpt(
         marks: ``(rank, index)`` of the actions to put between ``>`` and ``<``.
         among: The ranks to show, or None for all.
         ranks: Height of the window, in ranks.
-        places: Width of the window, in actions.
+        actions: Width of the window, in actions.
 
     Returns:
         The text, of several lines.
@@ -53,11 +53,11 @@ def excerpt(
     longest = max(map(len, schedule.rows))
     cell = widest(f" >{action}<" for row in schedule.rows for action in row[:FITTING])
     if longest * cell <= FITTING:
-        places = longest
+        actions = longest
     chosen = sorted(among) if among else list(range(schedule.num_ranks))
     first_rank, last_rank = _window(chosen.index(centre[0]), ranks, len(chosen))
     chosen = chosen[first_rank:last_rank]
-    first, last = _window(centre[1], places, longest)
+    first, last = _window(centre[1], actions, longest)
     labels, rows = [], []
     for rank in chosen:
         row = schedule.rows[rank]

@@ -26,17 +26,17 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
         A dict for ``json.dump``. Times are in microseconds, from the first event on.
     """
     zero = min(timeline.start for timeline in timelines)
-    traces = [_Trace(timeline, zero, place, len(timelines)) for place, timeline in enumerate(timelines)]
+    traces = [_Trace(timeline, zero, index, len(timelines)) for index, timeline in enumerate(timelines)]
     return {"traceEvents": [event for trace in traces for event in trace.events()], "displayTimeUnit": "ms"}
 
 
 class _Trace:
-    """The trace events of one timeline, which is number ``place`` of ``count``."""
+    """The trace events of one timeline, which is number ``index`` of ``count``."""
 
-    def __init__(self, timeline: Timeline, zero: float, place: int, count: int) -> None:
+    def __init__(self, timeline: Timeline, zero: float, index: int, count: int) -> None:
         self._timeline = timeline
         self._zero = zero
-        self._place = place
+        self._index = index
         self._count = count
 
     def events(self) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class _Trace:
         return events + self._arrows()
 
     def _pid(self, event: Event) -> int:
-        return event.rank * self._count + self._place
+        return event.rank * self._count + self._index
 
     def _slice(self, event: Event, track: int) -> dict[str, Any]:
         stage, op, microbatch, _ = event.action
@@ -91,7 +91,7 @@ class _Trace:
                 # The middle of a slice is inside it despite rounding; an arrow must not point back in time.
                 leaves = self._middle(maker)
                 arrives = max(leaves, self._middle(event))
-                number = self._place + self._count * (len(arrows) // 2)
+                number = self._index + self._count * (len(arrows) // 2)
                 arrows.append(self._arrow("s", need, number, maker, leaves))
                 arrows.append({**self._arrow("f", need, number, event, arrives), "bp": "e"})
         return arrows

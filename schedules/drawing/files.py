@@ -20,13 +20,13 @@ from raypar.schedules.torch_csv import to_csv
 
 
 def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
-    """Return the kinds of drawing that can be made of a schedule or a timeline.
+    """Return the kinds of drawing of a schedule or a timeline.
 
     Args:
         drawn: The schedule or timeline.
 
     Returns:
-        For each file suffix (".svg", ".txt", ".json", and ".csv" for a schedule) a function that makes the file's text.
+        For each file suffix (".svg", ".txt", ".json", and ".csv" for a schedule) a function that returns its text.
     """
     kinds = {".svg": lambda: svg(drawn), ".txt": lambda: text(drawn, width=None)}
     if isinstance(drawn, Schedule):
@@ -39,7 +39,7 @@ def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
 
 
 def save_drawing(drawn: Schedule | Timeline, path: str | Path) -> Path:
-    """Write the drawing of a schedule or a timeline that the path's ending names; returns the path.
+    """Write a schedule or a timeline as the kind of drawing that the path's ending names; return the path.
 
     Raises ScheduleError if there is no such kind, and OSError if the file can't be written.
     """
@@ -51,7 +51,7 @@ def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str |
 
     Args:
         path: The file.
-        kinds: For each suffix a function that makes the text, as ``drawings`` returns it.
+        kinds: For each suffix a function that returns the text; see ``drawings``.
         suffix: The suffix that selects the kind, or None for that of ``path``.
 
     Returns:
@@ -64,8 +64,8 @@ def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str |
     target = Path(path)
     kind = target.suffix if suffix is None else suffix
     if kind not in kinds:
-        *others, last = kinds
-        raise ScheduleError(f"{str(target)!r} says no kind of drawing: end it in {', '.join(others)} or {last}")
+        *first, last = kinds
+        raise ScheduleError(f"{str(target)!r} says no kind of drawing: end it in {', '.join(first)} or {last}")
     write_text(target, kinds[kind]().rstrip("\n") + "\n")
     return target
 

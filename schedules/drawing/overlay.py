@@ -20,12 +20,12 @@ _WHY = "waits that the schedule does not ask for, and actions that were not as l
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A measured and a predicted timeline of one schedule, in seconds; each rank has a lane for either.
+    """A measured and a predicted timeline of one schedule, in seconds; each rank has a lane for each of them.
 
     Attributes:
         measured: The measured timeline, in the upper lane.
         predicted: The simulated timeline, in the lower lane.
-        source: Where the predicted costs come from, "from FLOPs"; "" does not say.
+        source: The source of the predicted costs, such as "from FLOPs"; "" if not known.
 
     Raises:
         ScheduleError: If the timelines are of different schedules.
@@ -80,7 +80,7 @@ class Overlay:
         kinds: Mapping[str, Callable[[], str]] = {
             ".svg": self.svg,
             ".txt": lambda: self.text(width=None),
-            ".json": lambda: json.dumps(chrome_trace(*(_told(*named) for named in self._named.items()))),
+            ".json": lambda: json.dumps(chrome_trace(*(_from_zero(*named) for named in self._named.items()))),
         }
         return save(path, kinds)
 
@@ -96,7 +96,7 @@ class Overlay:
         return {"measured": self.measured, "predicted": self.predicted}
 
 
-def _told(name: str, timeline: Timeline) -> Timeline:
+def _from_zero(name: str, timeline: Timeline) -> Timeline:
     """Return the timeline shifted to start at 0, with ``name`` added to its actors' names."""
     zero = timeline.start
     events = (

@@ -75,16 +75,16 @@ _DARK = (
 def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, cursor: Action | None = None) -> str:
     """Draw a schedule or a timeline as standalone SVG.
 
-    In a schedule every action is one slot long; a timeline is drawn to its own scale, with a time axis. Boxes are
+    In a schedule every action is one slot long; a timeline is drawn to scale, with a time axis. Boxes are
     coloured by op, lighter for later chunks of a rank. The number in a box is the microbatch, and a tooltip gives the
     details. Waiting for a value, gradient reduction (a thin line for each bucket) and STEP are grey. If the schedule
     gathers weights, each stage has a thin line below its rank: grey while they are gathered, and in the stage's colour
-    while they are whole. Beyond MOST_DRAWN
-    events the picture is cut, and a heading says so. The background is light or dark, as the reader's page is.
+    while they are whole. Beyond MOST_DRAWN events the picture is cut, and a heading says so. The background is light or
+    dark, like the reader's page.
 
     Args:
         drawn: The schedule or timeline.
-        done: The actions of a step under way that have happened; the others are drawn pale. None draws all alike.
+        done: The actions of a step under way that are done; the others are drawn pale. None draws all alike.
         cursor: The action that comes next, which gets a frame.
 
     Returns:
@@ -136,8 +136,8 @@ class _Picture:
         span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
         self._scale = min(SLOT / slot, max(LEAST / slot, (PAGE - MARGIN - GAP) / span)) if span else 1.0
         visible = [
-            (event.start - zero, place, event)
-            for place, (timeline, zero) in enumerate((one, one.start) for one in self._timelines)
+            (event.start - zero, lane, event)
+            for lane, (timeline, zero) in enumerate((one, one.start) for one in self._timelines)
             for event in timeline.events
             if (event.end - event.start) * self._scale > FINEST
         ]
@@ -157,7 +157,7 @@ class _Picture:
         self._width = max(MARGIN + self._scale * span + GAP, least)
 
     def _shades(self, drawn: Collection[Op]) -> Iterator[tuple[str, float, str]]:
-        """Yield colour, opacity and meaning of what is in the picture."""
+        """Yield colour, opacity and meaning of each kind of box in the picture."""
         for op, name in _NAMES.items():
             if op in drawn:
                 yield _color(op, 0), 1.0, f"{op.value} {name}"
@@ -195,16 +195,16 @@ class _Picture:
         yield from self._axis()
         yield from self._lanes()
         yield from self._whole()
-        for start, place, event in sorted(self._boxes, key=lambda box: box[2].bucket is not None):  # thin lines on top
-            yield self._box(start, place, event)
+        for start, lane, event in sorted(self._boxes, key=lambda box: box[2].bucket is not None):  # thin lines on top
+            yield self._box(start, lane, event)
         yield from self._legend(height - 10)
         yield "</svg>"
 
     def _axis(self) -> Iterator[str]:
         if self._spelled is None:
             return
-        room = self._scale * self._span
-        for tick in ticks(0.0, self._span, 1 + int(room / _TICK)):
+        width = self._scale * self._span
+        for tick in ticks(0.0, self._span, 1 + int(width / _TICK)):
             x = MARGIN + tick * self._scale
             yield (
                 f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{_GREY}" stroke-opacity="0.35"/>'
@@ -215,8 +215,8 @@ class _Picture:
     def _lanes(self) -> Iterator[str]:
         wide = self._scale * self._span
         for rank in range(self._schedule.num_ranks):
-            for place, name in enumerate(self._names):
-                y, label = self._y(rank, place), name if place else self._schedule.label(rank)
+            for lane, name in enumerate(self._names):
+                y, label = self._y(rank, lane), name if lane else self._schedule.label(rank)
                 yield f'<text {_INK} x="{2 * GAP}" y="{y + 18}">{html.escape(label)}</text>'
                 yield (
                     f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" '
@@ -225,7 +225,7 @@ class _Picture:
 
     def _whole(self) -> Iterator[str]:
         """Yield a thin line for each time in which a stage is whole, below the lane of its rank."""
-        for place, timeline in enumerate(self._timelines if self._strip else []):
+        for lane, timeline in enumerate(self._timelines if self._strip else []):
             since: dict[int, Event] = {}
             for event in timeline.events:
                 stage, op, _, _ = event.action
@@ -237,7 +237,7 @@ class _Picture:
                     first = since.pop(stage)
                     start, end = (at - timeline.start for at in (first.end, event.end))
                     if start < self._span:
-                        x, y = MARGIN + start * self._scale, self._line(first, place)
+                        x, y = MARGIN + start * self._scale, self._line(first, lane)
                         width = max(0.0, (min(end, self._span) - start) * self._scale - FINEST)
                         tip = html.escape(f"stage {stage} is whole on {first.actor}")
                         yield (
@@ -245,20 +245,20 @@ class _Picture:
                             f'width="{width:.1f}" height="{_THIN}" rx="1" fill="{self._shade(stage)}"/></g>'
                         )
 
-    def _line(self, event: Event, place: int) -> int:
+    def _line(self, event: Event, lane: int) -> int:
         """Return the y of the thin line of an event's stage."""
         assert event.action.stage is not None
         chunk = self._schedule.stages_of(event.rank).index(event.action.stage)
-        return self._y(event.rank, place) + LANE + 1 + chunk * (_THIN + 1)
+        return self._y(event.rank, lane) + LANE + 1 + chunk * (_THIN + 1)
 
-    def _box(self, start: float, place: int, event: Event) -> str:
-        """Draw the box of one event, which is in lane number ``place`` of its rank."""
-        x, y = MARGIN + start * self._scale, self._y(event.rank, place)
+    def _box(self, start: float, lane: int, event: Event) -> str:
+        """Draw the box of one event, which is in lane number ``lane`` of its rank."""
+        x, y = MARGIN + start * self._scale, self._y(event.rank, lane)
         length = event.end - event.start
         width = length * self._scale - FINEST
         computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
-        top = self._line(event, place) if event.part and event.action.op is Op.UNSHARD else y + LANE - height
-        pale = place > 0 or (self._done is not None and event.action not in self._done)
+        top = self._line(event, lane) if event.part and event.action.op is Op.UNSHARD else y + LANE - height
+        pale = lane > 0 or (self._done is not None and event.action not in self._done)
         label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
         number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{label}</text>'
         opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
@@ -268,13 +268,13 @@ class _Picture:
         outline = f"M{x:.1f} {top}h{width:.1f}v{height}h{-width:.1f}z"
         below = f'<path {_PAPER} d="{outline}"/>' if faint and self._spelled else ""  # hides the lines of the axis
         return (
-            f"<g><title>{self._tip(start, place, event)}</title>{below}<rect {size} "
+            f"<g><title>{self._tip(start, lane, event)}</title>{below}<rect {size} "
             f'fill="{self._fill(event)}"{faint}{frame}/>'
             f"{number if 0 < 8 * len(label) <= width else ''}</g>"
         )
 
-    def _tip(self, start: float, place: int, event: Event) -> str:
-        spelled, name = self._spelled or plain, self._names[place]
+    def _tip(self, start: float, lane: int, event: Event) -> str:
+        spelled, name = self._spelled or plain, self._names[lane]
         part = f" ({event.part})" if event.part else ""
         who = f"{event.action}{part} on {event.actor}{f', {name}' if name else ''}"
         return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
@@ -301,8 +301,8 @@ class _Picture:
             )
             x += _KEY + _LETTER * len(name)
 
-    def _y(self, rank: int, place: int) -> int:
-        return self._top + rank * self._pitch + place * (LANE + 2 + self._strip)
+    def _y(self, rank: int, lane: int) -> int:
+        return self._top + rank * self._pitch + lane * (LANE + 2 + self._strip)
 
 
 def _color(op: Op, later: float) -> str:

@@ -38,8 +38,8 @@ def text(
     forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. In an asynchronous schedule
     ``F4.1`` is the forward of microbatch 4 with version 1 of its stage's weights. If the schedule gathers
     weights, ``(F0`` is the first action for which a stage is whole, and ``B3)`` the last one. The last line gives
-    makespan, bubble, the most activations that each rank holds at once, and skips. Of a schedule they are "in slots",
-    which no run takes; the times of a measured timeline are in milliseconds.
+    makespan, bubble, the most activations that each rank holds at once, and skips. For a schedule the times are "in
+    slots", which are no prediction; the times of a measured timeline are in milliseconds.
 
     Args:
         drawn: The schedule or timeline.
@@ -75,8 +75,8 @@ def grid(
     shown = range(min(schedule.num_ranks, MOST_LANES))
     labels = [f"{schedule.label(rank)} {name}".rstrip() for rank in shown for name in timelines]
     spans = [
-        (rank * len(timelines) + place, start, end, action)
-        for place, timeline in enumerate(timelines.values())
+        (rank * len(timelines) + number, start, end, action)
+        for number, timeline in enumerate(timelines.values())
         for rank, start, end, action in _spans(timeline, length)
     ]
     columns = max((end for _, _, end, _ in spans), default=0)
@@ -88,10 +88,10 @@ def grid(
     cell = max(len(_GOES_ON), widest(_label(action, several, versions) for _, _, _, action in spans))
     cell += (cursor is not None) + 2 * bool(opens)
     style = _Style(several, versions, cell, done, cursor, opens, closes)
-    room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
+    visible = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
     lanes: list[dict[int, Action]] = [{} for _ in range(schedule.num_ranks * len(timelines))]
     for line, start, end, action in spans:
-        for column in range(start, min(end, room)):
+        for column in range(start, min(end, visible)):
             lanes[line].setdefault(column, action)
     paint = _painted if color else _cells
     rows = []
@@ -100,14 +100,14 @@ def grid(
         rows.append(paint(actions, style))
     picture = lines(labels, rows)
     if opens:
-        picture.append("( before an action: UNSHARD gathers its stage's weights; ) behind it: RESHARD frees them")
-    if room < columns or len(shown) < schedule.num_ranks:
+        picture.append("( before an action: UNSHARD gathers its stage's weights; ) after it: RESHARD frees them")
+    if visible < columns or len(shown) < schedule.num_ranks:
         picture.append(
-            f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"
+            f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(visible, columns) - 1} of {columns})"
         )
     drawn = [set(lane.values()) for lane in lanes]
     hidden = sum(
-        1 for line, start, _, action in spans if line < len(labels) and start < room and action not in drawn[line]
+        1 for line, start, _, action in spans if line < len(labels) and start < visible and action not in drawn[line]
     )
     if hidden:
         picture.append(f"({hidden} {'action is' if hidden == 1 else 'actions are'} too short to be drawn)")
@@ -142,18 +142,18 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *
 
 
 def outcome_summary(outcome: Outcome) -> str:
-    """Describe what a simulation comes to in one line, as ``summary`` describes its timeline."""
+    """Describe the outcome of a simulation in one line, as ``summary`` describes its timeline."""
     return _figures(outcome.schedule.name, outcome, plain)
 
 
 def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], str]) -> str:
     held = found.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
-    kept = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
-    kept += (
+    more = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
+    more += (
         f", skips {' '.join(f'{one}-{other}' for one, other in found.schedule.skips)}" if found.schedule.skips else ""
     )
-    return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{kept}"
+    return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{more}"
 
 
 def slot_length(timeline: Timeline) -> float:
@@ -188,7 +188,7 @@ def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, A
 
 @dataclass(frozen=True)
 class _Style:
-    """How the cells of a grid are written.
+    """The format of the cells of a grid.
 
     Attributes:
         several: Whether ranks hold several stages, so that a cell names the stage.
@@ -240,7 +240,7 @@ def _label(action: Action, several: bool, versions: Mapping[Action, int]) -> str
 
 
 def _versions(schedule: Schedule) -> dict[Action, int]:
-    """Return the versions that the forwards of an asynchronous schedule compute with; nothing of a synchronous one."""
+    """Return the versions with which the forwards of an asynchronous schedule compute; {} for a synchronous one."""
     if not schedule.stream:
         return {}
     used = ((stage, versions_in(schedule, stage)) for stage in range(schedule.num_stages))

@@ -1,4 +1,4 @@
-"""The automatic zero-bubble schedule: a search for the shortest step of measured costs, under a bound of memory."""
+"""The automatic zero-bubble schedule: a search for the shortest step with measured costs, under a memory bound."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def zb_1p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
         num_chunks: Number of stages on each rank, 1 or 2.
-        costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
-            those of ``simulate``.
+        costs: Durations of F, I, W and the link. A run passes those predicted from its FLOPs and bytes. None: those of
+            ``simulate``.
 
     Returns:
         The schedule, of compute actions only.
@@ -71,8 +71,8 @@ def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
         num_chunks: Number of stages on each rank, 1 or 2.
-        costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
-            those of ``simulate``.
+        costs: Durations of F, I, W and the link. A run passes those predicted from its FLOPs and bytes. None: those of
+            ``simulate``.
 
     Returns:
         The schedule, of compute actions only.
@@ -106,23 +106,23 @@ def automatic(
     flush: bool = True,
     name: str = "automatic",
 ) -> Schedule:
-    """Search for the shortest schedule of a placement of stages, under a bound of memory.
+    """Search for the shortest schedule of a placement of stages, under a memory bound.
 
-    List scheduling makes one schedule for each of a grid of policies. The shortest of them, or of the hand-made ones of
-    that placement that the bound allows, is made shorter by moving W off its critical path. The same arguments give the
-    same schedule.
+    List scheduling generates one schedule for each policy of a grid. The candidates are these and the published
+    schedules of that placement that the bound allows. The shortest one is shortened further by moving W off its
+    critical path. The same arguments give the same schedule.
 
     Args:
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
-        costs: How long F, I, W, a whole B and the link last, by stage and action where that is known; such as
+        costs: Durations of F, I, W, a whole B and the link, by stage and action where known; such as
             ``costs_of(*job.timelines())`` of a run whose backwards are split.
         most: Most activations that a rank may hold, in microbatches that pass all of its stages; 1 or more.
         placement: The rank of each stage; ranks may have different numbers of stages. None for one stage a rank, in
             order. ``(0, 1, 1, 0)`` is a V.
         kept: The part of a microbatch's activations that a rank holds between I and W.
-        flush: Whether all ranks end a step together, as the optimizer's vote makes them: the step is as long as the
-            time from the first start to the last end. If not, it is as long as the longest span of a rank.
+        flush: Whether all ranks end a step together, because the optimizer synchronizes them: the length of a step is
+            the time from the first start to the last end. If not, it is the longest span of a rank.
         name: The name of the schedule.
 
     Returns:
@@ -158,10 +158,11 @@ def _in_a_v(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, *, flush: bool) -> float:
-    """Return a length that no schedule goes below.
+    """Return a lower bound of the length of a schedule.
 
-    A rank starts when the first microbatch has come to it, and has all of its work to do. And with one stage a rank,
-    when any has performed its F and I, the last gradient has to come back to those before it, which make a W of it.
+    A rank starts when the first microbatch has arrived, and then performs all its actions. And with one stage a rank,
+    when a rank has performed its F and I, the last gradient has to travel back to all ranks before it, each of which
+    then performs the W.
     """
     bound = time = 0.0
     starts: dict[int, float] = {}
@@ -184,8 +185,8 @@ def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: fl
 def _candidates(
     placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, memory: RankMemory
 ) -> Iterator[Rows]:
-    """Yield the rows of the hand-made schedules that the bound allows, then those of all policies."""
-    for rows in _made_by_hand(placement, num_microbatches):
+    """Yield the rows of the published schedules that the bound allows, then those of all policies."""
+    for rows in _published(placement, num_microbatches):
         if all(map(memory.allows, rows)):
             yield rows
     slopes = _SLOPES if len(set(placement)) == len(placement) else _SLOPES_OF_CHUNKS
@@ -194,7 +195,7 @@ def _candidates(
         yield ListScheduling(placement, num_microbatches, cost, link, memory, policy).rows()
 
 
-def _made_by_hand(placement: Sequence[int], num_microbatches: int) -> Iterator[Rows]:
+def _published(placement: Sequence[int], num_microbatches: int) -> Iterator[Rows]:
     """Yield the rows of the schedules of the catalog that have this placement and hold less than all microbatches."""
     num_ranks = len(set(placement))
     chunks = len(placement) // num_ranks

@@ -1,4 +1,4 @@
-"""The critical path of rows: what makes a step as long as it is, and the W on it that can come later."""
+"""The critical path of rows, which determines the length of a step, and the W on it that can come later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Timed:
         rows: The rows.
         placement: The rank of each stage.
         ends: When each action ends.
-        spans: How long each rank takes from its first start to its last end.
-        before: For each action, the one whose end it waited for; None for one that starts at once.
+        spans: Time of each rank from its first start to its last end.
+        before: For each action, the one that it waited for; None for one that starts at once.
     """
 
     rows: Rows
@@ -35,12 +35,12 @@ class Timed:
         return max(self.ends[row[-1]] for row in self.rows)
 
     def length(self, *, flush: bool) -> float:
-        """Return what is to be short: when the last rank is done, or without ``flush`` the longest span of a rank."""
+        """Return the length to minimize: the makespan, or without ``flush`` the longest span of a rank."""
         return self.makespan if flush else max(self.spans)
 
 
 def action_ends(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -> Timed:
-    """Compute when each action of rows ends, every one as early as it can.
+    """Compute when each action of rows ends, if each starts as early as possible.
 
     Args:
         rows: Rows of F, B, I and W, free of deadlock.
@@ -50,26 +50,26 @@ def action_ends(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -
     """
     ends: dict[Action, float] = {}
     before: dict[Action, Action | None] = {}
-    places, now, starts = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
+    positions, now, starts = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
     ready = list(range(len(rows)))
     while ready:
         number = ready.pop()
         row = rows[number]
-        while places[number] < len(row):
-            action = row[places[number]]
+        while positions[number] < len(row):
+            action = row[positions[number]]
             need = _need(action, len(placement) - 1, ends)
             if need is not None and need not in ends:
                 break
-            start, cause = now[number], row[places[number] - 1] if places[number] else None
+            start, cause = now[number], row[positions[number] - 1] if positions[number] else None
             if need is not None and need.stage is not None and placement[need.stage] != number:
                 arrival = ends[need] + link
                 if arrival > start:
                     start, cause = arrival, need
-            if not places[number]:
+            if not positions[number]:
                 starts[number] = start
             before[action] = cause
             ends[action] = now[number] = start + cost(action)
-            places[number] += 1
+            positions[number] += 1
             if action.op is not Op.W and action.stage is not None:
                 other = action.stage + (1 if action.op is Op.F else -1)
                 if 0 <= other < len(placement):
@@ -78,7 +78,7 @@ def action_ends(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -
 
 
 def _need(action: Action, last: int, ends: dict[Action, float]) -> Action | None:
-    """Return what an action waits for; None for the forwards of the first stage."""
+    """Return the action that an action waits for; None for the forwards of the first stage."""
     stage, op, microbatch, _ = action
     assert stage is not None
     if op is Op.F:
@@ -96,8 +96,8 @@ def postpone_weight_gradients(
 ) -> Timed:
     """Move W off the critical path, one after the other, as long as that makes the step no longer.
 
-    Where several paths are equally long, a move alone makes nothing shorter. A W only moves towards the end of its row,
-    so that there is an end to it.
+    Where several paths are equally long, one move alone does not shorten the step. A W only moves towards the end of
+    its row, so that the search ends.
 
     Args:
         found: The rows and their times.
@@ -105,7 +105,7 @@ def postpone_weight_gradients(
         link: The link between ranks, in the same unit.
         memory: What a rank may hold.
         flush: Whether all ranks end together; see ``Timed.length``.
-        budget: How many actions may be timed.
+        budget: Number of actions that may be timed.
 
     Returns:
         Shorter rows, or those found.
@@ -131,14 +131,14 @@ def postpone_weight_gradients(
 
 
 def _later_weights(found: Timed, *, flush: bool) -> Iterator[tuple[int, list[Action]]]:
-    """Yield rows in which a W of the critical path comes after the action that waits for it, from the end on."""
+    """Yield rows in which a W of the critical path comes after the action that waits for it, from the end back."""
     lengths = [found.ends[row[-1]] for row in found.rows] if flush else found.spans
     number = lengths.index(max(lengths))
-    behind = found.rows[number][-1]
-    while (action := found.before[behind]) is not None:
-        if action.op is Op.W and behind.op is not Op.W:
-            rank = found.placement[behind.stage or 0]
+    later = found.rows[number][-1]
+    while (action := found.before[later]) is not None:
+        if action.op is Op.W and later.op is not Op.W:
+            rank = found.placement[later.stage or 0]
             row = found.rows[rank]
-            at = row.index(behind)
-            yield rank, [*row[: at - 1], behind, action, *row[at + 1 :]]
-        behind = action
+            at = row.index(later)
+            yield rank, [*row[: at - 1], later, action, *row[at + 1 :]]
+        later = action

@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV: schedules in which every forward of a microbatch stands beside a backward of another one."""
+"""DualPipe and DualPipeV: schedules that pair every forward of a microbatch with a backward of another one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank, leave
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Run DualPipeV: in the steady state every F of a stage stands beside a B of the rank's other stage.
+    """Run DualPipeV: in the steady state every F of a stage is paired with a B of the rank's other stage.
 
-    What B waits for travels while F computes, and what F made travels while B computes: a RECV is posted before it is
-    waited for, and a SEND does not wait. Where such a pair is one action of length F&B, whose values leave at its end,
-    and tF = tI = tW, the bubble is (p - 1)(F&B + B - 3W), that of DualPipe over 2p stages. Here a pair is two actions,
-    and what F made leaves before B is done: with m at least 2p the bubble is (p - 1) tF. A rank holds the activations
-    of 2p + 1 chunks, one more than with ``zb-v``, and splits only few backwards at both ends.
+    The input of B travels while F computes, and the output of F travels while B computes: a RECV is posted before the
+    rank waits for it, and a SEND does not wait. If such a pair is one action of length F&B, whose values are sent at
+    its end, and tF = tI = tW, the bubble is (p - 1)(F&B + B - 3W), that of DualPipe over 2p stages. Here a pair is two
+    actions, and the output of F is sent before B is done: with m at least 2p the bubble is (p - 1) tF. A rank holds the
+    activations of 2p + 1 chunks, one more than with ``zb-v``, and splits only a few backwards at both ends.
 
-    With fewer than 2p microbatches the rows are those of 2p without the others.
+    With fewer than 2p microbatches the rows are those for 2p, without the missing microbatches.
 
     Args:
         num_ranks: Number of pipeline ranks p.
@@ -56,17 +56,17 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
 def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, replicas: Sequence[int] = ()) -> Schedule:
     """Run DualPipe: microbatches enter at both ends of a pipeline that holds every stage twice.
 
-    Of 2p stages in a line of 2p actors, actor i holds the stages i and 2p - 1 - i. Microbatches 0, 2, 4, ... go along
-    the line, the others against it. So the actors i and 2p - 1 - i are two replicas of one rank, which holds both
-    stages, as in a V: the one takes the even microbatches of the first stage and the odd ones of the second. Each of
-    them performs the row of ``dualpipe_v`` for m/2 microbatches: it has its bubble and its activations. Gradients are
+    In a line of 2p actors with 2p stages, actor i holds the stages i and 2p - 1 - i. The even microbatches 0, 2, 4, ...
+    go along the line, the odd ones against it. So the actors i and 2p - 1 - i are two replicas of one rank, which holds
+    both stages, as in a V: one takes the even microbatches of the first stage and the odd ones of the second. Each of
+    them performs the row of ``dualpipe_v`` for m/2 microbatches, with the same bubble and activations. Gradients are
     summed over the two.
 
     Args:
         num_ranks: Number of pipeline ranks p, of two replicas each.
         num_microbatches: Number of microbatches m in a step, an even number. The bubble is the least from 4p on.
         num_chunks: Number of stages on each rank, 2.
-        replicas: The number of replicas of each rank, 2; empty: likewise.
+        replicas: The number of replicas of each rank, 2; empty: 2 each.
 
     Returns:
         The schedule, of compute actions only, with a row for each replica.
@@ -84,9 +84,9 @@ def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, repl
     """
     TWICE.demand("dualpipe", num_ranks, num_microbatches, num_chunks)
     if replicas and set(replicas) != {2}:
-        told = "-".join(map(str, replicas))
+        numbers = "-".join(map(str, replicas))
         raise ScheduleError(
-            f"replicas are {told}, but every stage is held twice: give each of {num_ranks} ranks 2 (mesh.rank_dp)"
+            f"replicas are {numbers}, but every stage is held twice: give each of {num_ranks} ranks 2 (mesh.rank_dp)"
         )
     folded = dualpipe_v(num_ranks, num_microbatches // 2)
 
@@ -97,7 +97,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, repl
 
 
 def _of_replica(action: Action, replica: int, num_ranks: int) -> Action:
-    """Return an action of a V's rank as one of two replicas performs it, with the number of its own microbatch."""
+    """Return an action of a V's rank with the microbatch number for one of two replicas."""
     stage, op, number, _ = action
     assert stage is not None and number is not None
     return Action(stage, op, 2 * number + (replica if stage < num_ranks else 1 - replica))
@@ -105,14 +105,14 @@ def _of_replica(action: Action, replica: int, num_ranks: int) -> Action:
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     """Return the row of a rank, for 2p microbatches or more. Chunk 0 goes down the V, chunk 1 comes back up."""
-    steps, behind = VSteps(rank, num_ranks, num_microbatches), num_ranks - 1 - rank
-    # 1. Forwards down the V, until the first microbatch is back; then of both stages.
-    steps.add(0, *[Op.F] * 2 * behind)
+    steps, num_later = VSteps(rank, num_ranks, num_microbatches), num_ranks - 1 - rank
+    # 1. Forwards down the V, until the first microbatch is back; then forwards of both stages.
+    steps.add(0, *[Op.F] * 2 * num_later)
     for _ in range(rank + 1):
         steps.add(0, Op.F)
         steps.add(1, Op.F)
-    # 2. The first backwards, split, so that their gradients leave early.
-    for _ in range(behind):
+    # 2. The first backwards, split, so that their gradients are sent early.
+    for _ in range(num_later):
         steps.add(1, Op.I, Op.W, Op.F)
     # 3. Steady state: F of one stage beside B of the other.
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
@@ -121,13 +121,13 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         steps.add(1, Op.F)
         steps.add(0, Op.B)
     # 4. No forwards are left for chunk 0, then none at all; the last W fill the waits.
-    for _ in range(behind):
+    for _ in range(num_later):
         steps.add(1, Op.B, Op.F)
         steps.add(0, Op.B)
     for turn in range(2 * (rank + 1)):
         chunk, is_split = 1 - turn % 2, turn > rank
         steps.add_input(chunk) if is_split else steps.add(chunk, Op.B)
-    for _ in range(behind):
+    for _ in range(num_later):
         steps.add_weight()
         steps.add_input(0)
     for _ in range(rank + 1):

@@ -11,19 +11,19 @@ from typing import Any
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
-STREAM = 8  # steps of an asynchronous schedule, if nobody says how many
+STREAM = 8  # default number of steps of an asynchronous schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that a generator accepts. The numbers of ranks and microbatches are free unless said here.
+    """The sizes that a generator accepts. Any numbers of ranks and microbatches are, unless these fields limit them.
 
     Attributes:
         min_chunks: The fewest stages that a rank can hold.
         max_chunks: The most stages that a rank can hold, or None for no limit.
         one_a_rank: Whether there must be at least as many microbatches as ranks.
-        multiple: Of what the number of microbatches must be a multiple.
-        hint: What the error message advises when the number of chunks does not fit.
+        multiple: The number of microbatches must be a multiple of this.
+        hint: The advice of the error message when the number of chunks does not fit.
     """
 
     min_chunks: int = 1
@@ -75,8 +75,8 @@ class Entry:
     Attributes:
         generate: A function of ``(num_ranks, num_microbatches)``, or of ``(num_ranks, num_microbatches, num_chunks)``.
             It returns a Schedule (usually of compute actions only) or plain rows of Actions or of texts like "1F0".
-            If it has a keyword ``costs``, it is told how long actions last, or None; if it has a keyword ``replicas``,
-            the numbers of replicas of the ranks if these have several, and it returns the rows of all replicas.
+            A keyword ``costs`` gets the durations of actions, or None. A keyword ``replicas`` gets the numbers of
+            replicas of the ranks if these have several; the function then returns the rows of all replicas.
         summary: One line that says what the schedule is good for.
         sizes: The sizes that the function accepts.
         default_chunks: Number of stages on each rank if the user gives none.
@@ -135,7 +135,7 @@ class Entry:
 
     @property
     def takes_replicas(self) -> bool:
-        """Whether the function itself makes the rows of replicas."""
+        """Whether the function itself returns the rows of replicas."""
         return "replicas" in inspect.signature(self.generate).parameters
 
     def build(
@@ -149,7 +149,7 @@ class Entry:
         costs: Costs | None = None,
         replicas: Sequence[int] = (),
     ) -> Schedule:
-        """Call the generator and check that its result has the sizes that were asked for.
+        """Call the generator and check that its result has the requested sizes.
 
         Args:
             name: The name that the schedule gets if the function returns plain rows.
@@ -157,7 +157,7 @@ class Entry:
             microbatches: Number of microbatches in a step.
             chunks: Number of stages on each rank, or None for ``default_chunks``.
             steps: Number of steps of an asynchronous schedule, None for ``STREAM``; others are one step.
-            costs: How long actions last, for a generator that takes it; None if that is not known.
+            costs: Durations of actions, for a generator that takes them; None if not known.
             replicas: The number of replicas of each rank, for a generator that takes it; empty: one each.
 
         Returns:
@@ -174,17 +174,17 @@ class Entry:
         if self.is_stream and further < 1:
             fix = "an asynchronous schedule has at least one step, set steps to 1 or more"
             raise ScheduleError(f"schedule {name!r} cannot be made: steps={further}: {fix}")
-        told = (ranks, microbatches) if third is None else (ranks, microbatches, further)
-        call = f"{qualified_name(self.generate)}({', '.join(map(str, told))})"
+        arguments = (ranks, microbatches) if third is None else (ranks, microbatches, further)
+        call = f"{qualified_name(self.generate)}({', '.join(map(str, arguments))})"
         try:
-            asked: dict[str, Any] = {"costs": costs} if self.takes_costs else {}
-            asked |= {"replicas": replicas} if replicas and self.takes_replicas else {}
-            made = self.generate(*told, **asked)
-            schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
+            keywords: dict[str, Any] = {"costs": costs} if self.takes_costs else {}
+            keywords |= {"replicas": replicas} if replicas and self.takes_replicas else {}
+            result = self.generate(*arguments, **keywords)
+            schedule = result if isinstance(result, Schedule) else Schedule.of(name, result)
         except (Exception, SystemExit) as error:
             if isinstance(error, ScheduleError) and _is_of_raypar(self.generate):
-                made = f"schedule {name!r} cannot be made: "
-                raise ScheduleError(made + str(error).removeprefix(made)) from None
+                prefix = f"schedule {name!r} cannot be made: "
+                raise ScheduleError(prefix + str(error).removeprefix(prefix)) from None
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {exception_phrase(error, file)}") from error
         wrong = _wrong_sizes(schedule, ranks, microbatches, stages_a_rank, further if self.is_stream else None)
@@ -194,7 +194,7 @@ class Entry:
         return schedule
 
     def _right_rows(self, stages_a_rank: int, steps: int) -> str:
-        """Say what the function has to return, when it has returned rows of other sizes."""
+        """Return the advice for a function that has returned rows of other sizes."""
         fix = f"return one row a rank, with {stages_a_rank} stage{'s' * (stages_a_rank > 1)} a rank"
         if self.is_stream:
             return f"{fix}, and a STEP of each stage for each of {steps} steps"
@@ -204,7 +204,7 @@ class Entry:
 
 
 def _wrong_sizes(schedule: Schedule, ranks: int, microbatches: int, stages_a_rank: int, steps: int | None) -> list[str]:
-    """Say which sizes of a schedule are not those that were asked for; steps are None for a synchronous one."""
+    """Name the sizes of a schedule that differ from the requested ones; steps are None for a synchronous one."""
     sizes = {
         "ranks": (schedule.num_pipeline_ranks, ranks),
         "microbatches": (schedule.microbatches_a_step, microbatches),
@@ -219,7 +219,7 @@ def _wrong_sizes(schedule: Schedule, ranks: int, microbatches: int, stages_a_ran
 
 
 def _is_of_raypar(generate: Callable[..., Any]) -> bool:
-    """Return whether a generator is one of raypar's own, whose errors are of what it was given."""
+    """Return whether a generator is one of raypar's, whose errors are about its arguments."""
     return generate.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
@@ -237,15 +237,15 @@ def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:
     """
     try:
         signature = inspect.signature(generate)
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        placed = [parameter for parameter in signature.parameters.values() if parameter.kind in by_place]
-        signature.bind(*placed[:3]) if len(placed) > 2 else signature.bind(0, 0)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
+        signature.bind(*positional[:3]) if len(positional) > 2 else signature.bind(0, 0)
     except (TypeError, ValueError) as error:
         fix = (
             "write it as a function of (num_ranks, num_microbatches), and num_chunks if it takes several stages a rank"
         )
         raise ScheduleError(f"{qualified_name(generate)} can't generate schedules ({error}): {fix}") from error
-    return placed[2] if len(placed) > 2 else None
+    return positional[2] if len(positional) > 2 else None
 
 
 def qualified_name(function: object) -> str:
@@ -266,7 +266,7 @@ def exception_phrase(error: BaseException, file: str | None) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
         lines.append(error.lineno)
-    place = f" ({file}, line {lines[-1]})" if lines else ""
+    where = f" ({file}, line {lines[-1]})" if lines else ""
     what = error.msg if isinstance(error, SyntaxError) else str(error)
     kind = "" if isinstance(error, ScheduleError) else f"{type(error).__name__}: "
-    return f"fails{place}: {kind}{what}".rstrip(": ")
+    return f"fails{where}: {kind}{what}".rstrip(": ")

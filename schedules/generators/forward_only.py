@@ -12,8 +12,8 @@ SIZES = Sizes(max_chunks=None, hint="set chunks to 1 or more")
 def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Run every forward and no backward, in rounds of p microbatches; rank r holds the stages ``chunk * p + r``.
 
-    Any number of microbatches is accepted: the last round may be short. No activation is kept for a backward, so a rank
-    holds only the one that it works on.
+    Any number of microbatches is accepted: the last round may be short. No activation is saved for a backward, so a
+    rank holds only the current one.
 
     Args:
         num_ranks: Number of pipeline ranks p.

@@ -1,7 +1,8 @@
-"""Schedules with several stages on each rank, dealt out in turn: rank s holds the stages ``chunk * p + s``.
+"""Schedules with several stages on each rank, assigned in turn: rank s holds the stages ``chunk * p + s``.
 
-Interleaved 1F1B goes depth first: a round of about p microbatches passes all chunks before the next one starts. Looped
-breadth first, all microbatches pass a chunk before the next chunk. The zero-bubble one splits its backwards.
+Interleaved 1F1B goes depth first: a round of about p microbatches passes all chunks before the next one starts. The
+looped schedule goes breadth first: all microbatches pass a chunk before the next chunk. The zero-bubble one splits its
+backwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SIZES = Sizes(min_chunks=2, max_chunks=None, hint="set chunks to 2 or more, or u
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Run 1F1B with v stages (chunks) on each rank: the bubble of 1F1B, divided by v.
 
-    Microbatches are taken in rounds: a round passes chunk 0 of all ranks, then chunk 1, and so on. Rounds have p
+    Microbatches are grouped in rounds: a round passes chunk 0 of all ranks, then chunk 1, and so on. Rounds have p
     microbatches, or if m is no multiple of p, some more: with p = 4 and m = 11 they have 6 and 5. With times tF and tB
     of one forward and one backward of one chunk, and m at least p, the makespan is (m v + p - 1)(tF + tB). With fewer
     microbatches than ranks it is (m + v p - 1)(tF + tB). Rank s holds the activations of min(2(p - s - 1) + (v - 1)g +
@@ -87,7 +88,7 @@ def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -
     rounds = _rounds(num_ranks, num_microbatches)
 
     def row(rank: int) -> list[Action]:
-        """Run forwards until the first microbatch has come back, then F, I and W in turn; W is ``rank`` behind I."""
+        """Run forwards until the first microbatch has come back, then F, I and W in turn; W is ``rank`` after I."""
         stages = range(rank, num_ranks * num_chunks, num_ranks)
         ahead = num_ranks - 1 - rank + (num_chunks - 1) * len(rounds[0])
         forwards, inputs, weights = (
@@ -103,7 +104,8 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
 
     With times tF and tB of one forward and one backward of one chunk, and m at least p, the makespan is (m v + p - 1)
     (tF + tB), as with ``interleaved``. Every rank holds the activations of m v chunks. A step uses the weights of a
-    stage in two stretches only, so that sharded ones are gathered twice; gradients of the last stages are ready early.
+    stage in two intervals only, so that sharded weights are gathered twice; gradients of the last stages are ready
+    early.
 
     Args:
         num_ranks: Number of pipeline ranks p.
@@ -136,7 +138,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
 
 
 def _rounds(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Deal microbatches to as many rounds as have one for each rank; the first ones take one more of those left."""
+    """Divide microbatches into rounds of one or more a rank; the first rounds take one more of the remainder each."""
     number = max(1, num_microbatches // num_ranks)
     size, left = divmod(num_microbatches, number)
     starts = [one * size + min(one, left) for one in range(number + 1)]

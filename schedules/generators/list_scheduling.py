@@ -1,4 +1,4 @@
-"""List scheduling: every rank that is free takes the most urgent action that is ready, and W where it would wait.
+"""List scheduling: every free rank takes the most urgent ready action, and W where it would wait.
 
 For pipelines whose backwards are split, with any placement of stages on ranks.
 """
@@ -15,7 +15,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.float_sum import float_sum
 
 NEVER = math.inf
-_SAME = 1e-9  # microbatches: how exactly memory is counted
+_SAME = 1e-9  # microbatches: the tolerance of the memory bound
 
 Cost = Callable[[Action], float]
 Rows = list[list[Action]]
@@ -23,12 +23,12 @@ Rows = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank may hold.
+    """The memory bound of a rank.
 
     Attributes:
         most: The bound, in microbatches that pass all stages of a rank.
         kept: The part of a microbatch's activations that a rank holds between I and W.
-        shares: By stage: its part of what a microbatch takes on its rank.
+        shares: By stage: its part of the memory of a microbatch on its rank.
     """
 
     most: float
@@ -37,7 +37,7 @@ class RankMemory:
 
     @classmethod
     def of(cls, most: float, kept: float, placement: Sequence[int]) -> RankMemory:
-        """Count the stages of a rank as equally large."""
+        """Return the bound for ranks whose stages are equally large."""
         return cls(most, kept, tuple(1 / placement.count(rank) for rank in placement))
 
     def allows(self, row: Sequence[Action]) -> bool:
@@ -50,7 +50,7 @@ class RankMemory:
         return True
 
     def change(self, action: Action) -> float:
-        """Return how much more an action holds than there was."""
+        """Return the change of the held memory by an action."""
         assert action.stage is not None
         part = {Op.F: 1.0, Op.I: self.kept - 1, Op.W: -self.kept, Op.B: -1.0}[action.op]
         return part * self.shares[action.stage]
@@ -58,13 +58,13 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How ranks choose between what they could do.
+    """The policy by which ranks choose among ready actions.
 
     Attributes:
-        fits: The part of a W that a wait has to be long, for W to fill it, while there are forwards to come.
-        tail: The same afterwards.
-        slope: How many more forwards may be ahead of their I in a stage than in the next one.
-        extra: How many more than one may be ahead in the last stage.
+        fits: While forwards are left: W fills a wait if the wait is at least this part of the W's length.
+        tail: The same when no forwards are left.
+        slope: Number of forwards by which a stage may be further ahead of its I than the next stage.
+        extra: Number of forwards besides the first by which the last stage may be ahead.
     """
 
     fits: float
@@ -74,7 +74,7 @@ class Policy:
 
 
 class _Stage:
-    """A stage: how many F and I are done, and when the values of the next ones are there."""
+    """A stage: the number of F and I done, and when the values of the next ones arrive."""
 
     def __init__(self, number: int, num_microbatches: int, most: float) -> None:
         self.number, self.most = number, most
@@ -83,7 +83,7 @@ class _Stage:
 
     @property
     def activation(self) -> float:
-        """When the next F can start, as far as the policy allows it."""
+        """When the next F can start; never while the policy forbids it."""
         return self.activations[self.forwards] if self.forwards - self.inputs < self.most else NEVER
 
     @property
@@ -93,7 +93,7 @@ class _Stage:
 
 
 class _Rank:
-    """A rank: its stages, the last one first, what it holds, and the W that are to come."""
+    """A rank: its stages, the last one first, the memory held, and the W to come."""
 
     def __init__(self, stages: list[_Stage]) -> None:
         self.stages, self.now, self.held = stages, 0.0, 0.0
@@ -104,16 +104,16 @@ class _Rank:
 class ListScheduling:
     """Performs a step by a policy, event by event.
 
-    A rank takes an I that is ready, or else an F that is ready, if memory and policy allow it, or else a W. Of several
-    it takes that of the last stage.
+    A rank takes a ready I; else a ready F, if memory and policy allow it; else a W. Of several it takes the one of the
+    last stage.
 
     Args:
         placement: The rank of each stage.
         num_microbatches: Number of microbatches m in a step.
         cost: How long an F, I or W lasts.
         link: Time from the end of a compute action to the arrival of its value on another rank, in the same unit.
-        memory: What a rank may hold, at least one microbatch.
-        policy: How ranks choose.
+        memory: The memory bound of a rank, at least one microbatch.
+        policy: The policy by which ranks choose.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class ListScheduling:
                 heappush(self._free, (rank.now, number))
             elif later < NEVER:
                 heappush(self._free, (later, number))
-            # Or else a value that arrives wakes it.
+            # Otherwise the next value that arrives wakes it.
         return [rank.row for rank in self._ranks]
 
     def _choice(self, rank: _Rank, time: float) -> tuple[Action | None, float]:
-        """Return what a rank does now; or None, and when it may do something."""
+        """Return the next action of a rank; or None, and when it may have one."""
         later = NEVER
         for stage in rank.stages:
             if stage.gradient <= time:
@@ -168,7 +168,7 @@ class ListScheduling:
             later = min(later, stage.gradient)
         room, shares = self._memory.most + _SAME - rank.held, self._memory.shares
         for at, stage in enumerate(rank.stages):
-            # Its microbatch comes back to the later stages of the rank, which must find room then.
+            # Its microbatch comes back to the later stages of the rank, which must have memory then.
             back = float_sum((stage.forwards + 1 - other.forwards) * shares[other.number] for other in rank.stages[:at])
             if shares[stage.number] + back > room:
                 continue
@@ -204,7 +204,7 @@ class ListScheduling:
             rank.weights.popleft()
 
     def _arrive(self, time: float, number: int, other: int, microbatch: int, op: Op) -> None:
-        """Tell a stage when the value that another one has made is there."""
+        """Record when the value of another stage arrives at a stage."""
         there = self._placement[other]
         if there != self._placement[number]:
             time += self._link

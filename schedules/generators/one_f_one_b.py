@@ -20,8 +20,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, *, replicas: Sequence[int
     Args:
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
-        replicas: The number of replicas r of each rank, among which microbatches go in turn (1F1B-RR). A replica holds
-            the activations of ceil(n / r) of them, with n replicas on its rank and all later ones. None: one each.
+        replicas: The number of replicas r of each rank, which take microbatches in turn (1F1B-RR). A replica holds the
+            activations of ceil(n / r) of them, with n replicas on its rank and all later ones. Empty: one each.
 
     Returns:
         The schedule, of compute actions only.
@@ -45,32 +45,32 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, *, replicas: Sequence[int
     counts = tuple(replicas) or (1,) * num_ranks
     if len(counts) != num_ranks or min(counts) < 1:
         raise ScheduleError(f"schedule '1f1b': replicas={counts}: give a number for each of {num_ranks} ranks")
-    numbers = list(range(num_microbatches))  # the same objects in all rows: millions of them take memory
+    numbers = list(range(num_microbatches))  # all rows share these objects: millions of them take memory
     rows = (
         _row(rank, numbers[replica::count], (sum(counts[rank:]) - 1) // count)
         for rank, count in enumerate(counts)
         for replica in range(count)
     )
-    made = tuple(map(tuple, rows))
+    frozen = tuple(map(tuple, rows))
     several = counts if max(counts) > 1 else ()
-    return Schedule("1f1b", made, tuple(range(num_ranks)), num_microbatches, False, False, replicas=several)
+    return Schedule("1f1b", frozen, tuple(range(num_ranks)), num_microbatches, False, False, replicas=several)
 
 
-def _row(stage: int, microbatches: Sequence[int], behind: int) -> list[Action]:
+def _row(stage: int, microbatches: Sequence[int], ahead: int) -> list[Action]:
     """Return the row of a replica.
 
     Args:
         stage: Its stage.
         microbatches: Its microbatches.
-        behind: How many replicas there are on later ranks for each of its own rank, of which one more is itself.
+        ahead: Number of forwards before the first backward, without the one of that microbatch.
     """
     forwards = [Action(stage, Op.F, mb) for mb in microbatches]
     backwards = [Action(stage, Op.B, mb) for mb in microbatches]
-    warmup = min(behind, len(microbatches))
-    # 1. Warm-up: one forward for each rank behind this one, so that the first backward arrives when this rank is free.
+    warmup = min(ahead, len(microbatches))
+    # 1. Warm-up: one forward for each later rank, so that the first backward arrives when this rank is free.
     row = forwards[:warmup]
     # 2. Steady state: one forward, one backward, in turn.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         row += (forward, backward)
-    # 3. Drain: the backwards of the forwards that the warm-up ran ahead.
+    # 3. Drain: the remaining backwards.
     return row + backwards[len(microbatches) - warmup :]

@@ -14,14 +14,14 @@ _HINT = "an asynchronous schedule has one stage a rank, leave chunks out"
 SIZES = Sizes(hint=_HINT)
 SIZES_2BW = Sizes(one_a_rank=True, hint=_HINT)
 
-Version = Callable[[int, int], int]  # of a microbatch and the newest version: the one that its forward computes with
+Version = Callable[[int, int], int]  # from a microbatch and the newest version to the version of its forward
 
 
 def pipedream(num_ranks: int, num_microbatches: int, num_steps: int) -> Schedule:
     """Run 1F1B over all steps. Every stage updates after its last backward of a step, and uses its newest weights.
 
     Stage s of p computes the backward of a microbatch with the weights of its forward, and so keeps p - s versions
-    (with one microbatch a step). Its gradient of step t is that of the weights of step t - (p - 1 - s).
+    (with one microbatch a step). Its gradient of step t is computed with the weights of step t - (p - 1 - s).
 
     Args:
         num_ranks: Number of pipeline ranks p.
@@ -50,7 +50,7 @@ def pipedream(num_ranks: int, num_microbatches: int, num_steps: int) -> Schedule
 def pipedream_vertical(num_ranks: int, num_microbatches: int, num_steps: int) -> Schedule:
     """Run as ``pipedream``, but let all stages compute a microbatch with the version that stage 0 has for it.
 
-    So the gradient of step t is that of the whole model of step t - (p - 1), and every stage keeps up to p versions.
+    So the gradient of step t is computed with the weights of step t - (p - 1), and every stage keeps up to p versions.
 
     Args, return value and errors are those of ``pipedream``.
 
@@ -77,7 +77,7 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, num_steps: int) -> Sche
     """Run as ``pipedream`` with two versions on every stage: step t computes with the weights before step t - 1.
 
     Args, return value and errors are those of ``pipedream``. A step has at least as many microbatches as there are
-    ranks, so that the version is there in time.
+    ranks, so that the version exists in time.
 
     Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1 (double-buffered
     weight updates).
@@ -115,7 +115,7 @@ def _stream(
 
 
 def _updating(row: tuple[Action, ...], num_microbatches: int, version: Version) -> Iterator[Action]:
-    """Yield a row with each step's update behind its last backward, and USE before a forward of another version."""
+    """Yield a row with each step's update after its last backward, and USE before a forward of another version."""
     newest = current = 0
     for action in row:
         stage, op, microbatch, _ = action

@@ -1,5 +1,5 @@
 """V-shaped schedules: rank s holds the stages s and 2p - 1 - s, so that a microbatch turns around on the last rank and
-its loss is computed on the first, which has to wait for no message there."""
+its loss is computed on the first, without a message between the two stages of either rank."""
 
 from __future__ import annotations
 
@@ -106,24 +106,24 @@ def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
 
 
 def _zero_bubble_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    steps, behind = VSteps(rank, num_ranks, num_microbatches), num_ranks - rank
+    steps, num_left = VSteps(rank, num_ranks, num_microbatches), num_ranks - rank
     # 1. Forwards down the V, until the first microbatch is back.
-    for _ in range(2 * behind - 1):
+    for _ in range(2 * num_left - 1):
         steps.add(0, Op.F)
     for _ in range(rank):
         steps.add(1, Op.F)
         steps.add(0, Op.F)
-    for _ in range(behind):
+    for _ in range(num_left):
         steps.add(1, Op.F, Op.I, Op.W)
     # 2. A whole microbatch of one stage, and one of the other, in turn.
     while steps.left(1, Op.F):
         steps.add(0, Op.F, Op.I, Op.W)
         steps.add(1, Op.F, Op.I, Op.W)
-    # 3. What others wait for first; W fills the waits.
+    # 3. First the I that other ranks wait for; W fills the waits.
     for _ in range(rank):
         steps.add(0, Op.I)
         steps.add(1, Op.I)
-    for _ in range(behind):
+    for _ in range(num_left):
         steps.add(0, Op.I, Op.W)
     for chunk, op in ((0, Op.I), (1, Op.I), (1, Op.W), (0, Op.W)):
         steps.add(chunk, *[op] * steps.left(chunk, op))
@@ -134,7 +134,7 @@ _PERIOD = 6  # slots: F, I and W of both stages of a rank
 
 
 class _Hops(NamedTuple):
-    """How many slots are between an action of a microbatch on one rank and the same one on the next rank.
+    """The slots between an action of a microbatch on one rank and the same action on the next rank.
 
     The sum says how long a rank holds activations, and so how many: 4 / 12 of those of 1F1B, up to 12 / 12.
 
@@ -171,8 +171,8 @@ Block = list[dict[tuple[int, Op], int]]  # by rank, when it performs each action
 def _block(hops: _Hops, num_ranks: int) -> Block:
     """Return a building block: the slots of microbatch 0, such that no rank has two actions in one slot if it repeats.
 
-    The block turns around three times: from down to up, to the backwards, and to their way back. How long it waits
-    there is free, and the shortest waits are taken that make all actions of every rank fall into other slots.
+    The block turns around three times: from down to up, to the backwards, and to their way back. Its waits there are
+    free; the shortest ones are chosen with which all actions of every rank fall into different slots.
     """
     for waits in sorted(product(range(1, _PERIOD + 1), repeat=3), key=sum):
         block = [_slots(hops, waits, rank, num_ranks) for rank in range(num_ranks)]
@@ -205,9 +205,9 @@ def _with_weights(slots: dict[tuple[int, Op], int]) -> dict[tuple[int, Op], int]
 
 
 def _filled(rows: list[list[Action]]) -> list[list[Action]]:
-    """Perform rows slot by slot, in their order of F and I, and with each W where its rank would wait.
+    """Perform rows slot by slot, in their order of F and I, with each W where its rank would wait.
 
-    No rank holds the activations of more chunks than the one that holds most in the rows: that one makes a W first.
+    No rank holds more chunks' activations than the rank that holds most in ``rows``: it performs a W first.
     """
     most, last = max(map(_most_held, rows)), 2 * len(rows) - 1
     ranks = [_Rank(row) for row in rows]
@@ -238,13 +238,13 @@ class _Rank:
         return bool(self._ahead or self._later)
 
     def perform(self, slot: int, done: dict[Action, int], last: int, most: int) -> None:
-        """Perform an action in a slot, if one can be.
+        """Perform an action in a slot, if one is ready.
 
         Args:
             slot: The slot.
             done: The slots of all actions before it; this one is added.
             last: The last stage.
-            most: How many chunks' activations may be held.
+            most: Number of chunks whose activations may be held.
         """
         if self._ahead and self._can(self._ahead[0], slot, done, last, most):
             action = self._ahead.popleft()

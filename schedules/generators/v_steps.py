@@ -1,4 +1,4 @@
-"""The row of a rank of a V, which holds the stages s and 2p - 1 - s, written action by action."""
+"""The row of a rank of a V, which holds the stages s and 2p - 1 - s, generated action by action."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypar.schedules.action import Action, Op
 
 
 class VSteps:
-    """Adds the next microbatch of a stage to a row, as long as there is one.
+    """Adds the next microbatch of a stage to a row, while microbatches are left.
 
     Attributes:
         row: The row so far.
@@ -19,7 +19,7 @@ class VSteps:
         self.row: list[Action] = []
         self._stages, self._most = (rank, 2 * num_ranks - 1 - rank), num_microbatches
         self._next = dict.fromkeys(product((0, 1), (Op.F, Op.I, Op.W)), 0)
-        self._owed = deque[int]()  # chunks whose I was added by ``add_input``, and whose W was not
+        self._postponed = deque[int]()  # chunks whose I was added by ``add_input``, and whose W was not
 
     def add(self, chunk: int, *ops: Op) -> None:
         """Add actions of the stage that goes down the V (0) or of the one that comes back up (1)."""
@@ -33,13 +33,13 @@ class VSteps:
     def add_input(self, chunk: int) -> None:
         """Add an I, whose W ``add_weight`` adds later."""
         self.add(chunk, Op.I)
-        self._owed.append(chunk)
+        self._postponed.append(chunk)
 
     def add_weight(self) -> None:
-        """Add the oldest W that is to come, if there is one."""
-        if self._owed:
-            self.add(self._owed.popleft(), Op.W)
+        """Add the oldest postponed W, if there is one."""
+        if self._postponed:
+            self.add(self._postponed.popleft(), Op.W)
 
     def left(self, chunk: int, op: Op) -> int:
-        """Return how many microbatches are to come."""
+        """Return the number of microbatches left for an op of a chunk."""
         return self._most - self._next[chunk, op]

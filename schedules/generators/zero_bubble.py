@@ -1,4 +1,4 @@
-"""Zero-bubble schedules with one stage a rank: ZB-H1 and ZB-H2, whose gradients of weights fill the waits of 1F1B."""
+"""Zero-bubble schedules with one stage a rank: ZB-H1 and ZB-H2, whose weight gradients fill the waits of 1F1B."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _row(rank: int, ahead: int, late: int, num_microbatches: int) -> list[Action
     Args:
         rank: The rank, which holds the stage of its number.
         ahead: Number of forwards before the first backward, if there are as many.
-        late: How many microbatches W is behind I.
+        late: Number of microbatches by which W is later than I.
         num_microbatches: Number of microbatches in a step.
     """
     forwards, inputs, weights = (

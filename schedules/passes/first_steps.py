@@ -1,4 +1,4 @@
-"""The first steps of an asynchronous schedule: a shorter stream, as it runs before an evaluation or a checkpoint."""
+"""The first steps of an asynchronous schedule: a shorter stream, for use before an evaluation or a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 def first_steps(schedule: Schedule, steps: int) -> Schedule:
     """Leave out all but the first steps of an asynchronous schedule.
 
-    What is left is in the order of the whole schedule. Nothing that it needs is left out, as an action needs only
-    others of its microbatch, and versions that earlier steps have made.
+    The remaining actions keep their order. They need no action that is left out, because an action needs only actions
+    of its microbatch, and versions made by earlier steps.
 
     Args:
         schedule: The schedule, lowered or not.
-        steps: Number of steps, from 1 to the schedule's own.
+        steps: Number of steps, from 1 to the number of the schedule.
 
     Returns:
         The shorter schedule.
@@ -36,7 +36,7 @@ def first_steps(schedule: Schedule, steps: int) -> Schedule:
 def _shortened(row: tuple[Action, ...], steps: int, microbatches: int) -> list[Action]:
     """Return the actions of a row that belong to the first steps."""
     kept: list[Action] = []
-    uses: list[Action] = []  # one whose forwards are not reached yet
+    uses: list[Action] = []  # the last USE, until its first forward
     updates = 0
     for action in row:
         op, number = action.op, action.microbatch

@@ -1,4 +1,4 @@
-"""Gathering weights that are sharded over replicas: where UNSHARD and RESHARD stand in the rows."""
+"""Gathering weights that are sharded over replicas: the positions of UNSHARD and RESHARD in the rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raypar.schedules.passes.insertion import with_inserted
 from raypar.schedules.rules import USES_WEIGHTS
 from raypar.schedules.schedule import Schedule, ScheduleError
 
-#: For how long a stage's weights are whole. "step": from before its first forward to behind its last action that needs
+#: How long a stage's weights are whole. "step": from before its first forward until after its last action that needs
 #: them, so that they travel once a step. "microbatch": around each forward and each backward, so that no other stage of
 #: the rank need be whole; the actor may then gather them layer by layer.
 GatherWhen = Literal["step", "microbatch"]
 
-#: Whether the weights are freed between the forward and the backward of a microbatch, as in FSDP. True: they are, and
-#: are gathered again for the backward. False: they stay whole. "except_last": they stay whole in the last stage only,
+#: Whether the weights are freed between the forward and the backward of a microbatch, as in FSDP. True: they are freed,
+#: and gathered again for the backward. False: they stay whole. "except_last": they stay whole in the last stage only,
 #: whose backward follows its forward.
 ReshardAfterForward = bool | Literal["except_last"]
 
@@ -33,20 +33,20 @@ def gather_weights(
     reshard_after_forward: ReshardAfterForward = True,
     resident: int | None = None,
 ) -> Schedule:
-    """Add UNSHARD and RESHARD for every stage, so that each F, B and I finds its weights whole; a W needs none.
+    """Add UNSHARD and RESHARD for every stage, so that weights are whole for each F, B and I; a W needs none.
 
-    RESHARD stands behind an action and its SENDs, and UNSHARD before the RECVs of the action that needs it, so that the
-    gather runs while the rank waits for them. With "step" it stands one compute action earlier if there is room, and
-    runs under that action. At the STEP no stage is whole.
+    RESHARD comes after an action and its SENDs, and UNSHARD before the RECVs of the action that needs it, so that the
+    gather runs while the rank waits for them. With "step" it comes one compute action earlier if memory allows, and
+    runs during that action. At the STEP no stage is whole.
 
-    With ``resident`` stages a rank, a stage whose weights are needed takes the place of the one that is needed again
-    last, which is the replacement with the fewest gathers.
+    With ``resident`` stages a rank, a stage whose weights are needed replaces the stage whose next use is furthest in
+    the future, which takes the fewest gathers.
 
     Args:
         schedule: The schedule, lowered or not, for training or evaluation. One that has UNSHARD or RESHARD is returned
             as it is.
-        when: For how long the weights are whole, "step" or "microbatch".
-        reshard_after_forward: For "microbatch": whether the weights are freed between forward and backward. Where they
+        when: How long the weights are whole, "step" or "microbatch".
+        reshard_after_forward: For "microbatch": whether weights are freed between forward and backward. Where they
             are not, neighbouring windows are merged. With True they are not merged, because an actor that gathers
             layer by layer frees each layer in each window.
         resident: For "step": the most stages of a rank that are whole at once, or None for no limit.
@@ -71,7 +71,7 @@ def gather_weights(
     if any(action.op in _GATHERS for row in schedule.rows for action in row):
         return schedule
     last = schedule.num_stages - 1
-    kept = {
+    stays_whole = {
         stage: not reshard_after_forward or (reshard_after_forward == "except_last" and stage == last)
         for stage in range(schedule.num_stages)
     }
@@ -81,13 +81,13 @@ def gather_weights(
         if when == "step":
             windows.bounded(resident)
         else:
-            windows.each_microbatch(kept, forward_only=schedule.forward_only)
+            windows.each_microbatch(stays_whole, forward_only=schedule.forward_only)
         rows.append(tuple(windows.written_to(row)))
     return replace(schedule, rows=tuple(rows))
 
 
 class _Windows:
-    """The times in which the stages of one rank are whole, in numbers of its compute actions.
+    """The times in which the stages of one rank are whole, as positions among its compute actions.
 
     Args:
         computes: The compute actions of the rank's row.
@@ -97,10 +97,10 @@ class _Windows:
         self._stages = [action.stage if action.op in USES_WEIGHTS else None for action in computes]
         self._computes = computes
         self._opens: defaultdict[int, list[Action]] = defaultdict(list)  # by compute action: UNSHARDs before it
-        self._closes: defaultdict[int, list[Action]] = defaultdict(list)  # RESHARDs behind it
+        self._closes: defaultdict[int, list[Action]] = defaultdict(list)  # by compute action: RESHARDs after it
 
     def bounded(self, resident: int | None) -> None:
-        """Keep stages whole until their last use, or until another one of ``resident`` is wanted earlier."""
+        """Keep stages whole until their last use, or until another stage is needed and ``resident`` are whole."""
         uses: defaultdict[int, list[int]] = defaultdict(list)
         for at, stage in enumerate(self._stages):
             if stage is not None:
@@ -108,10 +108,10 @@ class _Windows:
         most, whole = resident or len(uses), set[int]()
 
         def next_use(stage: int, after: int) -> int:
-            place = bisect_right(uses[stage], after)
-            return uses[stage][place] if place < len(uses[stage]) else len(self._stages)
+            index = bisect_right(uses[stage], after)
+            return uses[stage][index] if index < len(uses[stage]) else len(self._stages)
 
-        # Nobody is freed early: what gives way for the next action now would give way for it then.
+        # No stage is freed too early: the one replaced for the next action now would be replaced for it then.
         for at, stage in enumerate(self._stages):
             ahead = self._stages[at + 1] if at + 1 < len(self._stages) else None
             for wanted in (stage, ahead):
@@ -119,7 +119,7 @@ class _Windows:
                     continue
                 if len(whole) >= most:
                     furthest = max(whole, key=lambda one: (next_use(one, at), one))
-                    if furthest == stage:  # it computes first, then there is room
+                    if furthest == stage:  # its action comes first, then it is replaced
                         continue
                     self._close(furthest, at - 1)
                     whole.remove(furthest)
@@ -129,8 +129,8 @@ class _Windows:
                 self._close(stage, at)
                 whole.remove(stage)
 
-    def each_microbatch(self, kept: dict[int, bool], *, forward_only: bool) -> None:
-        """Make stages whole around each use; those of ``kept`` from the forward of a microbatch to its backward."""
+    def each_microbatch(self, stays_whole: dict[int, bool], *, forward_only: bool) -> None:
+        """Make stages whole around each use; those of ``stays_whole`` from a microbatch's forward to its backward."""
         whole, flying = set[int](), defaultdict[int, int](int)
         for at, stage in enumerate(self._stages):
             if stage is None:
@@ -138,16 +138,16 @@ class _Windows:
             if stage not in whole:
                 self._open(stage, at)
                 whole.add(stage)
-            if kept[stage] and not forward_only:
+            if stays_whole[stage] and not forward_only:
                 flying[stage] += 1 if self._computes[at].op is Op.F else -1
-            goes_on = kept[stage] and self._stages[at + 1 : at + 2] == [stage]
+            goes_on = stays_whole[stage] and self._stages[at + 1 : at + 2] == [stage]
             if flying[stage] <= 0 and not goes_on:
                 self._close(stage, at)
                 whole.remove(stage)
 
     def written_to(self, row: Sequence[Action]) -> Iterator[Action]:
         """Yield a row with its UNSHARDs and RESHARDs."""
-        return with_inserted(row, behind=self._closes, before=self._opens)
+        return with_inserted(row, after=self._closes, before=self._opens)
 
     def _open(self, stage: int, at: int) -> None:
         self._opens[at].append(Action(stage, Op.UNSHARD, None))

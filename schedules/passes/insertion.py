@@ -8,18 +8,18 @@ from raypar.schedules.action import COMPUTE, SENDS, Action
 
 
 def with_inserted(
-    row: Sequence[Action], behind: Mapping[int, Sequence[Action]], before: Mapping[int, Sequence[Action]]
+    row: Sequence[Action], after: Mapping[int, Sequence[Action]], before: Mapping[int, Sequence[Action]]
 ) -> Iterator[Action]:
-    """Yield a row with further actions, each where a compute action and its SENDs are over and the next one begins.
+    """Yield a row with further actions, each between a compute action with its SENDs and the next compute action.
 
     Args:
         row: The row.
-        behind: What stands behind each compute action and its SENDs, by the number of that action; 0 is the first one.
-        before: What stands before each compute action, behind the SENDs of the one before it.
+        after: The actions after each compute action and its SENDs, by the number of that action; 0 is the first one.
+        before: The actions before each compute action, after the SENDs of the previous one.
     """
 
     def boundary(at: int) -> Iterator[Action]:
-        yield from behind.get(at, ())
+        yield from after.get(at, ())
         yield from before.get(at + 1, ())
 
     at, written = -1, False

@@ -1,4 +1,4 @@
-"""Lowering: from the rows that compute to the rows that run, one small pass each."""
+"""Lowering: from rows of compute actions to rows that actors can run, in small passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from raypar.schedules.action import COMPUTE, STEP, Action, Op
 from raypar.schedules.known_rules import KnownEdges, KnownRule
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
-from raypar.schedules.passes.without_flush import among_themselves
+from raypar.schedules.passes.without_flush import outside_validation
 from raypar.schedules.rules import USES_WEIGHTS, awaited, crosses, leaving, partner, send_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
@@ -23,22 +23,22 @@ def lower(
 ) -> Schedule:
     """Complete a schedule: SEND and RECV, then REDUCE_GRAD once a step if asked for, then the closing STEP.
 
-    ``order`` says where the communication goes, see ``just_in_time`` and ``one_sweep``. What a schedule has already
-    is left as it is: lowering twice changes nothing, and a file of torch with its communication gets its STEP.
+    ``order`` selects the positions of the communication; see ``just_in_time`` and ``one_sweep``. Existing actions are
+    left as they are: lowering twice changes nothing, and a file of torch with its communication gets its STEP.
     An evaluation gets neither REDUCE_GRAD nor STEP, and an asynchronous schedule has its STEPs already.
 
-    Raises ScheduleError if a value is needed that nobody computes.
+    Raises ScheduleError if no action computes a value that is needed.
     """
     passes = {"just_in_time": just_in_time, "one_sweep": one_sweep}
     if order not in passes:
         raise ScheduleError(f"there is no order {order!r}: take 'just_in_time' or 'one_sweep'")
     rows = [list(row) for row in schedule.rows] if schedule.lowered else passes[order](schedule)
     if schedule.validated and not schedule.lowered:
-        rows = among_themselves(rows)
+        rows = outside_validation(rows)
     if step and not schedule.forward_only and not schedule.stream:
         for row in rows:
             row += () if STEP in row else (STEP,)
-    rows.reverse()  # of millions of actions, each list is let go as its tuple is made
+    rows.reverse()  # for millions of actions, each list is freed when its tuple exists
     frozen = tuple(tuple(rows.pop()) for _ in range(len(rows)))
     lowered = replace(schedule, rows=frozen, lowered=True)
     return reduce_gradients(lowered) if reduce_grad else lowered
@@ -48,14 +48,14 @@ def just_in_time(schedule: Schedule) -> Rows:
     """SEND right after the compute that makes the value, RECV right before the compute that needs it.
 
     Nothing is received earlier than needed, with two exceptions. NCCL has no tags, so between two ranks values must
-    be received in the order in which they are sent; where they are used in another order, the RECVs of what was
-    sent before are pulled forward. And a skip is received when its rank first computes a stage behind the skip's
-    source, not the one that takes it: else the source would wait for room with many microbatches under way.
+    be received in the order in which they are sent; where they are used in another order, the RECVs of values sent
+    before are pulled forward. And a skip is received when its rank first computes a stage after the skip's source, not
+    the stage that takes it: else the source would wait for a free send with many microbatches under way.
 
     Safe if sends do not block. Proof: take any order of all compute actions that the dependencies allow, put each
-    SEND behind its compute and let each rank receive before the compute that needs it. The value of a RECV was
+    SEND after its compute and let each rank receive before the compute that needs it. The value of a RECV was
     computed before, since its consumer is allowed now, and so was its SEND; a RECV that was pulled forward belongs
-    to an earlier SEND of the same row, and a stage behind a skip's source needs that one too. So no RECV waits for a
+    to an earlier SEND of the same row, and a stage after a skip's source needs that one too. So no RECV waits for a
     SEND that comes later in that order, and no rank waits for itself around a cycle. With sends that block the SEND
     waits for its RECV too, and the proof breaks: 1F1B then has neighbours that both send. Take ``one_sweep`` there.
     """
@@ -78,7 +78,7 @@ def one_sweep(schedule: Schedule) -> Rows:
     """SEND and its RECV are written to the two rows at one instant of one sweep over all ranks.
 
     Safe even if every send blocks until it is received. Proof: all rows are parts of one sequence, in which each
-    RECV stands right behind its SEND. Go through the sequence: whatever is next is next on its own rank too, as all
+    RECV comes right after its SEND. Go through the sequence: its next action is also the next one of its rank, as all
     earlier actions are done, and for a SEND so is its RECV on the other rank. The same argument holds for any
     capacity, so the order is deadlock free on every transport; the price is that a rank receives, and may wait,
     before it needs the value.
@@ -98,17 +98,17 @@ def one_sweep(schedule: Schedule) -> Rows:
 
 
 def _sends(action: Action, schedule: Schedule) -> list[Action]:
-    """Return the SENDs that stand right behind an action of compute."""
+    """Return the SENDs that come right after a compute action."""
     return [send_of(value) for value in leaving(action, schedule)] if action.op in COMPUTE else []
 
 
 def _recvs(action: Action, schedule: Schedule) -> list[Action]:
-    """Return the RECVs that stand right before an action of compute."""
+    """Return the RECVs that come right before a compute action."""
     return [partner(send_of(value)) for value in _received(action, schedule)]
 
 
 def _received(action: Action, schedule: Schedule) -> list[Action]:
-    """Return the values of other ranks that are received right before an action of compute."""
+    """Return the values of other ranks that are received right before a compute action."""
     stage, op, microbatch, _ = action
     values = [value for value in awaited(action, schedule) if value.peer is None]
     if stage is None or op not in USES_WEIGHTS:
@@ -135,8 +135,8 @@ def _with_recvs(
     Args:
         rank: A rank.
         row: Its row, with its SENDs.
-        sent: By sender and receiver, the RECVs of all that is sent, in its order. They are taken out.
-        recvs_of: Returns the RECVs that stand right before an action.
+        sent: By sender and receiver, the RECVs of all messages, in the order of their SENDs. They are taken out.
+        recvs_of: Returns the RECVs that come right before an action.
         edge: Returns the sender and the receiver of a message.
         schedule: The schedule.
     """

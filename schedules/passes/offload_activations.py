@@ -1,4 +1,4 @@
-"""Offload of activations: what a rank keeps of some microbatches waits in host memory for their backwards."""
+"""Offload of activations: those of some microbatches are in host memory until shortly before their backwards."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raypar.schedules.passes.insertion import with_inserted
 from raypar.schedules.rules import MAKES_INPUT_GRADIENTS, why_none_moves
 from raypar.schedules.schedule import Schedule, ScheduleError
 
-_Kept = tuple[int | None, int | None]  # stage and microbatch
+_Saved = tuple[int | None, int | None]  # stage and microbatch
 
 
 def offload_activations(schedule: Schedule, most: int | None) -> Schedule:
     """Add OFFLOAD and RELOAD, so that no rank holds more than ``most`` activations on its device.
 
-    Where a forward finds no room, what is needed again last goes to host memory: its OFFLOAD stands right behind its
-    own forward and that one's SENDs, so that the move runs beside what comes next. Its RELOAD stands one compute action
-    before its backward if there is room, else right before that and its RECVs. A rank that holds no more than ``most``
-    anyway keeps its row.
+    Where a forward has no memory left, the activation whose next use is furthest in the future goes to host memory: its
+    OFFLOAD comes right after its forward and that one's SENDs, so that the move runs beside the next actions. Its
+    RELOAD comes one compute action before its backward if memory allows, else right before that and its RECVs. The row
+    of a rank that holds no more than ``most`` anyway does not change.
 
     Args:
         schedule: A synchronous training schedule, lowered or not. One that has OFFLOAD or RELOAD is returned as it is.
@@ -31,7 +31,7 @@ def offload_activations(schedule: Schedule, most: int | None) -> Schedule:
         The schedule with other rows.
 
     Raises:
-        ScheduleError: The schedule is none of these, or ``most`` is too few for its order; the text says how many are
+        ScheduleError: The schedule has another kind, or ``most`` is too few for its order; the text says how many are
             enough.
 
     Source: Wan et al. 2025, "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization";
@@ -47,12 +47,12 @@ def offload_activations(schedule: Schedule, most: int | None) -> Schedule:
     if most < 1:
         raise ScheduleError(f"{most} activations are too few for a forward: let 1 or more be on a device")
     moves = [_Moves([action for action in row if action.op in COMPUTE]) for row in schedule.rows]
-    short = [rank for rank, one in enumerate(moves) if not one.place(most)]
+    short = [rank for rank, one in enumerate(moves) if not one.insert(most)]
     if short:
         enough = next(
             more
             for more in range(most + 1, schedule.num_microbatches * schedule.num_stages + 1)
-            if all(_Moves(moves[rank].computes).place(more) for rank in short)
+            if all(_Moves(moves[rank].computes).insert(more) for rank in short)
         )
         raise ScheduleError(
             f"schedule {schedule.name!r} on {schedule.label(short[0])} holds more than {most} activations whose W is "
@@ -63,7 +63,7 @@ def offload_activations(schedule: Schedule, most: int | None) -> Schedule:
 
 
 class _Moves:
-    """The moves of one rank, by the number of the compute action at which they stand.
+    """The moves of one rank, by the number of the compute action next to them.
 
     Args:
         computes: The compute actions of the rank's row.
@@ -71,21 +71,21 @@ class _Moves:
 
     def __init__(self, computes: Sequence[Action]) -> None:
         self.computes = computes
-        self._made: dict[_Kept, int] = {}
-        self._used: dict[_Kept, int] = {}
+        self._made: dict[_Saved, int] = {}
+        self._used: dict[_Saved, int] = {}
         for at, (stage, op, number, _) in enumerate(computes):
             if op is Op.F:
                 self._made[stage, number] = at
             elif op in MAKES_INPUT_GRADIENTS:
                 self._used[stage, number] = at
-        self._away: set[_Kept] = set()  # in host memory
-        self._held: set[_Kept] = set()  # on the device
-        self._stays: set[_Kept] = set()  # of these: came back, or is between I and W
-        self._offloads: defaultdict[int, list[Action]] = defaultdict(list)  # by compute action: behind it
-        self._reloads: defaultdict[int, list[Action]] = defaultdict(list)  # before it
+        self._away: set[_Saved] = set()  # in host memory
+        self._held: set[_Saved] = set()  # on the device
+        self._stays: set[_Saved] = set()  # of these: reloaded, or between I and W
+        self._offloads: defaultdict[int, list[Action]] = defaultdict(list)  # by compute action: after it
+        self._reloads: defaultdict[int, list[Action]] = defaultdict(list)  # by compute action: before it
 
-    def place(self, most: int) -> bool:
-        """Find the moves with which the rank holds at most so many activations; return whether there are any."""
+    def insert(self, most: int) -> bool:
+        """Find moves with which the rank holds at most ``most`` activations; return whether that is possible."""
         for at, (stage, op, number, _) in enumerate(self.computes):
             key = stage, number
             if op is Op.F:
@@ -107,7 +107,7 @@ class _Moves:
         return True
 
     def _has_room(self, most: int) -> bool:
-        """Move what is needed again last until there is room for one more; return whether there is."""
+        """Offload activations, the furthest next use first, until one more fits; return whether it does."""
         while len(self._held) >= most:
             movable = self._held - self._stays
             if not movable:
@@ -118,7 +118,7 @@ class _Moves:
             self._offloads[self._made[last]].append(Action(last[0], Op.OFFLOAD, last[1]))
         return True
 
-    def _reload(self, key: _Kept, at: int) -> None:
+    def _reload(self, key: _Saved, at: int) -> None:
         self._reloads[at].append(Action(key[0], Op.RELOAD, key[1]))
         self._away.remove(key)
         self._held.add(key)
@@ -126,4 +126,4 @@ class _Moves:
 
     def written_to(self, row: Sequence[Action]) -> Iterator[Action]:
         """Yield a row with its moves."""
-        return with_inserted(row, behind=self._offloads, before=self._reloads)
+        return with_inserted(row, after=self._offloads, before=self._reloads)

@@ -1,4 +1,4 @@
-"""Reducing gradients over replicas: where REDUCE_GRAD stands in the rows."""
+"""Reducing gradients over replicas: the positions of REDUCE_GRAD in the rows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from raypar.schedules.action import SENDS, Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
 
-#: How often a stage reduces its gradients. "step": once, behind its last backward, so that the sums of a whole step
-#: travel once (ZeRO-1). "microbatch": behind every backward, so that a rank holds the gradients of one microbatch
-#: whole, and of all others only its own part (ZeRO-2), for as many times the communication.
+#: How often a stage reduces its gradients. "step": once, after its last backward, so that the sums of a whole step
+#: travel once (ZeRO-1). "microbatch": after every backward, so that a rank holds the whole gradients of one microbatch,
+#: and only its shard of all others (ZeRO-2), for as many times the communication.
 ReduceWhen = Literal["step", "microbatch"]
 
 _GOES_FIRST = SENDS | {Op.UNSHARD, Op.RESHARD}
 
 
 def reduce_gradients(schedule: Schedule, when: ReduceWhen = "step") -> Schedule:
-    """Add REDUCE_GRAD for every stage that has none, behind a B or W.
+    """Add REDUCE_GRAD for every stage that has none, after a B or W.
 
-    The SEND of that backward goes first, because the rank before waits for it, and so do RESHARD and UNSHARD. In an
-    asynchronous schedule it stands before every STEP of the stage.
+    The SEND of that backward goes first, because the previous rank waits for it, and so do RESHARD and UNSHARD. In an
+    asynchronous schedule it comes before every STEP of the stage.
 
     Args:
         schedule: The schedule, lowered or not. An evaluation is returned as it is.
-        when: "step" for one REDUCE_GRAD behind the last weight gradient of the stage, "microbatch" for one behind each.
+        when: "step" for one REDUCE_GRAD after the last weight gradient of the stage, "microbatch" for one after each.
 
     Returns:
         The schedule with other rows.
@@ -53,13 +53,13 @@ def _before_steps(row: Sequence[Action], reduced: Collection[int | None]) -> Ite
 
 def _with_reduce_grad(row: Sequence[Action], when: ReduceWhen, reduced: Collection[int | None]) -> Iterator[Action]:
     last = {action.stage: index for index, action in enumerate(row) if action.op in MAKES_GRADIENTS}
-    owed: list[Action] = []
+    waiting: list[Action] = []
     for index, action in enumerate(row):
         if action.op not in _GOES_FIRST:
-            yield from owed
-            owed.clear()
+            yield from waiting
+            waiting.clear()
         yield action
         stage = action.stage
         if action.op in MAKES_GRADIENTS and stage not in reduced and (when == "microbatch" or last[stage] == index):
-            owed.append(Action(stage, Op.REDUCE_GRAD, None))
-    yield from owed
+            waiting.append(Action(stage, Op.REDUCE_GRAD, None))
+    yield from waiting

@@ -1,4 +1,4 @@
-"""Skip connections: what a stage gives to a later one besides what each stage gives to the next."""
+"""Skip connections: values that a stage sends to a later stage than the next one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Skips = tuple[tuple[int, int], ...]
 
 
 def no_skips(num_stages: int) -> Skips:
-    """Return no pairs, whatever the number of stages."""
+    """Return no pairs, for any number of stages."""
     return ()
 
 
 def with_skips(schedule: Schedule, skips: Sequence[tuple[int, int]]) -> Schedule:
-    """Add skip connections between stages. Lowering sends each straight from its stage to the other, and back.
+    """Add skip connections between stages. Lowering sends each directly from its source to its target, and back.
 
-    The rows stay as they are: they need nothing that they did not need before, as the other stage's forward comes
-    behind all stages between.
+    The rows stay as they are: their order still satisfies all dependencies, because the target's forward comes after
+    those of all stages in between.
 
     Args:
         schedule: The schedule, of compute actions; a lowered one must have the SENDs and RECVs already.
-        skips: Pairs of stages: the first one gives something to the second one, which comes later.
+        skips: Pairs of stages, source and target: the target comes later.
 
     Raises:
         ScheduleError: A pair is not of an earlier and a later stage, or is given twice.

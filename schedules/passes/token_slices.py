@@ -14,11 +14,11 @@ from raypar.schedules.simulation.sweep import Sweep
 def with_slices(schedule: Schedule, slices: int) -> Schedule:
     """Let numbers in a schedule mean slices: number n is slice n mod ``slices`` of microbatch n // ``slices``.
 
-    A slice's forward attends to the slices before it, so that forwards of a microbatch keep their order, and its
-    backwards come in the reverse order, for a slice's keys and values have gradients from all slices behind it. For
-    this the backwards of a microbatch's slices are turned around, in all rows alike. Then each rank performs as many
-    more forwards before its first backward as it takes for the last slice to be there: of 1F1B ``slices`` - 1.
-    Rows that are in such an order already stay as they are.
+    A slice's forward attends to the slices before it, so that forwards of a microbatch keep their order. Its backwards
+    come in the reverse order, because the keys and values of a slice have gradients from all slices after it. So this
+    reverses the backwards of a microbatch's slices, in all rows alike. Then each rank performs as many more forwards
+    before its first backward as are needed for the last slice: ``slices`` - 1 for 1F1B. Rows that already have such an
+    order stay as they are.
 
     Args:
         schedule: A synchronous schedule of compute actions, for ``slices`` times as many microbatches.
@@ -28,7 +28,7 @@ def with_slices(schedule: Schedule, slices: int) -> Schedule:
         The schedule; the same one for one slice.
 
     Raises:
-        ScheduleError: The schedule is none of these, or has numbers of no whole microbatch.
+        ScheduleError: The schedule has another kind, or its number of forwards is no multiple of ``slices``.
 
     Source: Sun et al. 2024, "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training".
     """
@@ -63,7 +63,7 @@ def with_slices(schedule: Schedule, slices: int) -> Schedule:
 
 
 def _turned(action: Action, slices: int) -> Action:
-    """Return a backward of the slice that is as far from the end of its microbatch as this one is from the start."""
+    """Return a backward with its slice counted from the end of the microbatch; other actions as they are."""
     number = action.microbatch
     if number is None or action.op not in BACKWARDS:
         return action
@@ -71,7 +71,7 @@ def _turned(action: Action, slices: int) -> Action:
 
 
 def _later(row: Sequence[Action], more: int) -> list[Action]:
-    """Return a row in which each backward comes behind so many more forwards, or behind all."""
+    """Return a row in which each backward comes after ``more`` further forwards, or after all."""
     forwards = [action for action in row if action.op is Op.F]
     made, given, before = list[Action](), 0, 0
     for action in row:
@@ -86,7 +86,7 @@ def _later(row: Sequence[Action], more: int) -> list[Action]:
 
 
 def _performs(schedule: Schedule) -> bool:
-    """Return whether the rows can be performed, each in its order and with what it needs before each action."""
+    """Return whether the rows can be performed in their order, with every need done before its action."""
     sweep, done = Sweep(schedule), set[Action]()
     for _, _, action in sweep:
         if any(need not in done for need in needs(action, schedule)):

@@ -13,9 +13,9 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 def without_flush(schedule: Schedule, steps: int) -> Schedule:
     """Put several steps of a schedule into one stream. Every forward computes with the weights of the step before.
 
-    A stage updates behind its last weight gradient, and goes on with forwards of the next step. It validates the update
-    when all stages have theirs: rank s of p behind at most p - 1 - s forwards, by when the last rank has ended the step
-    too if each rank ends a forward later than the one before, as in ZB-H2.
+    A stage updates after its last weight gradient, and goes on with forwards of the next step. It validates the update
+    when all stages have updated: rank s of p does so after at most p - 1 - s forwards. By then the last rank has ended
+    the step too, if each rank ends one forward later than the previous one, as in ZB-H2.
 
     Args:
         schedule: A synchronous schedule of compute actions, with one stage a rank.
@@ -25,7 +25,7 @@ def without_flush(schedule: Schedule, steps: int) -> Schedule:
         The stream, without communication.
 
     Raises:
-        ScheduleError: The schedule is none of these.
+        ScheduleError: The schedule has another kind.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 4 (post-validation).
     """
@@ -53,19 +53,19 @@ def without_flush(schedule: Schedule, steps: int) -> Schedule:
     )
 
 
-def among_themselves(rows: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """Move SENDs between a STEP and its VALIDATE behind that one, if they are received behind that of the other rank.
+def outside_validation(rows: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Move SENDs from between a STEP and its VALIDATE to after it, if their RECVs come after the other rank's VALIDATE.
 
     Args:
         rows: Lowered rows of a schedule whose updates are validated.
     """
-    doubtful_of = [_in_doubt(row) for row in rows]
-    inside = set[Action]().union(*doubtful_of)
+    pending_of = [_unvalidated(row) for row in rows]
+    inside = set[Action]().union(*pending_of)
     moved: list[list[Action]] = []
-    for row, doubtful in zip(rows, doubtful_of, strict=True):
+    for row, pending in zip(rows, pending_of, strict=True):
         full, late = list[Action](), list[Action]()
         for action in row:
-            if action.op in SENDS and action in doubtful and partner(action) not in inside:
+            if action.op in SENDS and action in pending and partner(action) not in inside:
                 late.append(action)
             else:
                 full.append(action)
@@ -76,19 +76,19 @@ def among_themselves(rows: Sequence[Sequence[Action]]) -> list[list[Action]]:
     return moved
 
 
-def _in_doubt(row: Sequence[Action]) -> set[Action]:
-    """Return the actions of a row that stand between a STEP and its VALIDATE."""
-    found, is_in_doubt = set[Action](), False
+def _unvalidated(row: Sequence[Action]) -> set[Action]:
+    """Return the actions of a row between a STEP and its VALIDATE."""
+    found, is_pending = set[Action](), False
     for action in row:
         if action.op is Op.STEP or action.op is Op.VALIDATE:
-            is_in_doubt = action.op is Op.STEP
-        elif is_in_doubt:
+            is_pending = action.op is Op.STEP
+        elif is_pending:
             found.add(action)
     return found
 
 
 def _ahead(schedule: Schedule) -> Iterator[int]:
-    """Yield how many forwards of the next step each rank performs before it validates an update."""
+    """Yield the number of forwards of the next step that each rank performs before it validates an update."""
     before = schedule.num_microbatches
     for rank, row in enumerate(schedule.rows):
         first = next((at for at, action in enumerate(row) if action.op is not Op.F), len(row))

@@ -1,4 +1,4 @@
-"""Leaving out what does nothing: gathers that serve no action, and reductions of nothing."""
+"""Leaving out actions without effect: gathers that serve no action, and reductions of nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS
 
 
 def without_idle(row: Sequence[Action], first: int = 0) -> tuple[Action, ...]:
-    """Leave out the actions of whole stages that do nothing.
+    """Leave out the actions of whole stages that have no effect.
 
     These are: UNSHARD of a stage that is whole, RESHARD of one that is not, an UNSHARD and RESHARD between which no
-    action needs the weights, and a REDUCE_GRAD behind which no weight gradient was made since the one before. A row
-    that is put together from two schedules has such ones.
+    action needs the weights, and a REDUCE_GRAD without a weight gradient since the previous one. A row combined from
+    two schedules has such actions.
 
     Args:
         row: The row of one rank.
-        first: The position from which on actions may be left out. Those before it are done.
+        first: The first position whose action may be left out. Those before it are done.
 
     Returns:
-        The rest of the row.
+        The row without them.
     """
     kept: list[Action | None] = []
     whole: dict[int | None, int] = {}  # by stage that is whole: the position of its UNSHARD

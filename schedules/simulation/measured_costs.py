@@ -11,7 +11,7 @@ from raypar.schedules.rules import awaited, leaving
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.timeline import Event, Timeline
 
-_ENOUGH = 3  # measurements: with so many, an action's own median is used
+_ENOUGH = 3  # measurements: with as many or more, an action has a separate median
 
 
 def costs_of(*timelines: Timeline) -> Costs:
@@ -19,23 +19,23 @@ def costs_of(*timelines: Timeline) -> Costs:
 
     Each cost is a median, so that a single delayed action does not count:
 
-    - An action that is in three or more of the timelines has its own median: actions are faster while other ranks wait.
+    - An action that is in three or more timelines has a separate median: actions are faster while other ranks wait.
       Any other action has the median of its stage and op over all microbatches.
-    - The link has the median delay of the values that a rank was waiting for. If no rank waited for any value, it is
+    - The link has the median delay of the values for which a rank was waiting. If no rank waited for any value, it is
       the shortest delay: the longest link that still delivers in time.
     - STEP begins when all ranks have reached it, so it lasts from the last rank's start to the end.
     - UNSHARD lasts as long as the gathers of its stage's units together, for each time that the schedule gathers it; if
       no units were measured, as long as the action itself.
-    - A SEND costs its rank the time it took. A RECV costs nothing: the simulation computes the waiting.
+    - A SEND costs its rank its measured time. A RECV costs nothing: the simulation computes the waiting.
     - An op that is in no timeline costs nothing.
 
     Args:
-        *timelines: Steps of one job. Several are better than one, since times vary; leave out the job's first step,
+        *timelines: Steps of one job. Several are better than one, since times vary; omit the job's first step,
             which also warms up.
 
     Returns:
-        The costs, in seconds. For a simulated timeline they are the costs that it was made with, if its reductions
-        did not run beside the actions.
+        The costs, in seconds. For a simulated timeline they are the costs of the simulation, if its reductions did not
+        run beside the actions.
     """
     lengths: defaultdict[Action, list[float]] = defaultdict(list)
     awaited_links, spare_links, steps = list[float](), list[float](), list[float]()
@@ -91,5 +91,5 @@ def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:
 
 
 def _had(event: Event) -> float:
-    """Return when an action had the value that it waits for."""
+    """Return when the value that an action waits for had arrived."""
     return event.end if event.action.op in RECVS else event.start

@@ -1,4 +1,4 @@
-"""What a schedule holds and moves: bytes of whole weights and activations on each rank, and the traffic of gathers."""
+"""Memory and traffic of a schedule: bytes of whole weights and activations on each rank, and bytes of gathers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raypar.schedules.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that one rank holds at one time.
+    """The peak memory of one rank.
 
     Attributes:
         bytes: Bytes of whole weights and activations together.
-        weights: Bytes of whole weights, at the time of their own peak.
-        activations: Bytes of activations, likewise.
+        weights: The peak of whole weights alone, in bytes.
+        activations: The peak of activations alone, in bytes.
     """
 
     bytes: int
@@ -40,17 +40,18 @@ def peaks(
 
     A stage's weights take memory from the start of their gather to their RESHARD, or all the time if the schedule
     gathers none. An activation takes it from the start of its F to the end of its B or I, but not while it is in host
-    memory, between the end of its OFFLOAD and the start of its RELOAD; an evaluation keeps none beyond its F. What an I
-    has left takes memory from its end to that of its W. Shards, gradients and the optimizer's state are not counted.
+    memory, between the end of its OFFLOAD and the start of its RELOAD; an evaluation keeps none after its F. The
+    tensors that an I saves take memory from its end to the end of its W. Shards, gradients and the optimizer's state
+    are not counted.
 
     Args:
         timeline: The timeline, simulated or measured.
         weights: By stage: bytes of its whole weights.
-        activations: By stage: bytes of what a forward of one microbatch keeps.
-        units: In how many equal units a stage is gathered. For an action for which alone a stage is whole, two of them
-            are there at a time: one in use, and the next.
-        deferred: By stage: bytes that an I keeps for its W; None: as many as an F keeps.
-        inputs: By stage: bytes of its inputs, which an F keeps and an OFFLOAD leaves on the device; None: none.
+        activations: By stage: bytes that a forward of one microbatch saves.
+        units: Number of equal units in which a stage is gathered. If an action is alone in the time in which its stage
+            is whole, only two units are there at a time: one in use, and the next.
+        deferred: By stage: bytes that an I saves for its W; None: as many as an F saves.
+        inputs: By stage: bytes of its inputs, which an F saves and an OFFLOAD leaves on the device; None: none.
 
     Returns:
         The peak of each rank.
@@ -64,7 +65,7 @@ def peaks(
     for event in timeline.events:
         stage, op, _, _ = event.action
         if stage is None or (timeline.measured and event.bucket is not None):
-            continue  # a unit of weights that is gathered in the window of its stage
+            continue  # a unit of weights: the window of its stage counts it
         found = changes[event.rank]
         if op is Op.UNSHARD and stage not in whole:
             whole[stage] = next(windows[stage])
@@ -83,7 +84,7 @@ def peaks(
 
 
 def _window_bytes(schedule: Schedule, weights: Sequence[int], units: int) -> dict[int, list[int]]:
-    """Return the bytes that each stage takes in each time in which it is whole."""
+    """Return the bytes of each stage in each time in which it is whole."""
     alone, found = streamed(schedule), defaultdict[int, list[int]](list)
     for row in schedule.rows:
         used: dict[int, Action | None] = {}  # by stage that is whole: the last action that used it
@@ -102,7 +103,7 @@ def _window_bytes(schedule: Schedule, weights: Sequence[int], units: int) -> dic
 
 
 def _peak(weights: int, changes: Sequence[tuple[float, int, int]]) -> Peak:
-    """Add up changes ``(time, bytes of weights, bytes of activations)`` from what is held at first."""
+    """Return the peak of changes ``(time, bytes of weights, bytes of activations)``, from ``weights`` bytes on."""
     activations = 0
     most = [weights, weights, 0]
     for _, of_weights, of_activations in changes:
@@ -114,7 +115,7 @@ def _peak(weights: int, changes: Sequence[tuple[float, int, int]]) -> Peak:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the gathers and reductions of one stage move in a step.
+    """The gathers and reductions of one stage in a step, and their bytes.
 
     Attributes:
         gathers: Number of gathers of its weights.
@@ -130,16 +131,16 @@ class Traffic:
 
 
 def traffic(schedule: Schedule, weights: Sequence[int], gradients: Sequence[int], shards: int) -> tuple[Traffic, ...]:
-    """Count what each stage moves between its replicas in a step.
+    """Count the gathers and reductions between the replicas of each stage in a step.
 
     Args:
         schedule: The schedule.
         weights: By stage: bytes of its whole weights as they are gathered.
         gradients: By stage: bytes of its weights' gradients as they are reduced.
-        shards: Over how many replicas weights and gradients are sharded: each has the n-th part already.
+        shards: Number n of replicas over which weights and gradients are sharded; each has the n-th part already.
 
     Returns:
-        The traffic of each stage. An UNSHARD of what is whole moves nothing.
+        The traffic of each stage. An UNSHARD of a whole stage moves nothing.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """

@@ -33,8 +33,8 @@ class Costs:
         b: Cost of a full backward B.
         i: Cost of an input-gradient half I.
         w: Cost of a weight-gradient half W.
-        unshard: Cost of an UNSHARD: time that the gather of a stage's weights takes on the rank's link to its replicas,
-            beside the actions.
+        unshard: Cost of an UNSHARD: time of the gather of a stage's weights on the rank's link to its replicas, beside
+            the actions.
         reduce_grad: Cost of a REDUCE_GRAD.
         step: Cost of a STEP.
         offload: Cost of an OFFLOAD or a RELOAD, a move between the device and host memory.
@@ -43,12 +43,12 @@ class Costs:
         of_action: Exceptions by action, which override ``of_stage``.
         reduce_beside: Whether a REDUCE_GRAD runs beside the actions, as a gather does, and only the STEP waits for it.
             If not, it occupies its rank.
-        offload_beside: Whether an OFFLOAD or RELOAD runs beside the actions, on the rank's link to host memory, behind
-            those before it. An F, which takes the room, waits for the OFFLOADs before it, and a B or I for its RELOAD.
-            If not, it occupies its rank.
-        units: In how many equal units a stage is gathered, and reduced. An action for which alone a stage is whole
-            starts when the first unit has arrived, and the others arrive while it runs. A reduction beside the actions
-            starts when the B or W before it has made the first unit's gradients.
+        offload_beside: Whether an OFFLOAD or RELOAD runs beside the actions, on the rank's link to host memory, after
+            the moves before it. An F, which needs the memory, waits for the OFFLOADs before it, and a B or I for its
+            RELOAD. If not, it occupies its rank.
+        units: Number of equal units in which a stage is gathered, and reduced. If an action is alone in the time in
+            which its stage is whole, it starts when the first unit has arrived, and the others arrive while it runs. A
+            reduction beside the actions starts when the B or W before it has the first unit's gradients.
     """
 
     f: float = 1.0
@@ -67,7 +67,7 @@ class Costs:
     units: int = 1
 
     def of(self, action: Action) -> float:
-        """Return how long the action occupies its rank, or if it runs beside, its rank's link (see ``is_beside``)."""
+        """Return how long the action occupies its rank, or its rank's link if it runs beside (see ``is_beside``)."""
         stage, op, _, _ = action
         if self.of_action and action in self.of_action:
             return self.of_action[action]
@@ -77,7 +77,7 @@ class Costs:
         return cost
 
     def is_beside(self, action: Action) -> bool:
-        """Return whether an action takes no time of its rank, but of its rank's link to the replicas or to the host."""
+        """Return whether an action takes time of its rank's link to the replicas or to the host, not of its rank."""
         op = action.op
         return (
             op is Op.UNSHARD or (op is Op.REDUCE_GRAD and self.reduce_beside) or (op in MOVES and self.offload_beside)
@@ -107,9 +107,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     SEND takes no time of its rank unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV lasts
     as long as the rank waits for the value.
 
-    The gathers and reductions of a rank queue behind one another on its link to the replicas. UNSHARD takes no time of
-    the rank: the stage's next F, B or I starts when its weights have arrived, or the first of ``units``. UNSHARD of
-    what is whole takes no time.
+    The gathers and reductions of a rank queue up on its link to the replicas. UNSHARD takes no time of the rank: the
+    stage's next F, B or I starts when its weights have arrived, or the first of ``units``. UNSHARD of a whole stage
+    takes no time.
 
     Args:
         schedule: The schedule, lowered or not.
@@ -134,7 +134,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulation comes to, without its events, which for a large schedule take more memory than the schedule.
+    """The result of a simulation without its events, which take more memory than the schedule.
 
     Attributes:
         schedule: The schedule.
@@ -159,7 +159,7 @@ class Outcome:
 
 
 def outcome(schedule: Schedule, costs: Costs | None = None, *, send_capacity: int | None = None) -> Outcome:
-    """Simulate a schedule as ``simulate`` does, and keep only what it comes to.
+    """Simulate a schedule as ``simulate`` does, and return only the sums.
 
     The arguments and the error are those of ``simulate``.
     """
@@ -182,12 +182,12 @@ def _performed(
         first = waits[0]
         raise ScheduleError(
             f"schedule {schedule.name!r} does not come to its end: {schedule.label(first.rank)} at {first.action} "
-            f"waits for {first.reason} (check tells more)"
+            f"waits for {first.reason} (check says more)"
         )
 
 
 class _Clock:
-    """The current time of every rank and of its links to replicas and host, and when each value under way left."""
+    """The current time of every rank and of its links to replicas and host, and the start time of each message."""
 
     def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
         self._costs, self._capacity = costs, send_capacity
@@ -202,7 +202,7 @@ class _Clock:
         self._made: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its last B or W
         self._streamed = streamed(schedule) if costs.units > 1 else frozenset()
         self._left: dict[Action, float] = {}
-        # For two ranks: when each place for a value under way becomes free, the earliest first.
+        # For two ranks: when each slot for a value under way becomes free, the earliest first.
         free_at_first = [0.0] * (send_capacity or 0)
         self._room: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(free_at_first))
 
@@ -242,7 +242,7 @@ class _Clock:
         return start, end
 
     def _travel(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
-        """Return start and end of a gather or a reduction, behind those before it."""
+        """Return start and end of a gather or a reduction, after those before it."""
         stage, op, _, _ = action
         if op is Op.UNSHARD and stage in self._whole:
             return self._now[rank], self._now[rank]
@@ -261,7 +261,7 @@ class _Clock:
         return start, end
 
     def _after_moves(self, rank: int, action: Action, start: float) -> float:
-        """Return when an action can start that would start then if nothing were moved."""
+        """Return when an action can start after the moves it waits for; ``start`` is when it could without them."""
         if action.op is Op.F:
             return max(start, self._room_from[rank])
         if action.op in MAKES_INPUT_GRADIENTS:
@@ -269,7 +269,7 @@ class _Clock:
         return start
 
     def _move(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
-        """Return start and end of a move to or from host memory, behind those before it."""
+        """Return start and end of a move to or from host memory, after those before it."""
         start = max(self._now[rank], self._host[rank])
         end = self._host[rank] = start + cost
         if action.op is Op.OFFLOAD:

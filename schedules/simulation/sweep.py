@@ -1,7 +1,7 @@
 """One pass over a schedule in an order that its dependencies allow.
 
 In each round every rank that can perform its next action does so, so that a round is one time slot if all actions last
-equally long. A rank that can't waits for one thing, and that thing wakes it. So the work is linear in the number of
+equally long. Any other rank waits for one thing, which wakes it. So the work is linear in the number of
 actions, and only the values under way are stored.
 """
 
@@ -25,7 +25,7 @@ class Wait:
         index: The position in its row where it stopped.
         action: The action at that position.
         peer: The rank that it waits for.
-        reason: What it waits for, for a message.
+        reason: What it waits for, in words.
     """
 
     rank: int
@@ -49,17 +49,17 @@ class Sweep:
     def __init__(self, schedule: Schedule, send_capacity: int | None = None) -> None:
         self._schedule = schedule
         self._capacity = send_capacity
-        self._places = [0] * schedule.num_ranks
+        self._positions = [0] * schedule.num_ranks
         self._awaited: list[Sequence[Action]] = [()] * schedule.num_ranks
         self._awaited_by, self._left_by = KnownRule(awaited, schedule), KnownRule(leaving, schedule)
         self._edge = KnownEdges(schedule)
         self._there: set[Action] = set()
         self._under_way: dict[tuple[int, int], int] = {}
-        # The rank that waits, by what it waits for: a value, a RECV to be reached, or room between two ranks.
+        # The rank that waits, by what it waits for: a value, a RECV, or a free slot between two ranks.
         self._waiting: dict[Action | tuple[int, int], int] = {}
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
-        rows, places = self._schedule.rows, self._places
+        rows, positions = self._schedule.rows, self._positions
         lengths = [len(row) for row in rows]
         ready: list[int] = []
         for rank, length in enumerate(lengths):
@@ -68,10 +68,10 @@ class Sweep:
         while ready:
             awake: list[int] = []
             for rank in ready:
-                row, index = rows[rank], places[rank]
+                row, index = rows[rank], positions[rank]
                 yield rank, index, row[index]
                 self._perform(rank, row[index], awake)
-                places[rank] = index = index + 1
+                positions[rank] = index = index + 1
                 if index < lengths[rank]:
                     self._reach(rank, row[index], awake)
             ready = awake
@@ -80,7 +80,7 @@ class Sweep:
         """Return the ranks that did not reach the end of their rows. Call it after the iteration."""
         found = []
         for key, rank in self._waiting.items():
-            index = self._places[rank]
+            index = self._positions[rank]
             action = self._schedule.rows[rank][index]
             if not isinstance(key, Action):
                 peer, reason = key[1], f"{self._schedule.label(key[1])} to receive an earlier value"
@@ -126,7 +126,7 @@ class Sweep:
             there.add(value)
             if value in waiting:
                 other = waiting.pop(value)
-                self._reach(other, self._schedule.rows[other][self._places[other]], awake)
+                self._reach(other, self._schedule.rows[other][self._positions[other]], awake)
         if self._capacity:
             if action.op in SENDS:
                 edge = self._edge(action)

@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster
 
 import raypar as rp
 from raypar.actors.specs.worlds import world_of
-from raypar.cluster import replacement_actors as vacancies
+from raypar.cluster.lifecycle import replacement_actors as vacancies
 from raypar.job.layout.elastic import with_replicas
 from raypar.job.recover import restarts as starter
 from tests.support.clusters import PORT, RAY, HostCluster, cluster_of_hosts

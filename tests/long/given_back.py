@@ -27,7 +27,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 import raypar as rp
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from tests.support.clusters import RAY
 from tests.support.process_tree import command_line, every_process
 
@@ -129,7 +129,7 @@ def check(what: str, *, holds: bool) -> bool:
 
 def is_given_back(job: rp.Job, actors: int, what: str, left: str = "") -> bool:
     """Return whether a job has as many bundles as actors, where they are, and whether other nodes end as idle."""
-    used = lambda: sorted(nodes_of(job._lifetime.actors.homes))  # noqa: E731
+    used = lambda: sorted(nodes_of(job._lifetime.actors.bundles))  # noqa: E731
     oks = [check(f"{what}: {actors} bundles, where its {actors} actors are", holds=bundles() == used())]
     oks += [check(f"{what}: no bundle on the node that was left", holds=left not in bundles())]
     head = ray.get_runtime_context().get_node_id()
@@ -147,11 +147,11 @@ def drained_and_relaid() -> bool:
     """Train on nodes that come, drain one, relayout to fewer actors, and reset to fewer still."""
     with rp.launch(RUN, wait_for_nodes=PATIENT) as job:
         job.train(3)
-        left = nodes_of(job._lifetime.actors.homes)[2]
+        left = nodes_of(job._lifetime.actors.bundles)[2]
         why = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=600"]
         where = [RAY, "drain-node", f"--address=127.0.0.1:{PORT}", f"--node-id={left}", *why]
         subprocess.run(where, check=True, stdout=subprocess.DEVNULL, timeout=60)
-        moved = until(lambda: left not in nodes_of(job._lifetime.actors.homes), job)
+        moved = until(lambda: left not in nodes_of(job._lifetime.actors.bundles), job)
         oks = [check(f"a drain: moved after {moved:.0f} s, with a node that came", holds=moved < PATIENT)]
         oks.append(is_given_back(job, 3, "a drain", left))
         job.relayout(mesh=rp.Mesh(pp=2), split="even")
@@ -166,11 +166,11 @@ def shrunk() -> bool:
     run = rp.Run(MODEL, mesh=rp.Mesh(dp=3), microbatches=2, steps=100_000, max_failures=3, timeout=30.0)
     with rp.launch(run, wait_for_nodes=PATIENT) as job:
         job.train(3)
-        lost = next(n for n in nodes_of(job._lifetime.actors.homes) if n != ray.get_runtime_context().get_node_id())
+        lost = next(n for n in nodes_of(job._lifetime.actors.bundles) if n != ray.get_runtime_context().get_node_id())
         for pid in every_process():
             if "raylet/raylet" in (line := command_line(pid)) and lost in line:
                 os.kill(pid, signal.SIGKILL)
-        smaller = until(lambda: job.run.mesh.dp == 3 and lost not in nodes_of(job._lifetime.actors.homes), job)
+        smaller = until(lambda: job.run.mesh.dp == 3 and lost not in nodes_of(job._lifetime.actors.bundles), job)
         oks = [check(f"a lost node: three replicas again after {smaller:.0f} s", holds=smaller < PATIENT)]
         oks.append(is_given_back(job, 3, "a lost node", lost))
         return all(oks)

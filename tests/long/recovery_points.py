@@ -25,7 +25,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.worlds import world_of
-from raypar.cluster import deadline
+from raypar.cluster.calls import deadline
 from raypar.config.run import check_run
 
 KINDS = "kill", "stop", "raise", "delay"

@@ -161,7 +161,7 @@ def test_what_can_not_take_over_is_refused_with_all_faults():
     [
         ("F0", "F needs a stage number in front: did you mean 0F0, 1F0?"),
         ("f2", "not an action: .*did you mean 0F2, 1F2?"),
-        ("0F", "F needs a microbatch number behind: did you mean 0F0, 0F1, 0F2?"),
+        ("0F", "F needs a microbatch number after it: did you mean 0F0, 0F1, 0F2?"),
         (" 1 f 0 ", "did you mean 1F0?"),
         ("REDUCE_GRAD", "did you mean 1REDUCE_GRAD, 0REDUCE_GRAD?"),
         ("step", "did you mean STEP?"),

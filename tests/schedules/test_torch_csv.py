@@ -188,7 +188,7 @@ def test_every_cell_that_cannot_be_read_is_named():
     lines = str(raised.value).splitlines()
     assert len(lines) == 4
     assert lines[1].startswith("line 1, column 2: '0X1' is not an action")
-    assert "line 2, column 1: '1F': F needs a microbatch number behind" in lines[2]
+    assert "line 2, column 1: '1F': F needs a microbatch number after it" in lines[2]
     assert "line 2, column 3: 'F1': F needs a stage number in front" in lines[3]
 
 

@@ -80,7 +80,7 @@ def test_a_stream_is_written_and_read():
     ("row", "told"),
     [
         ("0F0 0B0 0STEP0 0F1 0B1", "stage 0 has no STEP1"),
-        ("0F0 0STEP0 0B0 0F1 0B1 0STEP1", "0STEP0 stands before 1 weight gradients"),
+        ("0F0 0STEP0 0B0 0F1 0B1 0STEP1", "0STEP0 comes before 1 weight gradients"),
         ("0F0 0F1 0B0 0B1 0STEP0 0STEP1", "0STEP0 would take weight gradients of step 1 too"),
         ("0F0 0B0 0USE2 0F1 0STEP0 0B1 0STEP1", "0USE2 uses a version that 0STEP1 makes"),
         ("0F0 0B0 0STEP1 0F1 0B1 0STEP0", "0STEP1 is the stage's update number 0"),

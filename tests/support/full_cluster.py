@@ -10,7 +10,7 @@ from unittest import mock
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from raypar.cluster.replacement_actors import ActorBundle
+from raypar.cluster.lifecycle.replacement_actors import ActorBundle
 
 
 class FullCluster:
@@ -43,7 +43,10 @@ def without_room(seconds: float = 0.3) -> Iterator[FullCluster]:
         seconds: How long a run waits for room.
     """
     cluster = FullCluster()
-    limits = {"raypar.cluster.replacement_actors._STARTED": 0.0, "raypar.cluster.replacement_actors._ROOM": seconds}
+    limits = {
+        "raypar.cluster.lifecycle.replacement_actors._STARTED": 0.0,
+        "raypar.cluster.lifecycle.replacement_actors._ROOM": seconds,
+    }
     patches = [mock.patch(name, limit) for name, limit in limits.items()]
     patches.append(mock.patch.object(ActorBundle, "give_back", lambda home: cluster.keep(home)))
     for patch in patches:
@@ -61,5 +64,5 @@ def wait_for_actors(job, count: int, seconds: float = 120.0) -> None:
     end, actors = time.monotonic() + seconds, job._lifetime.actors
     while actors.present < count:
         assert time.monotonic() < end, f"{actors.present} of {count} actors after {seconds:g} s"
-        ray.wait([vacancy.awaited for vacancy in actors.vacancies], timeout=0.2)
+        ray.wait([vacancy.awaited for vacancy in actors.pending], timeout=0.2)
         actors.look()

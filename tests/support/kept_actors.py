@@ -14,9 +14,9 @@ import ray
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.cluster.actors import Actors
-from raypar.cluster.ray_cluster import USUAL_WAITS, start_actors
-from raypar.cluster.replacement_actors import succeeded
+from raypar.cluster.lifecycle.actors import Actors
+from raypar.cluster.lifecycle.ray_cluster import USUAL_WAITS, start_actors
+from raypar.cluster.lifecycle.replacement_actors import succeeded
 
 
 class Pool:
@@ -39,12 +39,12 @@ class Pool:
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", waits)
             self._started.append(new)
-            kept = [replace(home, in_use=None) for home in new.homes]  # they are the pool's, not a job's
+            kept = [replace(bundle, in_use=None) for bundle in new.bundles]  # they are the pool's, not a job's
             self.idle += zip(new.handles, kept, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[:size], self.idle[size:]
         kept = {"driver": first.driver, "device": first.device}
-        kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
+        kept |= {"create": first.create, "claim": first.claim, "bundles": [bundle for _, bundle in taken]}
         kept |= {"wait_for_nodes": waits.nodes}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)
 
@@ -67,11 +67,13 @@ class Lent(Actors):
     pool: Pool
 
     def end(self, *, is_lost=False):
-        kept = [replace(home, is_left=False) for home in self.homes]  # no node is taken away but in a test's eyes
+        kept = [
+            replace(bundle, is_draining=False) for bundle in self.bundles
+        ]  # no node is taken away but in a test's eyes
         there = [one for one in zip(self.handles, kept, strict=True) if one[0] is not None]
-        self.handles, self.homes = [], []
-        while self.vacancies:
-            self.vacancies.pop().close()
+        self.handles, self.bundles = [], []
+        while self.pending:
+            self.pending.pop().close()
         left = [handle.leave.remote() for handle, _ in there]
         ray.wait(left, num_returns=len(left), timeout=30)
         for ref, one in zip(left, there, strict=True):

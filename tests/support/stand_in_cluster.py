@@ -11,8 +11,8 @@ from typing import Any, Self
 import pytest
 import ray
 
-from raypar.cluster.placement import Node
-from raypar.cluster.ray_cluster import start_actors
+from raypar.cluster.lifecycle.ray_cluster import start_actors
+from raypar.cluster.placement.placement import Node
 from tests.support.stand_ins import Crowd, Key, Pace
 
 PER_NODE = 8

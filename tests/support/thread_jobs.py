@@ -8,8 +8,8 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.cluster.answers import Answers, ProgressWatch
-from raypar.cluster.calls import Calls, Waiting
+from raypar.cluster.calls.answers import Answers, ProgressWatch
+from raypar.cluster.calls.calls import Calls, Waiting
 from raypar.config.schedule import programs_of
 from raypar.job.job import Job
 from raypar.job.look.inspection import Inspection

@@ -21,8 +21,8 @@ from raypar.cli.plan.zero_levels import placed, zero_levels_table
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
-from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import RACK, Node, place, placement_lines
+from raypar.cluster.placement.devices import ActorResources
+from raypar.cluster.placement.placement import RACK, Node, place, placement_lines
 from raypar.config.fields import FieldFault
 from raypar.config.launchable import check_launch
 from raypar.config.run import check_run, unrecorded

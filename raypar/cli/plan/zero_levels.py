@@ -47,7 +47,10 @@ def zero_levels_table(run: Run) -> str:
 
 def placed(run: Run) -> str:
     """Say which actor would go on which node of the cluster at RAY_ADDRESS, and why it can't."""
-    from raypar.cluster.ray_cluster import connected, foreseen  # imports torch and Ray, which a plan on paper does not
+    from raypar.cluster.lifecycle.ray_cluster import (  # imports torch and Ray, which a plan on paper does not
+        connected,
+        foreseen,
+    )
 
     where = f"on the cluster at {os.environ.get('RAY_ADDRESS', '')}"
     try:

@@ -272,7 +272,7 @@ def _trained(
         launches: Gets the seconds of the launch.
         may_lack_folder: Whether nodes may lack the run's folder, which nobody has named.
     """
-    from raypar.cluster.ray_cluster import Waits  # imports torch and Ray
+    from raypar.cluster.lifecycle.ray_cluster import Waits  # imports torch and Ray
     from raypar.job.launch import launch_in
     from raypar.reporting.run_folder.metrics_line import metrics_line
 

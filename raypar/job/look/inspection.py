@@ -14,7 +14,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import KEPT, DeviceKind
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.config.arguments import checked_methods
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
@@ -283,7 +283,7 @@ class Inspection:
                     for rank in everyone
                 ),
                 *(without_rank(found.get(number)) for number in range(len(spare.handles))),
-                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.vacancies),
+                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.pending),
             ]
         )
 

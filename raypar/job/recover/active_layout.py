@@ -10,8 +10,8 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint, newest
-from raypar.cluster.calls import Calls
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.calls.calls import Calls
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from raypar.errors import JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.snapshots import Snapshots
@@ -20,7 +20,7 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.seats import rank_assignment
+from raypar.recovery.rank_assignment import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is
@@ -90,7 +90,7 @@ class ActiveLayout:
         """
         actors, world = self._lifetime.actors, self.loaded.world
         others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
-        actors.seat(rank_assignment(world, layout.world, present, others))
+        actors.assign_ranks(rank_assignment(world, layout.world, present, others))
         if layout is self.layout:
             for rank in range(world.size):
                 self.loaded.calls.replace(rank, actors.handles[rank])
@@ -104,7 +104,7 @@ class ActiveLayout:
             layout: The layout.
             numbers: The number that the actor of each rank has had.
         """
-        self._lifetime.actors.seat(numbers)
+        self._lifetime.actors.assign_ranks(numbers)
         self._stand_in(layout)
 
     def commit(self, layouts: Layouts, holds: Holds) -> None:
@@ -172,7 +172,7 @@ class ActiveLayout:
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
-        homes, here = self._lifetime.actors.homes, own_identity().pid_domain
+        homes, here = self._lifetime.actors.bundles, own_identity().pid_domain
         others = [rank for rank, at in located.items() if at.process.pid_domain != here]
         elsewhere = dict(zip(others, nodes_of(homes[rank] for rank in others), strict=True))
         self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)

@@ -14,9 +14,9 @@ from raypar.actors.mesh.world import World
 from raypar.actors.relayout.assignment import assigned, lacking
 from raypar.actors.relayout.moves import Boxes, HeldTensors, TensorMove, TransferGroup, moves_between, volume
 from raypar.actors.specs.run import Run
-from raypar.cluster.actors import Actors
-from raypar.cluster.calls import Calls
-from raypar.cluster.ray_cluster import free_told
+from raypar.cluster.calls.calls import Calls
+from raypar.cluster.lifecycle.actors import Actors
+from raypar.cluster.lifecycle.ray_cluster import free_cpus_text
 from raypar.errors import ConfigError, JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.active_layout import ActiveLayout
@@ -184,7 +184,7 @@ def demand_actors(actors: Actors, count: int, name: str, what: str) -> int:
     if not actors.grow(count, f"{name} further"):
         fix = "use a smaller mesh, or a larger cluster"
         need = f"{count} actors are needed, {missing} more than there are"
-        raise ConfigError([f"{what}: mesh: {need}, and no node has room for them ({free_told()}): {fix}"])
+        raise ConfigError([f"{what}: mesh: {need}, and no node has room for them ({free_cpus_text()}): {fix}"])
     return missing
 
 

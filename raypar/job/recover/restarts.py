@@ -10,9 +10,9 @@ from pathlib import Path
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.cluster.drain_notices import DrainNotices
-from raypar.cluster.nodes import own_node
-from raypar.cluster.replacement_actors import nodes_of
+from raypar.cluster.lifecycle.replacement_actors import nodes_of
+from raypar.cluster.nodes.drain_notices import DrainNotices
+from raypar.cluster.nodes.nodes import own_node
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.layout.elastic import Layout, Layouts
@@ -68,7 +68,7 @@ class Restarts:
         """
         self.standing.load(loaded, Layouts(Layout(loaded.run, programs), loaded.skeleton), found)
         self.failures = Failures(loaded.run.max_failures)
-        here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
+        here, homes = own_node(), self._lifetime.actors.bundles[: loaded.world.size]
         self._witnesses.attend({*nodes_of(homes)} - {here, ""})  # they start while the actors do
         with self._lifetime.guarded(patient=False):
             holds = self.standing.join(found)
@@ -295,7 +295,7 @@ class Restarts:
             stops: Knows what they take.
             step: Number of steps taken, after which the first is.
         """
-        if stops.has_room({*nodes_of(self._lifetime.actors.homes)}):
+        if stops.has_room({*nodes_of(self._lifetime.actors.bundles)}):
             self.standing.keep_snapshots(step)
 
     def saves_at_once(self) -> bool:
@@ -332,7 +332,7 @@ class Restarts:
             return
         for rank in gone:
             self._witnesses.kill(rank)
-            actors.vacate(rank, f"{self._job} {world.label(rank)}")
+            actors.replace_actor(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for(max(world.size, self.standing.layouts.whole.world.size))
         who = " and ".join(world.label(rank) for rank in gone)

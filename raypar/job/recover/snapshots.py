@@ -13,7 +13,7 @@ from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.errors import JobError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.memory.snapshots import kept_copies

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from raypar.cluster.nodes import asked, living_nodes
+from raypar.cluster.nodes.nodes import facts_of, living_nodes
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.hardware.stop_wait import outlasts, stop_wait
 from raypar.planner.prediction import IN_SLOTS, before_run
@@ -65,7 +65,7 @@ class Stops:
         loaded = self._loaded
         run = replace(loaded.run, max_failures=1, buddy_every=0)
         need = memory_in_all(run, loaded.schedule, loaded.skeleton, lambda memory: memory.snapshots)
-        free = [_free(answer) for answer in asked(_those(nodes), _free_teller()).values()]
+        free = [_free(answer) for answer in facts_of(_those(nodes), _free_teller()).values()]
         self._has_room = bool(free) and min(free) * len(free) > _SPARE * need
         step = f"a step takes {self._seconds:.1f} s, and who stops a run may kill it {stop_wait():g} s later"
         if self._has_room:

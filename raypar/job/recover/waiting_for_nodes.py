@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from raypar.actors.specs.run import Run
-from raypar.cluster.actors import Actors
 from raypar.cluster.interrupts import impatience
-from raypar.cluster.ray_cluster import free_told
+from raypar.cluster.lifecycle.actors import Actors
+from raypar.cluster.lifecycle.ray_cluster import free_cpus_text
 from raypar.errors import NoRoomError
 from raypar.job.layout.elastic import Layout, Layouts
 
@@ -38,9 +38,9 @@ def room_awaited(actors: Actors, layouts: Layouts, who: str) -> Layout | None:
 
 def why_no_room(actors: Actors) -> str:
     """Say why no other actor comes."""
-    if any(one.has_room for one in actors.vacancies):
+    if any(one.has_room for one in actors.pending):
         return "no other actor starts"
-    free = free_told()
+    free = free_cpus_text()
     return f"no node has room for another actor ({free})" if free else "no node is left for another actor"
 
 

@@ -11,7 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.resume import Prepared, prepared
-from raypar.cluster.ray_cluster import pickled_copies
+from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
 from raypar.config.launchable import check_launch
 from raypar.config.layer_warnings import warn_of_layers

@@ -8,7 +8,7 @@ from functools import partial
 
 from raypar.actors.process_identity import own_identity
 from raypar.actors.specs.results import Located
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.cluster.together import together
 
 _ASKS = 5  # how often a machine is asked for its time

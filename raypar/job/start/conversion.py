@@ -13,8 +13,8 @@ from raypar.actors.data.text_files import TextError
 from raypar.actors.data.token_batches import open_corpus
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.run import Run
-from raypar.cluster.ray_cluster import connected
-from raypar.cluster.tasks import in_tasks, is_connected
+from raypar.cluster.lifecycle.ray_cluster import connected
+from raypar.cluster.nodes.tasks import in_tasks, is_connected
 from raypar.config.fields import field_faults, right_fields
 from raypar.errors import JobError
 from raypar.planner.hardware.this_machine import starts_own_ray

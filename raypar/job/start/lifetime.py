@@ -9,11 +9,11 @@ from pathlib import Path
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
-from raypar.cluster.actors import Actors
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.cluster.control_server import ControlServer
+from raypar.cluster.deaths.process_monitors import ProcessMonitors
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.process_monitors import ProcessMonitors
+from raypar.cluster.lifecycle.actors import Actors
 from raypar.errors import TO_GO_ON, CallError, JobError
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Lifetime:
             JobError: The job is over.
         """
         handles = self.actors.handles[: world.size]
-        self._calls = Calls(handles, world, timeout, replaces=replaces, witnesses=self.witnesses, server=self.server)
+        self._calls = Calls(handles, world, timeout, replaces=replaces, monitors=self.witnesses, server=self.server)
         return self._calls
 
     def demand_open(self) -> None:

@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.config.schedule import Programs
 from raypar.job.start.lifetime import Lifetime
 from raypar.schedules.schedule import Schedule

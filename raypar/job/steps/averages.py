@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raypar.actors.specs.run import Run
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.errors import ConfigError, JobError
 
 

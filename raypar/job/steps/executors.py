@@ -14,7 +14,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.worker.build.boundaries import peers_of
-from raypar.cluster.calls import Calls, Waiting
+from raypar.cluster.calls.calls import Calls, Waiting
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.schedules.action import RECVS, Action
 from raypar.schedules.dynamic_order import DynamicOrder

@@ -10,7 +10,7 @@ from typing import Any
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.run import Run
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.errors import JobError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.executors import Executor, executor_of

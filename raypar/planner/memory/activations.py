@@ -64,7 +64,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     if run.mesh.rank_tp:
         schedule, mesh = timeline.schedule, run.mesh
         each_tp = {tp: most_kept(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), model, timeline) for tp in {*mesh.rank_tp}}
-        return [each_tp[mesh.tp_of(schedule.home_of(row))][row] for row in range(schedule.num_ranks)]
+        return [each_tp[mesh.tp_of(schedule.pipeline_rank_of(row))][row] for row in range(schedule.num_ranks)]
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
     stage, slices = _experts_apart if apart else stage_activations, timeline.schedule.slices
     wholes = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]

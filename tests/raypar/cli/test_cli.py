@@ -631,7 +631,7 @@ def test_ctrl_c_on_paper(said, monkeypatch):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError(), Exception("no port\nhint")])
 def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, error):
-    cluster = importlib.import_module("raypar.cluster.ray_cluster")
+    cluster = importlib.import_module("raypar.cluster.lifecycle.ray_cluster")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)

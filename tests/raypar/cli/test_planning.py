@@ -12,8 +12,8 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.planning import run_plan
 from raypar.cli.train.train import train
-from raypar.cluster.devices import ActorResources
-from raypar.cluster.placement import Node, place
+from raypar.cluster.placement.devices import ActorResources
+from raypar.cluster.placement.placement import Node, place
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.config.toml import changed_of, load_run, plain_of, run_of, toml_of

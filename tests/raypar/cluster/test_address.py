@@ -11,7 +11,8 @@ import grpc
 import pytest
 import ray
 
-from raypar.cluster import address, ray_cluster
+from raypar.cluster import address
+from raypar.cluster.lifecycle import ray_cluster
 from raypar.errors import ConfigError
 
 TOKEN = "0123456789abcdef" * 4

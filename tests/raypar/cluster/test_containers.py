@@ -17,7 +17,7 @@ import json, subprocess, time
 from dataclasses import asdict
 from pathlib import Path
 import raypar as rp
-from raypar.cluster import process_monitors as witnesses
+from raypar.cluster.deaths import process_monitors as witnesses
 
 witnesses._ANSWER = 20.0  # of a busy machine
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from raypar.cluster import control_server
-from raypar.cluster import drain_notices as notices
 from raypar.cluster.control_server import ControlServer
-from raypar.cluster.drain_notices import DrainNotices
+from raypar.cluster.nodes import drain_notices as notices
+from raypar.cluster.nodes.drain_notices import DrainNotices
 from tests.support.process_tree import command_line, descendants, lives
 
 

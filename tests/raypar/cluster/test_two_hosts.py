@@ -23,7 +23,7 @@ from dataclasses import asdict
 import ray
 import raypar as rp
 from raypar.cli.main import run_command as main
-from raypar.cluster import process_monitors as witnesses
+from raypar.cluster.deaths import process_monitors as witnesses
 
 witnesses._ANSWER = 20.0  # of a busy machine
 warned = []

@@ -6,8 +6,8 @@ import pytest
 
 import raypar as rp
 from raypar.actors.specs.resources import num_bytes
-from raypar.cluster.devices import ActorResources, share_of
-from raypar.cluster.placement import is_selected, wants
+from raypar.cluster.placement.devices import ActorResources, share_of
+from raypar.cluster.placement.placement import is_selected, wants
 from raypar.config.run import reset_faults
 from raypar.planner.hardware.this_machine import actor_count_faults
 from raypar.reporting.summary import plan_rows

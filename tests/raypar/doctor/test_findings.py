@@ -17,8 +17,8 @@ import pytest
 import ray
 
 from raypar.actors.process_identity import own_identity, process_began
-from raypar.cluster.nodes import package_version_faults, versions_teller
-from raypar.cluster.placement import Node
+from raypar.cluster.nodes.nodes import package_version_faults, versions_collector
+from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE
 from raypar.doctor import examination, exposure
 from raypar.doctor import leftovers as left
@@ -123,7 +123,7 @@ def test_versions_that_differ_are_told_with_the_node_and_what_to_install():
     (fault,) = package_version_faults(NODE, own | {"raypar": "of no release"}, own | {"raypar": ""})
     assert "has no raypar, this process of no release: let py_modules of a runtime_env bring it there, or" in fault
     assert package_version_faults(NODE, own, "no module") == ["node n1 (10.0.0.1) does not run a task: no module"]
-    assert versions_teller()()["ray"]
+    assert versions_collector()()["ray"]
 
 
 # --- who may run code there -------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_f
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(examination, "connected", started)
     monkeypatch.setattr(examination, "cluster_findings", lambda *_: [])
-    told = {NODE.id: versions_teller()()}, {NODE.id: FACTS}
+    told = {NODE.id: versions_collector()()}, {NODE.id: FACTS}
     monkeypatch.setattr(examination, "asked", lambda nodes, teller: told["facts" in teller.__qualname__])
     found = [*examination.examined(sweeps=False, times=False)]
     assert [one.text for one in found if one.subject == "token"] == ["this machine has no token file"]
@@ -392,7 +392,7 @@ def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_f
 
 
 def test_an_address_at_which_nothing_answers_is_a_finding(said, quick, monkeypatch):
-    monkeypatch.setattr("raypar.cluster.ray_cluster.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("raypar.cluster.lifecycle.ray_cluster.ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     code, out, _ = said("doctor", "--no-times")
     assert code == 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.cluster.calls import ray
+from raypar.cluster.calls.calls import ray
 from raypar.job.start.lifetime import Lifetime
 from tests.raypar.job.test_faults import pids
 

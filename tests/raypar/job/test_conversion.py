@@ -27,7 +27,7 @@ def dies_once(block):
 
 @pytest.mark.long
 def test_tasks_answer_in_order(job_on, by_value, monkeypatch):
-    from raypar.cluster import tasks
+    from raypar.cluster.nodes import tasks
 
     job_on(2)
     monkeypatch.setattr(tasks, "_GROUP", 10)
@@ -39,7 +39,7 @@ def test_tasks_answer_in_order(job_on, by_value, monkeypatch):
 
 @pytest.mark.long
 def test_a_task_whose_process_dies_runs_again(job_on, by_value, tmp_path):
-    from raypar.cluster import tasks
+    from raypar.cluster.nodes import tasks
 
     job_on(2)
     mark = b"mark " + str(tmp_path / "x").encode()
@@ -57,8 +57,8 @@ def test_a_run_on_several_nodes_has_its_data_converted_there(job_on, tmp_path, m
         used.append(cpus)
         return tasks.in_tasks(call, blocks, cpus)
 
-    from raypar.cluster import tasks
-    from raypar.cluster.nodes import living_nodes
+    from raypar.cluster.nodes import tasks
+    from raypar.cluster.nodes.nodes import living_nodes
 
     monkeypatch.setattr(conversion, "in_tasks", in_tasks)
     monkeypatch.setattr(conversion, "connected", lambda: nullcontext([*living_nodes()] * 2))

@@ -17,7 +17,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.specs.worlds import world_of
-from raypar.cluster.answers import Answer
+from raypar.cluster.calls.answers import Answer
 from raypar.config.run import check_run, reset_faults
 from raypar.errors import JobError
 from raypar.job.steps.executors import Dynamic, Tasks

@@ -24,7 +24,7 @@ def test_verify_finds_them_equal_with_dropout_and_recomputation(job_on):
 
 
 def test_a_killed_one_is_named_as_are_all_in_a_repl(kept_actors):
-    from raypar.cluster.calls import ray
+    from raypar.cluster.calls.calls import ray
 
     def pid(worker):
         return os.getpid()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.cluster.ray_cluster import _own_sigterm
+from raypar.cluster.lifecycle.ray_cluster import _own_sigterm
 from raypar.errors import RoomError
 from tests.support.team import Team
 
@@ -58,7 +58,7 @@ def run_of(fn, data=batch, **changes):
 
 
 def pids(job):
-    from raypar.cluster.calls import ray
+    from raypar.cluster.calls.calls import ray
 
     def pid(worker):
         return os.getpid()
@@ -124,7 +124,7 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
             with later(0.2, press_while_it_waits), pytest.raises(KeyboardInterrupt):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         else:
-            monkeypatch.setattr("raypar.cluster.claims._SAY", 0.5)
+            monkeypatch.setattr("raypar.cluster.lifecycle.claims._SAY", 0.5)
             says = r"2 actors need 2 CPUs, the cluster has 16 \(0 free\).*within 2 s.*; room for 1 of 2 actors is there"
             with pytest.raises(RoomError, match=says) as caught:
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2), wait_for_room=2.0)
@@ -175,7 +175,7 @@ def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(k
 
 
 def test_a_short_timeout_does_not_hold_for_the_launch(kept_actors, monkeypatch):
-    monkeypatch.setattr("raypar.cluster.calls._GRACE", 0.1)
+    monkeypatch.setattr("raypar.cluster.calls.calls._GRACE", 0.1)
     home = os.getpid()
 
     def slowly():
@@ -231,7 +231,7 @@ def test_an_actor_without_an_answer_is_blamed_only_where_nobody_has_an_error_of_
 
     from raypar.actors.errors import ActionError
     from raypar.actors.mesh.world import World
-    from raypar.cluster.calls import Calls
+    from raypar.cluster.calls.calls import Calls
 
     def verdict(secondary):
         error = RayTaskError("step", "", ActionError("pp=0", "0F0", None, "it", secondary, ""))
@@ -551,7 +551,7 @@ def test_of_errors_that_are_not_finite_the_first_router_is_told():
 
     from raypar.actors.errors import RouterError
     from raypar.actors.mesh.world import World
-    from raypar.cluster.calls import Calls
+    from raypar.cluster.calls.calls import Calls
 
     made = [rp.NonFiniteError("a"), RouterError("b"), RouterError("c")]
     errors = {rank: RayTaskError("step", "", error) for rank, error in enumerate(made)}

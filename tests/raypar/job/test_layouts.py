@@ -128,5 +128,5 @@ def test_a_world_with_fewer_replicas_needs_fewer_actors():
     [("", "no node is left for another actor"), ("n has 0 free CPUs", "no node has room for another actor (n has 0")],
 )
 def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, told):
-    monkeypatch.setattr("raypar.job.recover.waiting_for_nodes.free_told", lambda: free)
+    monkeypatch.setattr("raypar.job.recover.waiting_for_nodes.free_cpus_text", lambda: free)
     assert why_no_room(SimpleNamespace(vacancies=[])).startswith(told)

@@ -15,7 +15,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cluster.interrupts import Sigterm
-from raypar.cluster.ray_cluster import _own_sigterm
+from raypar.cluster.lifecycle.ray_cluster import _own_sigterm
 from raypar.job.recover import stops
 from raypar.planner.hardware import stop_wait
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS

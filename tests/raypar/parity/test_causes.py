@@ -91,10 +91,10 @@ def test_another_members_part():
 
 def test_parts_in_another_order():
     says = cause_of(case([X.roll(4, 1)] * 2))
-    assert says == "the 2 parts of dim 1 stand in the order 1, 0: a gather in the wrong order"
+    assert says == "the 2 parts of dim 1 are in the order 1, 0: a gather in the wrong order"
     four = torch.cat([X.chunk(4, 1)[i] for i in (0, 2, 1, 3)], 1)
     says = cause_of(case([four] * 2, sizes=SIZES | {"cp": 2}))
-    assert says == "the 4 parts of dim 1 stand in the order 0, 2, 1, 3: a gather in the wrong order"
+    assert says == "the 4 parts of dim 1 are in the order 0, 2, 1, 3: a gather in the wrong order"
 
 
 def test_one_member_alone():

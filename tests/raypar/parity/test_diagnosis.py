@@ -99,7 +99,7 @@ def test_a_gather_in_the_wrong_order(found, sabotaged):
     sabotaged(enter=lambda x, group: all_gather(x, group, 1).roll(x.shape[1], 1))
     diagnosis = found(sequence_parallel=True).diagnosis
     assert diagnosis.place == "output of head.out in microbatch 0, forward"
-    assert diagnosis.cause == "the 2 parts of dim 1 stand in the order 1, 0: a gather in the wrong order"
+    assert diagnosis.cause == "the 2 parts of dim 1 are in the order 1, 0: a gather in the wrong order"
 
 
 @pytest.mark.long

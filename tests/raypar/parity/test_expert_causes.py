@@ -70,7 +70,7 @@ def test_an_expert_that_is_scaled_by_ep(r, says):
         ),
         (0.5 * (EXPERTS[0] + EXPERTS[1]), "the gradient of e.experts.1.w is in it"),
         (sum(EXPERTS), "the gradient of e.experts.1.w and e.experts.2.w is in it"),
-        (EXPERTS[1], "it is the gradient of e.experts.1.w: experts stand in the wrong order"),
+        (EXPERTS[1], "it is the gradient of e.experts.1.w: experts are in the wrong order"),
         (REST, "not a multiple of the right one"),
     ],
 )

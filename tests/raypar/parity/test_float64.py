@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.parity.float64 import in_float64
-from raypar.parity.reference import train_plainly
+from raypar.parity.reference import in_float64, train_plainly
 from raypar.parity.verify import verify
 from tests.support.own_models import fault_missed, run_of, wrongly_judged
 from tests.support.thread_jobs import TeamJob

@@ -12,7 +12,7 @@ import raypar as rp
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.mesh.world import World
 from raypar.actors.relayout.share_index import ShareIndex
-from raypar.cluster.calls import Calls
+from raypar.cluster.calls.calls import Calls
 from raypar.job.recover.snapshots import Snapshots
 from tests.support.counted_stand_ins import CountedCluster
 from tests.support.stand_in_parts import boxes_of, contents_of, parts_of, saved_parts

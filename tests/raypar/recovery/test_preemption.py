@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.cluster import drain_notices as notices
-from raypar.cluster.drain_notices import DrainNotices
-from raypar.cluster.nodes import own_node
+from raypar.cluster.nodes import drain_notices as notices
+from raypar.cluster.nodes.drain_notices import DrainNotices
+from raypar.cluster.nodes.nodes import own_node
 from raypar.paths import FAILURES
 from raypar.reporting.html.events import happenings
 from raypar.reporting.run_folder.read import read
@@ -38,7 +38,7 @@ class TakenAway:
         return ["gone" if home in self.homes else own_node() for home in homes]
 
     def now(self, job, *ranks, seconds=math.inf):
-        self.homes = [job._lifetime.actors.homes[rank] for rank in ranks]
+        self.homes = [job._lifetime.actors.bundles[rank] for rank in ranks]
         self.draining["gone"] = time.time() + seconds
 
 

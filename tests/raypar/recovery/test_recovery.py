@@ -61,7 +61,7 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
 
 @pytest.mark.long
 def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
-    monkeypatch.setattr("raypar.cluster.deadline._LOST", 3.0)
+    monkeypatch.setattr("raypar.cluster.calls.deadline._LOST", 3.0)
     monkeypatch.setattr("raypar.job.recover.restarts._HEARD", 1.0)
     disturbed = trained(RUN, [rp.chaos.stop("pp=0", at="0B0", step=5)])
     assert alike(disturbed, undisturbed)
@@ -81,7 +81,7 @@ def test_a_failure_in_the_recovery_and_a_spare(undisturbed, kept_actors):
 @pytest.mark.long
 def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undisturbed, kept_actors, monkeypatch):
     """As if its node were gone: nobody waits for the one in the old home."""
-    monkeypatch.setattr("raypar.cluster.replacement_actors._STARTED", 0.0)
+    monkeypatch.setattr("raypar.cluster.lifecycle.replacement_actors._STARTED", 0.0)
     disturbed = trained(RUN, [rp.chaos.kill("pp=1", at="STEP", step=3)])
     assert alike(disturbed, undisturbed) and disturbed[2][0].replaced == ("pp=1",)
 

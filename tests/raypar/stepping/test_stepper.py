@@ -311,12 +311,12 @@ def test_it_stops_where_it_is_told_to(hands):
     stepper.break_on(lambda look: seen.append(look) or look.action == Action.parse("1F1"))
     taken = stepper.run()
     assert taken[-1] == Action.parse("1F1")
-    assert "stopped behind 1F1 of pp=1" in repr(taken)
+    assert "stopped after 1F1 of pp=1" in repr(taken)
     assert not any(look.tensors for look in seen), "figures only"
     assert stepper.run_to("1F2")[-1] == Action.parse("1F2")
     stepper.break_on(lambda look: look.norm > 0)
     assert len(stepper.run()) == 1
-    assert repr(stepper).startswith("stopped behind ")
+    assert repr(stepper).startswith("stopped after ")
     stepper.finish()
     assert repr(stepper).startswith("step 1, ")
 

@@ -216,7 +216,7 @@ def test_senders_that_wait_for_room_on_both_sides_deadlock_and_are_named():
 
 def test_torchs_actions_of_whole_stages_are_accepted_where_they_belong():
     check(read(["0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD"]))
-    with pytest.raises(CheckError, match="0REDUCE_GRAD stands before 1 weight gradients"):
+    with pytest.raises(CheckError, match="0REDUCE_GRAD comes before 1 weight gradients"):
         check(read(["0F0 0I0 0REDUCE_GRAD 0W0"]))
     check(read(["0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD"]))
     for row in ("0REDUCE_GRAD 0F0 0B0 0REDUCE_GRAD", "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD"):
@@ -238,7 +238,7 @@ def test_torchs_actions_of_whole_stages_are_accepted_where_they_belong():
         ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "action 3: 0I0 needs the weights of stage 0"),
         ("0F0 0B0 0RESHARD", "action 2: 0RESHARD frees weights that are not whole: take it out, or put 0UNSHARD"),
         ("0UNSHARD 0F0 0RESHARD 0RESHARD 0UNSHARD 0B0 0RESHARD", "action 3: 0RESHARD frees weights"),
-        ("0UNSHARD 0F0 0B0", "action 0: stage 0 is still whole at the end of the row: put 0RESHARD behind its last F"),
+        ("0UNSHARD 0F0 0B0", "action 0: stage 0 is still whole at the end of the row: put 0RESHARD after its last F"),
         ("0UNSHARD 0F0 0B0 STEP 0RESHARD", "action 0: stage 0 is still whole at the STEP, which updates the shards"),
     ],
 )
@@ -260,12 +260,12 @@ def test_step_closes_the_weight_gradients_of_its_row():
     other = "1RECV_F0 1F0 1B0 1SEND_B0"
     with pytest.raises(CheckError, match="step: rank 1: the row has no STEP: lower"):
         check(read([row, other]))
-    with pytest.raises(CheckError, match="STEP stands before 1 weight gradients"):
+    with pytest.raises(CheckError, match="STEP comes before 1 weight gradients"):
         check(read([row, "1RECV_F0 1F0 STEP 1B0 1SEND_B0"]))
     check(read([row, f"{other} STEP"]))
-    with pytest.raises(CheckError, match="1SEND_B0 stands behind the STEP"):  # rank 0 would wait for it in vain
+    with pytest.raises(CheckError, match="1SEND_B0 comes after the STEP"):  # rank 0 would wait for it in vain
         check(read([row, "1RECV_F0 1F0 1B0 STEP 1SEND_B0"]))
-    with pytest.raises(CheckError, match="step: rank 0, action 3: 0REDUCE_GRAD stands behind the STEP, which needs"):
+    with pytest.raises(CheckError, match="step: rank 0, action 3: 0REDUCE_GRAD comes after the STEP, which needs"):
         check(read(["0F0 0B0 STEP 0REDUCE_GRAD"]))
     with pytest.raises(CheckError, match="STEP in an evaluation"):
         check(read(["0F0 STEP"]))

@@ -216,7 +216,7 @@ def test_a_trace_of_a_step_that_failed_lacks_only_what_did_not_happen():
 
 
 def test_an_excerpt_is_a_window_around_its_centre():
-    shown = excerpt(build("1f1b", 20, 20), (10, 15), {(10, 15)}, ranks=3, places=4)
+    shown = excerpt(build("1f1b", 20, 20), (10, 15), {(10, 15)}, ranks=3, actions=4)
     assert shown.splitlines() == [
         "rank 9: ..    9B1     9F12    9B2     9F13    ..",
         "rank 10: ..   10F11   10B2   >10F12<  10B3    ..",

@@ -15,7 +15,7 @@ ONE = gather_weights(Schedule.of("mine", ["0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"]), "
 def test_brackets_show_when_a_stage_is_whole():
     assert text(ONE).splitlines() == [
         "rank 0  (0F0   0F1) (1F0   1F1   1B0   1B1) (0B0   0B1)",
-        "( before an action: UNSHARD gathers its stage's weights; ) behind it: RESHARD frees them",
+        "( before an action: UNSHARD gathers its stage's weights; ) after it: RESHARD frees them",
         "mine in slots: makespan 8, bubble 0.0%, in flight 4",
     ]
     first = text(gather_weights(build("naive", 2, 1), "microbatch"), done=[Action.parse("0F0")]).splitlines()[0]

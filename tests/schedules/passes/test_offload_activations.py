@@ -76,7 +76,7 @@ def test_moves_take_the_time_that_they_cost_and_hide_beside_computing():
     ("rows", "told"),
     [
         ("0F0 0OFFLOAD0 0B0 STEP", "put 0RELOAD0 before it"),
-        ("0F0 0B0 0OFFLOAD0 STEP", "behind the backward"),
+        ("0F0 0B0 0OFFLOAD0 STEP", "after the backward"),
         ("0F0 0RELOAD0 0B0 STEP", "0OFFLOAD0"),
         ("0OFFLOAD0 0F0 0RELOAD0 0B0 STEP", "0F0"),
     ],

@@ -1,4 +1,4 @@
-"""REDUCE_GRAD stands behind the last weight gradient of a stage, or behind each."""
+"""REDUCE_GRAD comes after the last weight gradient of a stage, or after each."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_wrong_pairs_are_told(skips, says):
 
 
 def test_an_action_that_is_no_message_has_no_other_stage():
-    with pytest.raises(ValueError, match="'0F1@2': F takes no stage behind @"):
+    with pytest.raises(ValueError, match="'0F1@2': F takes no stage after @"):
         Action.parse("0F1@2")
 
 

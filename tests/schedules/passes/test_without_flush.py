@@ -44,7 +44,7 @@ def test_a_validation_waits_for_the_updates_of_all_stages():
     ("change", "says"),
     [
         (lambda row: [*row[:-1]], "the row has 1 VALIDATE for 2 updates: give one for each STEP"),
-        (lambda row: [one for one in row if one != "0VALIDATE0"], "0B3 stands between 0STEP0 and its VALIDATE"),
+        (lambda row: [one for one in row if one != "0VALIDATE0"], "0B3 comes between 0STEP0 and its VALIDATE"),
         (
             lambda row: swapped(row, "0SEND_F3", "0VALIDATE0"),
             "0SEND_F3 is between STEP0 and its VALIDATE, and 1RECV_F3 not",

@@ -1,0 +1,1 @@
+"""Calls to a job's actors, their answers and deadlines."""

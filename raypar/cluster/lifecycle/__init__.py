@@ -1,0 +1,1 @@
+"""Starting, replacing and ending a job's actors."""

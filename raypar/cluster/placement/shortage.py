@@ -1,0 +1,68 @@
+"""The error message if actors have no room: the resources they need, those of the nodes, and who holds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ray.util.placement_group import placement_group_table
+
+from raypar.actors.mesh.world import World
+from raypar.cluster.placement.devices import ActorResources
+from raypar.cluster.placement.placement import Node, amount_text, free_text, room_text, wants
+from raypar.schedules.float_sum import float_sum
+
+TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
+_MOST_HOLDERS = 4  # jobs and placement groups that a message names
+
+
+def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources) -> str:
+    """Describe the resources that the world needs and those of each node of the cluster.
+
+    Args:
+        world: The ranks.
+        nodes: The nodes.
+        why: The consequence or the fix, which ends the message.
+        share: The resources of each actor.
+    """
+    wanted = wants(share)
+    need = " and ".join(amount_text(name, world.size * amount) for name, amount in wanted.items())
+    have = []
+    for name in wanted:
+        total, free = (
+            float_sum(node.total.get(name, 0.0) for node in nodes),
+            float_sum(node.free.get(name, 0.0) for node in nodes),
+        )
+        amount = amount_text(name, total) if len(wanted) > 1 else f"{total:g}"
+        have.append(f"{amount} ({free_text(name, free)} free)")
+    others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
+    if world.mesh.expert_actors:
+        others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
+    labels = " and ".join(f"{name}={value}" for name, value in share.labels.items())
+    on = f" on nodes with {labels}" if labels else ""
+    each = f" ({room_text(nodes, share)})" if len(nodes) > 1 or labels else ""
+    return (
+        f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {' and '.join(have)} "
+        f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
+    )
+
+
+def holders(own: Collection[str]) -> str:
+    """Name the jobs and placement groups that hold CPUs, those with most first; "" if none does.
+
+    Args:
+        own: The ids of groups to leave out.
+    """
+    held = Counter[str]()
+    for claim in placement_group_table().values():
+        if claim["state"] == "CREATED" and claim["placement_group_id"] not in own:
+            held[_holder(claim["name"])] += round(
+                float_sum(bundle.get("CPU", 0.0) for bundle in claim["bundles"].values())
+            )
+    most = ", ".join(f"{name} {cpus}" for name, cpus in held.most_common(_MOST_HOLDERS) if cpus)
+    return f"; of the CPUs hold {most}" if most else ""
+
+
+def _holder(name: str) -> str:
+    """Return the name of the job of a placement group; that of the group if raypar did not create it."""
+    return name.partition(" ")[0] if name.startswith("raypar-") else name or "a group without a name"
