@@ -425,7 +425,7 @@ MAY_IMPORT = {
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/cluster raypar/config/validate raypar/planner raypar/planner/hardware "
+        "raypar raypar/cluster/lifecycle raypar/config/validate raypar/planner raypar/planner/hardware "
         "raypar/planner/operators raypar/planner/sizes raypar/planner/timing schedules schedules/checking "
         "schedules/generators schedules/passes schedules/simulation"
     ),
@@ -433,6 +433,10 @@ MAY_IMPORT = {
         "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
         "actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar raypar/config "
         "raypar/planner/hardware schedules"
+    ),
+    "raypar/doctor": (
+        "actors actors/collective raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
+        "raypar/cluster/placement schedules"
     ),
     "raypar/job": (
         "actors actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
@@ -458,7 +462,8 @@ MAY_IMPORT = {
     ),
     "raypar/job/start": (
         "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/job/layout raypar/job/recover "
+        "raypar raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/deaths "
+        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/config raypar/job/layout raypar/job/recover "
         "raypar/job/steps raypar/planner/hardware raypar/recovery raypar/reporting schedules"
     ),
     "raypar/job/steps": (
@@ -476,9 +481,9 @@ MAY_IMPORT = {
         "schedules"
     ),
     "raypar/planner": (
-        "actors actors/mesh actors/models actors/optim actors/specs raypar "
-        "raypar/planner/calibrated raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
-        "raypar/planner/search raypar/planner/sizes schedules schedules/passes schedules/simulation"
+        "actors actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
+        "raypar/planner/formulas raypar/planner/hardware raypar/planner/memory raypar/planner/search "
+        "raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/calibrated": (
         "actors actors/mesh actors/models actors/specs raypar raypar/planner raypar/planner/memory schedules "
