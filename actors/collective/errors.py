@@ -40,7 +40,10 @@ class GroupError(RuntimeError):
 
     def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
         super().__init__(group, op, peer, reason)
-        self.group, self.op, self.peer, self.reason = group, op, peer, reason
+        self.group = group
+        self.op = op
+        self.peer = peer
+        self.reason = reason
 
     def __str__(self) -> str:
         whom = "" if self.peer is None else f" with rank {self.peer}"

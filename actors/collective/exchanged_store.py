@@ -25,7 +25,10 @@ class ExchangedStore(Store):
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         super().__init__()
-        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._seconds = seconds
         self._new, self._known, self._rounds = dict[str, bytes](), dict[str, bytes](), 0
 
     def set(self, key: str, value: Any) -> None:

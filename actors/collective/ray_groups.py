@@ -38,7 +38,10 @@ CPU = torch.device("cpu")
 # Seconds between two questions of a member that waits: the first pause, the longest of those that grow by half, and
 # what the time waited so far is divided by for later ones. With more than _MEMBERS each pauses longer,
 # so that they ask no more often than so many: of 1,024 each asks once a second.
-_FIRST_PAUSE, _PAUSE, _PATIENCE, _MEMBERS = 0.0005, 0.02, 32, 20
+_FIRST_PAUSE = 0.0005
+_PAUSE = 0.02
+_PATIENCE = 32
+_MEMBERS = 20
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
     types.ReduceOp.PRODUCT: "product",

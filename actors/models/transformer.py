@@ -40,7 +40,10 @@ class Embedding(nn.Module, Incremental):
 
     def __init__(self, spec: Transformer, documents: Documents, slices: TokenSlices) -> None:
         super().__init__()
-        self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
+        self._seq = spec.seq
+        self._hidden = spec.hidden
+        self._documents = documents
+        self._slices = slices
         padding = spec.pad_id if isinstance(spec, Llama) else None
         self.tokens = nn.Embedding(spec.vocab, spec.hidden, padding)
         self.positions = added_positions(spec)

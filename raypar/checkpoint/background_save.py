@@ -49,7 +49,10 @@ class Saver:
 
     def move(self, calls: Calls, world: World, run: Run | None = None) -> None:
         """Save from other actors from now on, in another layout, perhaps as another run. Nothing may be under way."""
-        self._calls, self._world, self._prepared, self._run = calls, world, False, run or self._run
+        self._calls = calls
+        self._world = world
+        self._prepared = False
+        self._run = run or self._run
 
     def due(self, step: int) -> bool:
         """Return whether the run asks for a checkpoint after ``step`` steps."""

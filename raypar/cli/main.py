@@ -19,7 +19,14 @@ from raypar.cli.words.help_text import HELP
 if TYPE_CHECKING:
     from raypar.planner.resource_needs import Rows
 
-OK, DIFFERENT, MISTAKE, FAILED, NO_ROOM, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 5, 6, 130, 143
+OK = 0
+DIFFERENT = 1
+MISTAKE = 2
+FAILED = 4
+NO_ROOM = 5
+NOT_FINITE = 6
+INTERRUPTED = 130
+TERMINATED = 143
 _LONG = 80  # letters of a path that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"

@@ -91,7 +91,10 @@ class _Lines:
     """Log lines: about fifty in a run, and at most one a second if the run has more than fifty steps."""
 
     def __init__(self, steps: int, unit: str) -> None:
-        self._steps, self._every, self._last, self._unit = steps, max(1, steps // 50), 0.0, unit
+        self._steps = steps
+        self._every = max(1, steps // 50)
+        self._last = 0.0
+        self._unit = unit
         self._recent = deque[float](maxlen=50)  # step times in milliseconds
 
     def show(self, outcome: Report | Evaluation) -> None:

@@ -86,7 +86,10 @@ class Segments(OpInProgress):
         queue: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(peers, queue)
-        self._count, self._steps, self._done, self._copies = count, steps, [0] * len(steps), copies
+        self._count = count
+        self._steps = steps
+        self._done = [0] * len(steps)
+        self._copies = copies
         self.over = not count
 
     def _advance(self, most: int) -> bool:

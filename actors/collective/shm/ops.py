@@ -43,7 +43,10 @@ class Swap(OpInProgress):
     ) -> None:
         super().__init__(peers, queue)
         self._box, self._channel, self._give = box, channel, give
-        self._totals, self._dtype, self._use, self._lend = totals, dtype, use, lend
+        self._totals = totals
+        self._dtype = dtype
+        self._use = use
+        self._lend = lend
         self._lent = [flat for flat, _ in give if lend and box.is_window(flat)]
         self._posted, self._used = not give, not totals
 

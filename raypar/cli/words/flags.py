@@ -79,7 +79,10 @@ def read_flags(
     """
     if HELP & set(words):
         return [*words], []
-    sound, alone, faults, known = list[str](), list[str](), list[FieldFault](), {fault.path for fault in wrong}
+    sound = list[str]()
+    alone = list[str]()
+    faults = list[FieldFault]()
+    known = {fault.path for fault in wrong}
     before, strays = _NO_FLAG, dict[str, list[str]]()
     for flag in _grouped(kind, words, default):
         if isinstance(flag, str):
