@@ -96,7 +96,10 @@ class Rope:
     """
 
     def __init__(self, seq: int, width: int, base: float, scaling: RopeScaling | None = None) -> None:
-        self._seq, self._width, self._base, self._scaling = seq, width, base, scaling
+        self._seq = seq
+        self._width = width
+        self._base = base
+        self._scaling = scaling
         self._made: tuple[int, tuple[Tensor, Tensor]] | None = None  # the length that angles go by, and their table
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
         self._there: tuple[Tensor, list[Tensor]] | None = None  # last call's positions (B,), and their rows

@@ -177,7 +177,10 @@ class _OfSlice(torch.autograd.Function):
     ) -> Tensor:
         every = kept.until(start + q_BNSd.shape[2])
         leaves = [x.detach().requires_grad_() for x in (q_BNSd, *every)]
-        ctx.attend, ctx.kept, ctx.start, ctx.let_go = attend, kept, start, let_go
+        ctx.attend = attend
+        ctx.kept = kept
+        ctx.start = start
+        ctx.let_go = let_go
         ctx.leaves, ctx.tail = leaves, None
         if again:
             return attend(*leaves)

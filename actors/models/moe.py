@@ -52,7 +52,10 @@ class MixtureOfExperts(nn.Module, Balanced):
     ) -> None:
         super().__init__()
         assert model.moe is not None
-        self.spec, self.num_experts, self.attaches, self.documents = model.moe, num_experts, True, documents
+        self.spec = model.moe
+        self.num_experts = num_experts
+        self.attaches = True
+        self.documents = documents
         self._joint, self._is_first = joint, block == model.moe.blocks(model.layers)[0]
         self.sums: Sums = alone
         self.over: Callable[[Tensor], Tensor] = self._over

@@ -14,7 +14,11 @@ DEEPEST = 512
 _WIDTH, _HEAD, _SEQ = 64, 128, 2048
 _BATCH = 1 << 19  # tokens of a step of all replicas
 _TOKENS = 20  # of a parameter
-_MATRICES, _EMBEDDING, _HEAD_RATE, _AT = 0.02, 0.2, 0.004, 768  # learning rates, and the width at which they are so
+# learning rates, and the width at which they are so
+_MATRICES = 0.02
+_EMBEDDING = 0.2
+_HEAD_RATE = 0.004
+_AT = 768
 _COOLING = 0.2  # of the steps
 
 

@@ -212,7 +212,10 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
     giver = "data.fn gives" if isinstance(run.data, Batches) else "the text gives"
     model = build_model(run.model, run.seed)
-    what, taken, met, skipped = "model.fn", "", Values(), Skipped(model.skips, model.names)
+    what = "model.fn"
+    taken = ""
+    met = Values()
+    skipped = Skipped(model.skips, model.names)
     try:
         made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
         for index, (name, layer) in enumerate(zip(model.names, made, strict=False)):

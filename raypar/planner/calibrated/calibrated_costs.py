@@ -141,7 +141,10 @@ def stage_seconds(
     model = run.model
     assert isinstance(model, Transformer)
     size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
-    forward, backward, later, longer = calibration.action_forward, calibration.action_backward, 0.0, 0.0
+    forward = calibration.action_forward
+    backward = calibration.action_backward
+    later = 0.0
+    longer = 0.0
     moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
@@ -223,7 +226,11 @@ def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> di
     """Return how much longer each action takes that needs a core, by how many others run beside it."""
     events = [event for event in timeline.events if event.action.op in _ON_CORES]
     changes = sorted([(one.start, 1) for one in events] + [(one.end, -1) for one in events])
-    times, sums, slow, last, running = list[float](), list[float](), 0.0, 0.0, 0
+    times = list[float]()
+    sums = list[float]()
+    slow = 0.0
+    last = 0.0
+    running = 0
     for at, change in changes:  # the integral of the slowdown over time
         slow += (at - last) * _slowdown(running * actors, cores, busy)
         last, running = at, running + change

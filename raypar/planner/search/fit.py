@@ -97,7 +97,10 @@ def _activations(paper: StepModel, rank: int) -> float:
 
 def in_flight(paper: StepModel, rank: int) -> float:
     """Return of how many stages a pipeline rank keeps activations at a time."""
-    run, p, m, v = paper.run, paper.run.mesh.pp, paper.run.microbatches, paper.chunks
+    run = paper.run
+    p = paper.run.mesh.pp
+    m = paper.run.microbatches
+    v = paper.chunks
     if run.schedule in V_SHAPED:
         part = zero_bubble_memory(run.schedule)  # type: ignore[arg-type]
         return min(2 * m, 2 * p * part + (0 if run.schedule == "zb-v" else 3))

@@ -179,7 +179,10 @@ class _Search:
     """
 
     def __init__(self, run: Run, model: GPT | Llama, cluster: Cluster, space: Space, software: Software) -> None:
-        self._model, self._cluster, self._space, self._software = model, cluster, space, software
+        self._model = model
+        self._cluster = cluster
+        self._space = space
+        self._software = software
         self.fits: list[Candidate] = []
         self.least: Candidate | None = None
         self.looked = 0

@@ -88,7 +88,10 @@ def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[Lay
 
 def _attention(run: Run, model: GPT | Llama, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the projections, rotations and the core of attention."""
-    T, h, t, e = sizes.tokens, model.hidden, sizes.ranks, sizes.element
+    T = sizes.tokens
+    h = model.hidden
+    t = sizes.ranks
+    e = sizes.element
     heads, width, keys = model.heads / t, model.head_size, max(model.num_kv_heads / t, 1.0)
     both = heads + keys
     yield LayerOperation("qkv", "linear", Product(T, width * (heads + 2 * keys), h, e))
@@ -118,7 +121,10 @@ def is_materialised(model: GPT | Llama) -> bool:
 
 def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the operations of an MLP of a width, which tensor ranks divide."""
-    T, h, own, e = sizes.tokens, model.hidden, width / sizes.ranks, sizes.element
+    T = sizes.tokens
+    h = model.hidden
+    own = width / sizes.ranks
+    e = sizes.element
     yield from _matrices(model, T, own, e)
     inside = 3 if model.is_gated else 2  # reads one or two, writes one
     yield LayerOperation("activation", "beside", Work(0.0, inside * e * T * own))
@@ -133,7 +139,10 @@ def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> It
 
 def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[LayerOperation]:
     """Yield the operations of a layer with experts, at an even load."""
-    moe, h, e, mesh = model.moe, model.hidden, sizes.element, run.mesh
+    moe = model.moe
+    h = model.hidden
+    e = sizes.element
+    mesh = run.mesh
     assert moe is not None
     tokens = sizes.tokens / (sizes.ranks if mesh.folds_experts else 1)
     rows, held = tokens * moe.top_k, max(1, num_experts // mesh.expert_parts)
