@@ -127,12 +127,7 @@ def prepared(
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
-    found, wrong, faults = None if isinstance(resume, str | PathLike) else resume, list[FieldFault](), list[str]()
-    if isinstance(resume, str | PathLike):
-        try:
-            found = find(Path(resume))
-        except ConfigError as error:
-            wrong = [FieldFault("folder", text, of_type=True) for text in error.faults]
+    (found, wrong), faults = _begun_from(resume), list[str]()
     if found is not None:
         run = as_begun(run, found.manifest.run)
     skeleton, programs = Skeleton(run.model, run.seed), None
@@ -163,6 +158,18 @@ def prepared(
     if run.folder != AUTO and not (overwrite and run.folder is not None and holds_run(absolute(run.folder))):
         demand_room(run, 0 if found is None else found.manifest.step)
     return Prepared(run, programs, skeleton, found)
+
+
+def _begun_from(
+    resume: str | PathLike[str] | VerifiedCheckpoint | None,
+) -> tuple[VerifiedCheckpoint | None, list[FieldFault]]:
+    """Return the checkpoint to continue from, and what is wrong with its path."""
+    if not isinstance(resume, str | PathLike):
+        return resume, []
+    try:
+        return find(Path(resume)), []
+    except ConfigError as error:
+        return None, [FieldFault("folder", text, of_type=True) for text in error.faults]
 
 
 def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) -> None:
