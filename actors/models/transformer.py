@@ -40,7 +40,10 @@ class Embedding(nn.Module, Incremental):
 
     def __init__(self, spec: Transformer, documents: Documents, slices: TokenSlices) -> None:
         super().__init__()
-        self._seq, self._hidden, self._documents, self._slices = spec.seq, spec.hidden, documents, slices
+        self._seq = spec.seq
+        self._hidden = spec.hidden
+        self._documents = documents
+        self._slices = slices
         self.tokens = nn.Embedding(spec.vocab, spec.hidden, spec.pad_id)
         self.positions = added_positions(spec)
         self._scaled = spec.scaled_embedding or isinstance(self.positions, Sinusoidal)

@@ -177,10 +177,9 @@ def guarded(part: Any, right: Callable[..., bool], below: str = "") -> Any:
     kept, wrong = dict[str, Any](), list[str]()
     for name, value in ((field.name, getattr(part, field.name)) for field in fields(part)):
         path = f"{below}{name}"
-        inner = [f"{path}.{field.name}" for field in fields(value)] if is_dataclass(value) else []
         if right(path):
             kept[name] = value
-        elif inner and right(f"{path}.") and not right(*inner):  # some of its fields are wrong, and not its type
+        elif is_dataclass(value) and right(f"{path}."):  # something in it is wrong, and not its type
             kept[name] = guarded(value, right, f"{path}.")
         else:
             wrong.append(name)
