@@ -22,9 +22,9 @@ from raypar.actors.tensors import Values
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
-_MAXIMUM_UNIT = 1 if sys.platform == "darwin" else 1 << 10  # bytes, of getrusage's maximum of resident memory
+_MAXIMUM_UNIT = 1 if sys.platform == "darwin" else 1 << 10  # bytes; the unit of getrusage's ru_maxrss
 _VM_HWM = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
-_STATUS = 1 << 14  # bytes of /proc/self/status that one read asks for
+_STATUS = 1 << 14  # bytes of one read of /proc/self/status
 
 ALL_BLOCKS = 1 << 30  # for ``keep_freed_memory``
 SMALL_BLOCKS = 1 << 18
@@ -34,13 +34,13 @@ BLOCKS_OF_A_STEP = 1 << 22  # with sharded weights or gradients, which are large
 def keep_freed_memory(below: int) -> None:
     """Make the C library keep freed blocks of memory that are smaller than a size (glibc only).
 
-    A step allocates and frees the same activations again and again. Giving them back to the system in between costs a
-    page fault per page. But a kept block is cut into pieces, which are soon too small for another block of its size. A
-    launch makes and frees each weight once, and a step with sharded weights or gradients does so all the time: what is
-    large is given back then. There is one arena, because the thread that computes is not the main thread.
+    Every step allocates and frees the same activations. Returning them to the system in between costs a page fault per
+    page. But a kept block is divided into pieces, which are soon too small for another block of its size. A launch
+    allocates and frees each weight once, and a step with sharded weights or gradients frees large blocks often: then
+    large blocks are returned. There is one arena, because the thread that computes is not the main thread.
 
     Args:
-        below: Bytes from which on a freed block is given back at once. What was kept before is given back now.
+        below: Size in bytes from which a freed block is returned at once. Blocks that are kept now are returned.
     """
     libc = ctypes.CDLL(None)
     if (mallopt := getattr(libc, "mallopt", None)) is not None:
@@ -51,7 +51,7 @@ def keep_freed_memory(below: int) -> None:
 
 
 def resident_memory() -> int:
-    """Return the bytes of memory that this process has now; without /proc (macOS) the most that it has had so far."""
+    """Return the resident bytes of this process; without /proc (macOS) the peak since its begin."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -59,7 +59,7 @@ def resident_memory() -> int:
 
 
 def largest_memory() -> int:
-    """Return the most bytes of memory that this process has had since it began."""
+    """Return the peak of resident bytes of this process since its begin."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXIMUM_UNIT
 
 
@@ -102,9 +102,9 @@ class ComputeDevice(ABC):
     """The device on which an actor computes.
 
     Attributes:
-        kind: Kind of device, as a plan spells it.
+        kind: Kind of device, in a plan's spelling.
         device: Device of the actor's tensors.
-        clock_offset: Seconds to add to this machine's clock to get that of the driver's machine.
+        clock_offset: Seconds from this machine's clock to that of the driver's machine.
     """
 
     kind: DeviceKind
@@ -113,7 +113,7 @@ class ComputeDevice(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Prepare the calling thread to compute here. An actor's calls may come on any thread."""
+        """Prepare the calling thread to compute on the device. An actor's calls may run on any thread."""
 
     @abstractmethod
     def to(self, values: Values) -> Values:
@@ -129,7 +129,7 @@ class ComputeDevice(ABC):
 
     @abstractmethod
     def ahead(self, *, rehearsed: bool) -> int:
-        """Return how many receives to post before their turn, so that their peers need not wait.
+        """Return the number of receives to post early, so that their peers need not wait.
 
         Args:
             rehearsed: Whether the same actions have run before.
@@ -141,11 +141,11 @@ class ComputeDevice(ABC):
 
     @abstractmethod
     def mark(self) -> float:
-        """Mark this moment, for ``seconds``. On a GPU it is when the GPU has completed the work issued so far."""
+        """Return a mark of this moment, for ``seconds``: on a GPU, the completion of the work issued so far."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all work is complete. From now on ``seconds`` and ``spans`` can convert the step's marks."""
+        """Wait until all work is complete. Afterwards ``seconds`` and ``spans`` can convert the step's marks."""
 
     @abstractmethod
     def seconds(self, mark: float) -> float:
@@ -234,8 +234,8 @@ class Cuda(ComputeDevice):
     def ahead(self, *, rehearsed: bool) -> int:
         """Return 1 once every kernel has been used, before that 0.
 
-        A posted receive occupies multiprocessors until it is complete. To load a kernel, CUDA waits for everything that
-        runs, including receives, so two ranks could wait for each other in their first pass.
+        A posted receive occupies multiprocessors until it is complete. To load a kernel, CUDA waits for all running
+        kernels, including receives, so two ranks could wait for each other in their first pass.
         """
         return int(rehearsed)
 
@@ -280,6 +280,6 @@ class Cuda(ComputeDevice):
         return torch.cuda.default_generators[index]
 
 
-def place_of(kind: DeviceKind) -> ComputeDevice:
-    """Return this process's place for a kind of device. Raises RuntimeError if it has none."""
+def device_of(kind: DeviceKind) -> ComputeDevice:
+    """Return this process's device of a kind. Raises RuntimeError if it has none."""
     return Cuda() if kind == "cuda" else Host()

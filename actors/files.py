@@ -27,15 +27,15 @@ AT_ONCE = 8 << 20  # bytes of a tensor that are read or compared at a time, unle
 def exhaust(work: Iterator[object], spare: float) -> None:
     """Run ``work`` to its end, at first on idle cores only.
 
-    Where no thread can give way to all others (only Linux's SCHED_IDLE does), all of the work has normal priority.
+    If threads can't have idle priority (only Linux has SCHED_IDLE), all of the work has normal priority.
 
     Args:
-        work: Each ``next`` does one piece. A piece should take long compared with what Python does between two, and
-            release the GIL meanwhile: otherwise other threads wait for the GIL that a lowest-priority thread holds.
+        work: Each ``next`` does one piece. A piece should take long compared with Python's overhead between two, and
+            release the GIL: otherwise other threads wait for the GIL that a lowest-priority thread holds.
         spare: Seconds for which to use only idle cores; afterwards the work runs at normal priority.
 
     Raises:
-        Exception: Whatever the work raises.
+        Exception: Any exception of the work.
     """
     if spare > 0 and has_feature("idle_threads"):
         thread = _Spare(work)
@@ -51,7 +51,7 @@ def exhaust(work: Iterator[object], spare: float) -> None:
 class _Spare(threading.Thread):
     """A thread that works at idle priority until it is ``late``.
 
-    A thread cannot leave SCHED_IDLE, so the work gets a thread of its own.
+    A thread cannot leave SCHED_IDLE, so the work has a separate thread.
     """
 
     def __init__(self, work: Iterator[object]) -> None:
@@ -93,7 +93,7 @@ _FIXES = {
 def checkpoint_errors(doing: str) -> Iterator[None]:
     """Turn an OSError, or a ValueError for a bad path, into a CheckpointError.
 
-    The error says what was being done (``doing``), why it failed and what helps.
+    The error has the operation (``doing``), the reason and the fix.
     """
     try:
         yield
@@ -107,8 +107,8 @@ def checkpoint_errors(doing: str) -> Iterator[None]:
 class WholeFile:
     """A file that appears at its path only when it is complete.
 
-    It is written under a hidden name; ``commit`` syncs and renames it. The caller must still sync the folder. As a
-    context manager, it removes the file unless it was committed.
+    It is written under a hidden name; ``commit`` syncs and renames it. The caller must sync the folder afterwards. As a
+    context manager, it removes the file unless it is committed.
 
     Args:
         path: Path of the file.
@@ -133,7 +133,7 @@ class WholeFile:
             left = left[os.write(self._out, left) :]
 
     def sync(self) -> None:
-        """Flush what was written to the disk. Raises OSError."""
+        """Flush written bytes to the disk. Raises OSError."""
         if not self._synced:
             os.fsync(self._out)
             self._synced = True
@@ -161,18 +161,18 @@ class WholeFile:
 
 
 def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
-    """Write a file atomically, as a ``WholeFile``. The caller must still sync the folder.
+    """Write a file atomically, as a ``WholeFile``. The caller must sync the folder afterwards.
 
     Args:
         path: Path of the file.
-        parts: The bytes, one part after the other.
+        parts: The bytes, in parts.
         spare: Seconds for which to use only idle cores (see ``exhaust``).
 
     Returns:
         The number of bytes, and their sha256 in hex.
 
     Raises:
-        OSError: The file can't be written. Nothing is left behind.
+        OSError: The file can't be written. No file remains.
     """
     digest = hashlib.sha256()
     with WholeFile(path) as out:
@@ -203,16 +203,16 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that appears at its path only when it is complete.
+    """Create a folder that appears at its path only when it is complete.
 
     Args:
         path: Path of the folder. It must not exist yet, or be an empty folder.
 
     Yields:
-        A hidden folder beside it, to be filled. Behind the ``with`` block it is synced and renamed.
+        A hidden folder next to it, to be filled. After the ``with`` block it is synced and renamed.
 
     Raises:
-        OSError: The folder can't be made. Nothing is left behind, nor if the block raises.
+        OSError: The folder can't be created. It is removed then, and also if the block raises.
     """
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     aside.mkdir()
@@ -236,7 +236,7 @@ def swap_paths(one: Path, other: Path) -> None:
 
 
 def expanded(path: str | PathLike[str]) -> Path:
-    """Expand ``~`` in a path. An unknown user's home is left as it is, where pathlib's ``expanduser`` would raise."""
+    """Expand ``~`` in a path. The ``~`` of an unknown user stays, unlike in pathlib's ``expanduser``, which raises."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -250,7 +250,7 @@ def plain_size(path: Path) -> int:
 
 @contextmanager
 def open_named(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that the user named, to read it; it may be a link. Nothing here waits for what writes into a pipe.
+    """Open a file that the user named, to read it; it may be a link. A pipe raises and does not block.
 
     Raises:
         OSError: It can't be opened, or it is a pipe, a device or a folder.

@@ -1,7 +1,7 @@
-"""Flat tensors whose memory is given back to the system at once when they are not used.
+"""Flat tensors whose memory is returned to the system as soon as they are not used.
 
-Memory of the C library's heap would not be: a freed block is rarely reused for one of the same size, since an aligned
-block needs some bytes more, which smaller ones have taken meanwhile.
+The C library's heap would not return it: a freed block is rarely reused for one of the same size, since an aligned
+block needs some bytes more, which smaller blocks have taken since.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _NONE, _READ_WRITE = 0, 3  # <sys/mman.h>: PROT_NONE, PROT_READ | PROT_WRITE
 
 
 class FlatMemory:
-    """A flat tensor whose memory can be released and taken again, while its views, also those of autograd, stay valid.
+    """A flat tensor whose memory can be released and allocated again, while its views, also autograd's, stay valid.
 
-    On Linux's CPUs it is a mapping of its own. Reading it while it is released crashes the process (SIGSEGV), which is
+    On CPUs with Linux it is a separate mapping. Reading it while it is released crashes the process (SIGSEGV), which is
     better than garbage.
 
     Args:
         count: Number of elements.
-        dtype: Their dtype.
+        dtype: Dtype of the elements.
         device: The device.
 
     Attributes:
-        tensor: The tensor (count,). Its memory is there at first: some devices make no views of a released tensor.
+        tensor: The tensor (count,). Its memory is allocated at first: some devices have no views of released tensors.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,14 +43,14 @@ class FlatMemory:
             self.tensor = torch.empty(count, dtype=dtype, device=device)
 
     def take(self) -> None:
-        """Take memory for the tensor, with undefined values."""
+        """Allocate memory for the tensor, with undefined values."""
         if self._mapping is not None:
             self._protect(_READ_WRITE)
         else:
             self.tensor.untyped_storage().resize_(self._size)
 
     def release(self) -> None:
-        """Give the memory back. Its values are lost."""
+        """Release the memory. Its values are lost."""
         if self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._protect(_NONE)
@@ -65,7 +65,7 @@ class FlatMemory:
 
 
 def flat_empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor (count,) whose memory is given back as soon as the tensor is deleted."""
+    """Return an uninitialised tensor (count,) whose memory is returned as soon as the tensor is deleted."""
     if device.type == "cpu" and count and has_feature("released_pages"):
         return _mapped(count, dtype)[1]
     return torch.empty(count, dtype=dtype, device=device)

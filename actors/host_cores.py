@@ -1,4 +1,4 @@
-"""How many CPU cores this machine has for this process."""
+"""The number of CPU cores of this process."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from raypar.actors.system_features import has_feature
 
 
 def num_cores() -> int:
-    """Return how many cores this process, and those that it starts, may use: under taskset those that it is given."""
+    """Return the number of cores that this process and its children may use; taskset can limit it."""
     return len(os.sched_getaffinity(0)) if has_feature("core_affinity") else os.cpu_count() or 1

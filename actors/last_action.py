@@ -1,4 +1,4 @@
-"""The last action that an actor has begun, in a memory file, where it can be read when the actor has died."""
+"""The last action that an actor has begun, in a memory file, which others can read after the actor has died."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import suppress
 from raypar.actors.system_features import has_feature
 from raypar.schedules.action import Action
 
-_NOTE = struct.Struct("<q56s")  # the step, counted from 1, and the action as it is spelled; 0 before the first
+_NOTE = struct.Struct("<q56s")  # the step, counted from 1, or 0 before the first; and the action's spelling
 
 
 class LastAction:
-    """Notes every action that an actor begins. It costs a copy of 64 bytes."""
+    """Records every action that an actor begins. It costs a copy of 64 bytes."""
 
     def __init__(self) -> None:
         self._note: mmap.mmap | bytearray = bytearray(_NOTE.size)
@@ -22,7 +22,7 @@ class LastAction:
         self._fd = -1
 
     def begin(self, step: int, action: Action) -> None:
-        """Note that an action of a step, counted from 0, begins."""
+        """Record that an action of a step, counted from 0, begins."""
         spelled = self._spelled.get(action)
         if spelled is None:
             spelled = self._spelled[action] = str(action).encode()
@@ -33,10 +33,10 @@ class LastAction:
         _NOTE.pack_into(self._note, 0, 0, b"")
 
     def share(self) -> int:
-        """Let other processes read the notes from now on.
+        """Make the record readable for other processes.
 
         Returns:
-            The descriptor of the file with them; -1 if there is none, as other systems than Linux have no such files.
+            The descriptor of its memory file; -1 if the system has none, as all systems except Linux.
         """
         if self._fd < 0 and has_feature("memory_files"):
             self._fd = os.memfd_create("raypar-last-action")

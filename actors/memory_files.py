@@ -12,7 +12,7 @@ _ADVICE = (
 
 
 def reserve(fd: int, start: int, count: int) -> None:
-    """Give part of a memory file its memory now. Without it, a later write ends the process (SIGBUS) if there is none.
+    """Allocate the memory of a part of a memory file. Else a later write ends the process (SIGBUS) if there is none.
 
     Args:
         fd: Descriptor of the file, which grows if it is shorter.
@@ -20,7 +20,7 @@ def reserve(fd: int, start: int, count: int) -> None:
         count: Bytes of the part.
 
     Raises:
-        OSError: There is no memory left. The text says what helps.
+        OSError: There is not enough memory. The text has the fix.
     """
     if not count:
         return

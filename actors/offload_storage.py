@@ -1,7 +1,7 @@
-"""Where an actor keeps what it needs only at times: on its device, in host memory, or in a file.
+"""Storage of tensors that an actor needs only temporarily: its device, host memory, or a file.
 
-On CPUs the device's memory is what a process holds by itself. Host memory is then memory that is mapped as shared: as
-that of a file, it counts neither as data of the process (RLIMIT_DATA) nor, while it is not at hand, in its size.
+On CPUs the device's memory is the private memory of a process. Host memory is then memory that is mapped as shared:
+like a file, it counts neither as data of the process (RLIMIT_DATA) nor, while it is not accessed, in its resident size.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from torch import Tensor
 from raypar.actors.errors import OffloadError
 from raypar.actors.tensors import nbytes
 
-# <asm-generic/mman-common.h>: they fault pages in, and tell an error where an access would end the process (SIGBUS)
+# <asm-generic/mman-common.h>: they fault pages in, and return an error where an access would end the process (SIGBUS)
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _NOT_MAPPED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _WAIT_BEFORE = 1  # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE
 
 
 class OffloadStorage(ABC):
-    """Where an actor keeps its masters, optimizer states, sums of gradients, and perhaps weights.
+    """Storage of an actor's masters, optimizer states, sums of gradients, and perhaps weights.
 
     Attributes:
-        is_apart: Whether that is another place than the device's memory.
+        is_off_device: Whether it is off the device.
     """
 
-    is_apart = True
+    is_off_device = True
 
     @abstractmethod
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor (count,) here, uninitialised.
+        """Allocate an uninitialised tensor (count,) in the storage.
 
         Raises:
-            OffloadError: There is no room.
+            OffloadError: There is no space.
         """
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is here."""
+        """Return whether a tensor is in the storage."""
 
     def reserve(self, sizes: Iterable[int]) -> None:  # noqa: B027
-        """Make sure that there will be room for tensors of these bytes. Raises OffloadError if there is none."""
+        """Reserve space for tensors of these bytes. Raises OffloadError if there is none."""
 
     @contextmanager
-    def at_hand(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
-        """Within the context, tensors are to be read, or also written to.
+    def accessible(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
+        """Return a context in which tensors can be read, or also written to.
 
         Args:
-            tensors: The tensors; those that are not here do not matter.
+            tensors: The tensors; those that are not in the storage are ignored.
             writes: Whether they are written to.
 
         Raises:
@@ -68,36 +68,36 @@ class OffloadStorage(ABC):
         """
         yield
 
-    def expect(self, tensor: Tensor) -> None:  # noqa: B027
-        """Start to read a tensor from the disk, because it will soon be used."""
+    def prefetch(self, tensor: Tensor) -> None:  # noqa: B027
+        """Start to read a tensor from the disk, before it is used."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise OffloadError if something could not be written to the disk since the last check."""
+        """Raise OffloadError if a write to the disk has failed since the last check."""
 
     def moved(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
-        """Copy a tensor into memory of this home, with the same shape and strides. If it is here already, return it.
+        """Copy a tensor into the storage, with the same shape and strides. Return it if it is there already.
 
         Args:
             tensor: The tensor.
-            into: A tensor of this home with the same shape, which takes the values; None allocates one.
+            into: A tensor of the storage with the same shape, to copy the values into; None allocates one.
         """
         if self.holds(tensor):
             return tensor
         if into is None:
             into = self.like(tensor, tensor.dtype)
-        with torch.no_grad(), self.at_hand([into], writes=True):
+        with torch.no_grad(), self.accessible([into], writes=True):
             return into.copy_(tensor)
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor: here if the tensor is, too, else on its device."""
-        if not (self.is_apart and self.holds(tensor)):
+        """Return a copy of a tensor: in the storage if the tensor is, else on the tensor's device."""
+        if not (self.is_off_device and self.holds(tensor)):
             return tensor.detach().clone()
         copy = self.like(tensor, tensor.dtype)
-        with torch.no_grad(), self.at_hand([tensor]), self.at_hand([copy], writes=True):
+        with torch.no_grad(), self.accessible([tensor]), self.accessible([copy], writes=True):
             return copy.copy_(tensor)
 
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor here of the shape and order in memory of another one.
+        """Allocate a tensor in the storage, with the shape and memory order of another one.
 
         Args:
             tensor: The other tensor.
@@ -107,10 +107,10 @@ class OffloadStorage(ABC):
         return self.empty(tensor.numel(), dtype).as_strided(tensor.shape, strides)
 
 
-class DeviceHome(OffloadStorage):
+class DeviceStorage(OffloadStorage):
     """The memory of the device itself: nothing is offloaded."""
 
-    is_apart = False
+    is_off_device = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,7 +122,7 @@ class DeviceHome(OffloadStorage):
         return True
 
 
-class PinnedHome(OffloadStorage):
+class PinnedStorage(OffloadStorage):
     """Host memory of an actor that computes on a GPU, which reads and writes it directly."""
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -132,24 +132,24 @@ class PinnedHome(OffloadStorage):
         return tensor.device.type == "cpu"
 
 
-class MappedHome(OffloadStorage):
-    """Memory that is mapped as shared: of a file without a name, or of none, that is, host memory.
+class MappedStorage(OffloadStorage):
+    """Memory that is mapped as shared: of an unnamed file, or host memory without a file.
 
-    The file takes no room after its actor's end, however that comes. What is not at hand is not in the size of the
-    process: host memory keeps it, or the system's cache of files, or the disk.
+    The file takes no space after its actor's end, even after a crash. Memory that is not accessed is not in the
+    resident size of the process: it is in host memory, in the page cache, or on the disk.
 
     Args:
         folder: Folder of the file; None for host memory.
         actor: Name of the actor, for messages.
 
     Raises:
-        OffloadError: There can be no file in the folder.
+        OffloadError: A file can't be created in the folder.
     """
 
     def __init__(self, folder: str | None, actor: str) -> None:
         self._used = self._reserved = 0  # bytes of the file
-        self._left = defaultdict[int, list[int]](list)  # by size, where memory of the file is free again
-        self._lock = threading.Lock()  # copies for checkpoints get their memory in another thread
+        self._left = defaultdict[int, list[int]](list)  # by size, offsets of free memory in the file
+        self._lock = threading.Lock()  # copies for checkpoints are allocated in another thread
         self._addresses = set[int]()
         self._file = None
         self._name = "host memory" if folder is None else f"the offload file of {actor} in {folder!r}"
@@ -163,16 +163,16 @@ class MappedHome(OffloadStorage):
                 raise self._failed("made", error.errno or 0) from error
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Map pages of the file, or of host memory. Raises OffloadError if the disk has no room."""
+        """Map pages of the file, or of host memory. Raises OffloadError if the disk has no space."""
         if not count:
             return torch.empty(0, dtype=dtype)
         size = _pages(count * dtype.itemsize)
-        offset = None if self._file is None else self._room(size)
+        offset = None if self._file is None else self._free_offset(size)
         mapping = self._mapped(size, offset)
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count)
         address = tensor.data_ptr()
         self._addresses.add(address)
-        weakref.finalize(mapping, self._addresses.discard, address)  # other memory may come to be there
+        weakref.finalize(mapping, self._addresses.discard, address)  # the address may be reused
         if offset is not None:
             weakref.finalize(mapping, self._left[size].append, offset)
         return tensor
@@ -184,20 +184,20 @@ class MappedHome(OffloadStorage):
         self._grow(self._used + sum(map(_pages, sizes)))
 
     @contextmanager
-    def at_hand(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
-        """Map all pages of tensors now, and none afterwards."""
-        here = [tensor for tensor in tensors if self.holds(tensor)]
-        for tensor in here:
+    def accessible(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
+        """Return a context in which all pages of tensors are mapped; afterwards none are."""
+        held = [tensor for tensor in tensors if self.holds(tensor)]
+        for tensor in held:
             failed = self._advise(tensor, _POPULATE_WRITE if writes else _POPULATE_READ)
-            if failed not in (0, errno.EINVAL):  # Linux before 5.14 does not know it
+            if failed not in (0, errno.EINVAL):  # Linux before 5.14 does not have it
                 raise self._failed("written" if writes else "read", failed)
         try:
             yield
         finally:
-            for tensor in here:
+            for tensor in held:
                 self._advise(tensor, mmap.MADV_DONTNEED)
 
-    def expect(self, tensor: Tensor) -> None:
+    def prefetch(self, tensor: Tensor) -> None:
         if self._file is not None:
             self._advise(tensor, mmap.MADV_WILLNEED)
 
@@ -212,7 +212,7 @@ class MappedHome(OffloadStorage):
     def _mapped(self, size: int, offset: int | None) -> ctypes.Array[ctypes.c_char]:
         """Map pages of the file, or of host memory, until the array and all views of it are gone.
 
-        Python's own mmap would open the file once more for each mapping.
+        Python's mmap would open the file again for each mapping.
         """
         kind = mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if self._file is None else 0)
         file, start = -1 if self._file is None else self._file.fileno(), ctypes.c_long(offset or 0)
@@ -225,8 +225,8 @@ class MappedHome(OffloadStorage):
         ends.atexit = False  # tensors may outlive it
         return memory
 
-    def _room(self, size: int) -> int:
-        """Return where in the file a size is free."""
+    def _free_offset(self, size: int) -> int:
+        """Return the offset of free bytes in the file."""
         with self._lock:
             if self._left[size]:
                 return self._left[size].pop()
@@ -235,7 +235,7 @@ class MappedHome(OffloadStorage):
             return self._used - size
 
     def _grow(self, size: int) -> None:
-        """Make sure that the file has at least these bytes, and the disk room for them."""
+        """Extend the file to at least these bytes, with space on the disk for them."""
         if self._file is None or size <= self._reserved:
             return
         fallocate = getattr(os, "posix_fallocate", None)  # macOS has none
@@ -249,7 +249,7 @@ class MappedHome(OffloadStorage):
         self._reserved = size
 
     def _advise(self, tensor: Tensor, advice: int) -> int:
-        """Call madvise for the pages of a tensor, and return the number of the error, 0 for none."""
+        """Call madvise for the pages of a tensor, and return the errno, 0 for none."""
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         size = tensor.data_ptr() + nbytes(tensor) - start
         if self._libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice)):
@@ -267,7 +267,7 @@ _FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: "raise the limi
 
 
 def storage_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> OffloadStorage:
-    """Return the home of an actor: its device, host memory, or a file.
+    """Return the storage of an actor: its device, host memory, or a file.
 
     Args:
         device: The device.
@@ -276,13 +276,13 @@ def storage_of(device: torch.device, folder: str | None, actor: str, *, apart: b
         apart: Whether the run offloads anything.
 
     Raises:
-        OffloadError: There can be no file in the folder.
+        OffloadError: A file can't be created in the folder.
     """
     if not apart:
-        return DeviceHome(device)
+        return DeviceStorage(device)
     if folder is None and device.type == "cuda":
-        return PinnedHome()
-    return MappedHome(folder, actor)
+        return PinnedStorage()
+    return MappedStorage(folder, actor)
 
 
 def _pages(size: int) -> int:

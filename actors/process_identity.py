@@ -1,11 +1,11 @@
-"""Which process of all machines a process is, and safe access to processes that others have named.
+"""The identity of a process among those of all machines, and safe access to other processes.
 
-The number of a process (pid) means something only in one PID namespace of one boot of one machine, and only until the
-process has ended: then another one may get the number. Containers may share a network or a user namespace and not the
-others, so what two processes have in common is asked for each use by itself:
+The number of a process (pid) is valid only in one PID namespace of one boot of one machine, and only until the process
+has ended: then another process may get the number. Containers may share a network or a user namespace and not the
+others, so each use has its domain, the namespaces that two processes must share:
 
 - ``memory_domain``: they can exchange memory through local sockets;
-- ``pid_domain``: a pid means the same process for both, and each may signal the other and open its files;
+- ``pid_domain``: a pid denotes the same process for both, and each may signal the other and open its files;
 - ``clock_domain``: ``time.perf_counter`` counts from the same moment;
 - ``boot``: they run on one machine, and so fail together with it.
 """
@@ -24,21 +24,21 @@ from raypar.actors.system_features import has_feature
 
 _PROC = Path("/proc")
 _STAT = 4096  # bytes, more than the text of /proc/PID/stat has
-_UNUSABLE = -1  # in the place of a namespace: /proc does not show the processes by their numbers in it
+_UNUSABLE = -1  # instead of a namespace: /proc does not have the numbers of processes in it
 
 
 class ProcessIdentity(NamedTuple):
     """What distinguishes a process from all others. Unknown by default, as on other systems than Linux.
 
     Attributes:
-        boot: The id of its machine's present boot; "" if it is not known. Then the domains below are "" too.
-        user_namespace: The inode of its user namespace, in which its uid is counted; 0 if the kernel has none.
+        boot: The id of its machine's present boot; "" if it is unknown. Then the domains are "" too.
+        user_namespace: The inode of its user namespace, in which its uid is defined; 0 if the kernel has none.
         uid: The user that it runs as.
         network_namespace: The inode of its network namespace.
-        pid_namespace: The inode of its PID namespace; -1 if its /proc is another one's.
+        pid_namespace: The inode of its PID namespace; -1 if its /proc is that of another namespace.
         time_namespace: The inode of its time namespace.
         pid: Its number in its PID namespace.
-        began: When it began, in clock ticks since the boot.
+        began: Its start time, in clock ticks since the boot.
     """
 
     boot: str = ""
@@ -52,7 +52,7 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def memory_domain(self) -> str:
-        """What processes have in common that can exchange memory through local sockets; "" if it can with none.
+        """The domain of processes that can exchange memory through local sockets; "" if it can with none.
 
         Abstract names of sockets belong to the network namespace. Uids are part of it because a peer must be the same
         user; the kernel translates them between user namespaces, so that only those of one can be compared.
@@ -61,15 +61,15 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def pid_domain(self) -> str:
-        """What processes have in common that can use one another's pids and files; "" if no other process can.
+        """The domain of processes that can use one another's pids and files; "" if no other process can.
 
-        The time namespace belongs to it because start times are read in it.
+        It includes the time namespace, because start times depend on it.
         """
         return "" if self.pid_namespace == _UNUSABLE else self._domain(self.pid_namespace, self.time_namespace)
 
     @property
     def clock_domain(self) -> str:
-        """What processes have in common whose clocks count from one moment; "" if it is not known."""
+        """The domain of processes whose clocks count from one moment; "" if it is unknown."""
         return f"{self.boot}/{self.time_namespace}" if self.boot else ""
 
     def _domain(self, *namespaces: int) -> str:
@@ -101,7 +101,7 @@ def _own(pid: int, uid: int) -> ProcessIdentity:
 
 
 def process_began(process: int | Literal["self"]) -> int | None:
-    """Return when a process of this PID namespace began, in clock ticks since the boot; None if it is over."""
+    """Return the start of a process of this PID namespace, in clock ticks since the boot; None if it has ended."""
     try:
         return _began((_PROC / str(process) / "stat").read_text(errors="replace"))
     except OSError:
@@ -109,7 +109,7 @@ def process_began(process: int | Literal["self"]) -> int | None:
 
 
 def open_process(process: ProcessIdentity) -> int:
-    """Open a process, to signal it or to see how it ends. The signal can reach no other process.
+    """Open a process, to signal it or to wait for its end. A signal can reach no other process.
 
     Returns:
         Its descriptor (pidfd).
@@ -122,7 +122,7 @@ def open_process(process: ProcessIdentity) -> int:
         raise OSError(errno.ENOSYS, "this Python can't open processes")
     opened = os.pidfd_open(process.pid)
     try:
-        with _verified(process):  # only after it was opened: who has this identity now had the number then
+        with _verified(process):  # after opening: the process with this identity had the pid when it was opened
             return opened
     except OSError:
         os.close(opened)
@@ -130,11 +130,11 @@ def open_process(process: ProcessIdentity) -> int:
 
 
 def open_files(process: ProcessIdentity, files: Sequence[int]) -> tuple[int, ...]:
-    """Open files that another process has open, to read them.
+    """Open files of another process, to read them.
 
     Args:
         process: The process.
-        files: Their descriptors in it.
+        files: The descriptors of its open files.
 
     Returns:
         Their descriptors in this process.
@@ -156,7 +156,7 @@ def open_files(process: ProcessIdentity, files: Sequence[int]) -> tuple[int, ...
 
 @contextmanager
 def _verified(process: ProcessIdentity) -> Iterator[int]:
-    """Open the folder of a process in /proc, which stays that of this process, and see that its identity is right.
+    """Open the folder of a process in /proc, which stays that of this process, and verify its identity.
 
     Raises OSError if there is no such process.
     """
@@ -176,13 +176,13 @@ def _verified(process: ProcessIdentity) -> Iterator[int]:
 
 
 def _check_domain(process: ProcessIdentity) -> None:
-    """Raise OSError if the number of a process is not one of this process's PID namespace."""
+    """Raise OSError if a process is not in this process's PID namespace."""
     if not process.pid_domain or process.pid_domain != own_identity().pid_domain:
         raise _none(process)
 
 
 def _began(stat: str) -> int | None:
-    """Return the start time in the text of /proc/PID/stat; None of a process that has ended and not been waited for."""
+    """Return the start time in the text of /proc/PID/stat; None for a zombie."""
     words = stat.rpartition(")")[2].split()
     return None if len(words) < 20 or words[0] in "ZX" else int(words[19])
 

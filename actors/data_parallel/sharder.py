@@ -85,7 +85,7 @@ class Sharder:
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
             experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
-            if "edp.gather" not in self._replicas and not self._shard_storage.is_apart:
+            if "edp.gather" not in self._replicas and not self._shard_storage.is_off_device:
                 self._keep(experts, initial)  # no other actor has them
                 experts = {}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raypar.actors import device as places
-from raypar.actors.device import Cuda, Host, PeakMemory, place_of
+from raypar.actors.device import Cuda, Host, PeakMemory, device_of
 from raypar.actors.specs.results import Span
 from raypar.schedules.action import STEP
 from tests.support.descriptors import descriptors
@@ -37,9 +37,9 @@ def test_layers_draw_the_same_after_the_same_seed():
 def test_a_process_without_a_gpu_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert place_of("cpu").kind == "cpu"
+    assert device_of("cpu").kind == "cpu"
     with pytest.raises(RuntimeError, match=r"torch .* finds no GPU in this process"):
-        place_of("cuda")
+        device_of("cuda")
 
 
 @pytest.fixture

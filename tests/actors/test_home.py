@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raypar.actors.errors import CheckpointError, OffloadError
-from raypar.actors.offload_storage import MappedHome
+from raypar.actors.offload_storage import MappedStorage
 from raypar.actors.specs.optim import AdamW
 from tests.support.snapshots import saved
 from tests.support.team import Team, linears
@@ -28,7 +28,7 @@ def team_in(folder, **changes):
 
 
 def test_memory_that_was_given_back_is_used_again(tmp_path):
-    home = MappedHome(str(tmp_path), "me")
+    home = MappedStorage(str(tmp_path), "me")
     one, other = home.empty(3000, torch.float32), home.empty(10, torch.float32)
     one.fill_(1)
     other.fill_(2)
@@ -49,7 +49,7 @@ def num_open(folder):
 
 
 def test_a_file_is_open_once_however_many_tensors_are_in_it(tmp_path):
-    home = MappedHome(str(tmp_path), "me")
+    home = MappedStorage(str(tmp_path), "me")
     before = num_open(tmp_path)
     assert before == 1
     kept = [home.empty(10, torch.float32).fill_(number) for number in range(50)]
@@ -59,13 +59,13 @@ def test_a_file_is_open_once_however_many_tensors_are_in_it(tmp_path):
 
 @pytest.mark.parametrize("folder", [None, True])
 def test_what_is_not_at_hand_keeps_its_values(folder, tmp_path):
-    home = MappedHome(str(tmp_path) if folder else None, "me")
+    home = MappedStorage(str(tmp_path) if folder else None, "me")
     tensor = home.empty(5000, torch.float32)
-    with home.at_hand([tensor], writes=True):
+    with home.accessible([tensor], writes=True):
         tensor.copy_(torch.arange(5000.0))
-    home.expect(tensor)
+    home.prefetch(tensor)
     home.check()
-    with home.at_hand([tensor[2000:]]):
+    with home.accessible([tensor[2000:]]):
         assert tensor[2000:].sum() == torch.arange(2000.0, 5000.0).sum()
     copy = home.copied(tensor.view(50, 100).T)
     assert home.holds(copy)
@@ -77,7 +77,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path):
     with pytest.raises(
         OffloadError, match=r"offload file of pp=0 in '.*gone' can't be made \(No such file or directory"
     ):
-        MappedHome(str(tmp_path / "gone"), "pp=0")
+        MappedStorage(str(tmp_path / "gone"), "pp=0")
 
 
 def test_a_file_that_may_not_grow_is_told_at_the_launch(tmp_path):

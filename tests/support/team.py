@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from raypar.actors.device import place_of
+from raypar.actors.device import device_of
 from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
@@ -53,7 +53,7 @@ class Local(RayparActor):
         return getattr(self._member.probe, name)
 
     def join(self, plan, groups, place=None):
-        place = place or place_of(plan.device)
+        place = place or device_of(plan.device)
         place.enter()
         self._joined = groups
         self._member = member_of(plan, groups, place)

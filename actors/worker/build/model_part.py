@@ -67,7 +67,7 @@ class ModelPart:
     @property
     def home(self) -> OffloadStorage:
         """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
-        return self.masters.home
+        return self.masters.storage
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
@@ -84,7 +84,7 @@ class ModelPart:
     @property
     def summed(self) -> Mapping[str, nn.Parameter]:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
-        return self.masters.parameters if self.home.is_apart else self.parameters
+        return self.masters.parameters if self.home.is_off_device else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""

@@ -13,13 +13,13 @@ from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.inspect.step import Notes
-from raypar.actors.offload_storage import DeviceHome
+from raypar.actors.offload_storage import DeviceStorage
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team, linears
 
-HOST = DeviceHome(torch.device("cpu"))
+HOST = DeviceStorage(torch.device("cpu"))
 
 LAYOUTS = {
     "alone": {},
