@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raypar.actors.device import ComputeDevice
+    from raypar.actors.machine.device import ComputeDevice
 
 
 class Extents(NamedTuple):

@@ -15,8 +15,8 @@ from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tile_names import untiled
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 

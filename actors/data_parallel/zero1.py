@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 

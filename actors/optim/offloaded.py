@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.groups import rule_of
 from raypar.actors.optim.optimizer import STATE_KEYS, Optimizer
 from raypar.actors.specs.optim import SGD, AnyOptimizer

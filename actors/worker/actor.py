@@ -21,7 +21,7 @@ from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Snapsh
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.device import (
+from raypar.actors.machine.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
     SMALL_BLOCKS,
@@ -29,9 +29,9 @@ from raypar.actors.device import (
     keep_freed_memory,
     resident_memory,
 )
-from raypar.actors.last_action import LastAction
+from raypar.actors.machine.last_action import LastAction
+from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.mesh.memberships import memberships
-from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove, TransferGroup
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
-from raypar.actors.device import ComputeDevice, device_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
+from raypar.actors.machine.device import ComputeDevice, device_of
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import Skipped
-from raypar.actors.offload_storage import DeviceStorage
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of

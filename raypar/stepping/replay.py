@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raypar.actors.device import device_of
+from raypar.actors.machine.device import device_of
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage

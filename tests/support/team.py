@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from raypar.actors.device import device_of
-from raypar.actors.last_action import LastAction
+from raypar.actors.machine.device import device_of
+from raypar.actors.machine.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import join_shards

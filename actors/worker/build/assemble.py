@@ -15,17 +15,17 @@ from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, S
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.offload_storage import storage_of
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model, first_learning
 from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
-from raypar.actors.offload_storage import storage_of
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.compiled import compile_layers

@@ -11,11 +11,11 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
-from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
+from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import tie_parameters
-from raypar.actors.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers

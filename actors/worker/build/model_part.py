@@ -16,9 +16,9 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import Masters
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding

@@ -14,7 +14,7 @@ from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
-from raypar.actors.flat_memory import flat_empty
+from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate, Updater

@@ -13,10 +13,10 @@ from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import Host
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.machine.device import Host
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.offload_storage import DeviceStorage
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice, device_of
+from raypar.actors.machine.device import ComputeDevice, device_of
 from tests.bench.trainer import LocalTrainer, Trainer
 from tests.gpu.first_hour.kernels import KernelRecorder, StepKernels, begin_in_actor, end_in_actor
 from tests.gpu.first_hour.outcome import NotPossibleError

@@ -11,9 +11,9 @@ import torch
 
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.offload_storage import DeviceStorage
 from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
 from raypar.checkpoint.background_save import Saver

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.data.example_blocks import examples_in
-from raypar.actors.data.example_shapes import ExampleError, ExampleText, example_as_text
-from raypar.actors.data.tokenizer import Mask, Tokenizer
+from raypar.actors.data.examples.example_blocks import examples_in
+from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, example_as_text
+from raypar.actors.data.tokenizers.tokenizer import Mask, Tokenizer
 from raypar.actors.specs.data import Learned
 
 MOST_NAMED = 5  # faulty examples that a message names

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from raypar.actors.data.example_shapes import ExampleError, ExampleText, Span
+from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, Span
 
 _BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # noncharacters of Unicode: no text has them
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.files import read_named
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.machine.files import read_named
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _TRAIN = "train"

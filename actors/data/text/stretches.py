@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.data.text_conversion import Tokens
+from raypar.actors.data.text.text_conversion import Tokens
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypar.actors import files, flat_memory, host_cores, last_action
-from raypar.actors.system_features import REQUIREMENTS, Requirement, has_feature
+from raypar.actors.machine import files, flat_memory, host_cores, last_action
+from raypar.actors.machine.system_features import REQUIREMENTS, Requirement, has_feature
 from raypar.config.validate.recovery import recovery_faults
 from tests.support.linux_only import linux_only_names
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is another system")
 # Files that use what only Linux has, behind a question of their own: whether members have a ``memory_domain``.
 SHARED_MEMORY = "actors/collective/shm/"
 PLATFORM = {
-    "actors/system_features.py",  # the table
-    "actors/device.py",  # the unit of getrusage
+    "actors/machine/system_features.py",  # the table
+    "actors/machine/device.py",  # the unit of getrusage
     "raypar/config/validate/recovery.py",  # these say which system it is
     "raypar/doctor/leftovers.py",
     "raypar/doctor/node_facts.py",

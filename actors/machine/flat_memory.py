@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 
 _NONE, _READ_WRITE = 0, 3  # <sys/mman.h>: PROT_NONE, PROT_READ | PROT_WRITE
 

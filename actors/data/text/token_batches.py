@@ -18,10 +18,10 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raypar.actors.data.conversion import Convert, by_size
-from raypar.actors.data.stretches import Int64s, Stretches, TokenWindows, drawn_blocks
-from raypar.actors.data.text_conversion import Tokens
-from raypar.actors.data.text_files import Facts, TextError, open_tokens
-from raypar.actors.data.tokenizer import fix_of_vocab
+from raypar.actors.data.text.stretches import Int64s, Stretches, TokenWindows, drawn_blocks
+from raypar.actors.data.text.text_conversion import Tokens
+from raypar.actors.data.text.text_files import Facts, TextError, open_tokens
+from raypar.actors.data.tokenizers.tokenizer import fix_of_vocab
 from raypar.actors.specs.data import Text
 
 if TYPE_CHECKING:

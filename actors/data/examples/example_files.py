@@ -22,14 +22,20 @@ import numpy.typing as npt
 
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
-from raypar.actors.data.example_blocks import SUFFIXES, blocks_of_examples
-from raypar.actors.data.example_conversion import MOST_NAMED, ExampleConversion, ExampleFaults, add_fault, fault_lines
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.data.packing import Int64s
-from raypar.actors.data.saved_dataset import is_saved, shards_of, splits_in
-from raypar.actors.data.text_files import TextError
-from raypar.actors.data.tokenizer import Mask, Tokenizer
-from raypar.actors.files import WholeFile, expanded, write_whole
+from raypar.actors.data.examples.example_blocks import SUFFIXES, blocks_of_examples
+from raypar.actors.data.examples.example_conversion import (
+    MOST_NAMED,
+    ExampleConversion,
+    ExampleFaults,
+    add_fault,
+    fault_lines,
+)
+from raypar.actors.data.examples.packing import Int64s
+from raypar.actors.data.examples.saved_dataset import is_saved, shards_of, splits_in
+from raypar.actors.data.text.text_files import TextError
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.data.tokenizers.tokenizer import Mask, Tokenizer
+from raypar.actors.machine.files import WholeFile, expanded, write_whole
 from raypar.actors.specs.data import Examples
 
 log = logging.getLogger(__name__)

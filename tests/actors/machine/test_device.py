@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors import device as places
-from raypar.actors.device import Cuda, Host, PeakMemory, device_of
+from raypar.actors.machine import device as places
+from raypar.actors.machine.device import Cuda, Host, PeakMemory, device_of
 from raypar.actors.specs.results import Span
 from raypar.schedules.action import STEP
 from tests.support.descriptors import descriptors

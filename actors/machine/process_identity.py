@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 
 _PROC = Path("/proc")
 _STAT = 4096  # bytes, more than the text of /proc/PID/stat has

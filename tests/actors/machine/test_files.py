@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from raypar.actors.files import WholeFile, exhaust, whole_folder
+from raypar.actors.machine.files import WholeFile, exhaust, whole_folder
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads give way on Linux only")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.files import expanded, open_named
+from raypar.actors.machine.files import expanded, open_named
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 

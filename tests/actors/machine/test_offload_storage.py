@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from raypar.actors.errors import CheckpointError, OffloadError
-from raypar.actors.offload_storage import MappedStorage
+from raypar.actors.machine.offload_storage import MappedStorage
 from raypar.actors.specs.optim import AdamW
 from tests.support.snapshots import saved
 from tests.support.team import Team, linears
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ADAM = {"optim": AdamW(lr=0.01), "clip": 0.5}
 
 
@@ -28,16 +28,16 @@ def team_in(folder, **changes):
 
 
 def test_memory_that_was_given_back_is_used_again(tmp_path):
-    home = MappedStorage(str(tmp_path), "me")
-    one, other = home.empty(3000, torch.float32), home.empty(10, torch.float32)
+    storage = MappedStorage(str(tmp_path), "me")
+    one, other = storage.empty(3000, torch.float32), storage.empty(10, torch.float32)
     one.fill_(1)
     other.fill_(2)
-    used = home._used
+    used = storage._used
     del one
-    again = home.empty(2999, torch.float32)
-    assert home._used == used
-    assert home.holds(again)
-    assert home.holds(again[5:])
+    again = storage.empty(2999, torch.float32)
+    assert storage._used == used
+    assert storage.holds(again)
+    assert storage.holds(again[5:])
     again.fill_(3)
     assert other.tolist() == [2] * 10
     assert not list(tmp_path.iterdir())
@@ -49,26 +49,26 @@ def num_open(folder):
 
 
 def test_a_file_is_open_once_however_many_tensors_are_in_it(tmp_path):
-    home = MappedStorage(str(tmp_path), "me")
+    storage = MappedStorage(str(tmp_path), "me")
     before = num_open(tmp_path)
     assert before == 1
-    kept = [home.empty(10, torch.float32).fill_(number) for number in range(50)]
+    kept = [storage.empty(10, torch.float32).fill_(number) for number in range(50)]
     assert num_open(tmp_path) == before
     assert [int(one[9]) for one in kept] == list(range(50))
 
 
 @pytest.mark.parametrize("folder", [None, True])
 def test_what_is_not_at_hand_keeps_its_values(folder, tmp_path):
-    home = MappedStorage(str(tmp_path) if folder else None, "me")
-    tensor = home.empty(5000, torch.float32)
-    with home.accessible([tensor], writes=True):
+    storage = MappedStorage(str(tmp_path) if folder else None, "me")
+    tensor = storage.empty(5000, torch.float32)
+    with storage.accessible([tensor], writes=True):
         tensor.copy_(torch.arange(5000.0))
-    home.prefetch(tensor)
-    home.check()
-    with home.accessible([tensor[2000:]]):
+    storage.prefetch(tensor)
+    storage.check()
+    with storage.accessible([tensor[2000:]]):
         assert tensor[2000:].sum() == torch.arange(2000.0, 5000.0).sum()
-    copy = home.copied(tensor.view(50, 100).T)
-    assert home.holds(copy)
+    copy = storage.copied(tensor.view(50, 100).T)
+    assert storage.holds(copy)
     assert copy.stride() == (1, 100)
     assert copy.equal(tensor.view(50, 100).T)
 
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_since_the_launch_ends_no_training(tmp_path, monkeyp
 
 CUT = """
 import os, sys
-from tests.actors.test_home import team_in
+from tests.actors.machine.test_offload_storage import team_in
 for changes in ({"offload": "optimizer"}, {"offload": "parameters", "zero": 3}):
     team = team_in(sys.argv[1], **changes)
     team.step(0)

@@ -7,7 +7,7 @@ import os
 import struct
 from contextlib import suppress
 
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 from raypar.schedules.action import Action
 
 _NOTE = struct.Struct("<q56s")  # the step, counted from 1, or 0 before the first; and the action's spelling

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.files import expanded, open_named
+from raypar.actors.machine.files import expanded, open_named
 
 SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _HEAD = 64 << 10  # bytes of a named file that are checked to be text

@@ -19,7 +19,7 @@ from typing import BinaryIO, Self
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 
 AT_ONCE = 8 << 20  # bytes of a tensor that are read or compared at a time, unless one row alone is larger
 

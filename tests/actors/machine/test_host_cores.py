@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.planner.hardware.this_machine import actor_count_faults, num_slots
 
 

@@ -11,12 +11,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from raypar.actors import process_identity
-from raypar.actors.process_identity import ProcessIdentity, open_files, open_process, own_identity, process_began
+from raypar.actors.machine import process_identity
+from raypar.actors.machine.process_identity import (
+    ProcessIdentity,
+    open_files,
+    open_process,
+    own_identity,
+    process_began,
+)
 from tests.support.descriptors import descriptors
 from tests.support.namespaces import CONTAINER, OTHER_USER, missing, unshared
 
-IDENTITY = "from raypar.actors.process_identity import own_identity; print(tuple(own_identity()))"
+IDENTITY = "from raypar.actors.machine.process_identity import own_identity; print(tuple(own_identity()))"
 IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 
 

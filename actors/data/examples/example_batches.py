@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from raypar.actors.data.example_files import Converted
-from raypar.actors.data.example_sets import example_sets
-from raypar.actors.data.mixing import mixed, shares_of
-from raypar.actors.data.packing import Int64s, Packed, one_per_sequence, pack_best_fit
-from raypar.actors.data.text_files import TextError
-from raypar.actors.data.token_batches import shuffled
-from raypar.actors.data.tokenizer import Tokenizer, fix_of_vocab
+from raypar.actors.data.examples.example_files import Converted
+from raypar.actors.data.examples.example_sets import example_sets
+from raypar.actors.data.examples.mixing import mixed, shares_of
+from raypar.actors.data.examples.packing import Int64s, Packed, one_per_sequence, pack_best_fit
+from raypar.actors.data.text.text_files import TextError
+from raypar.actors.data.text.token_batches import shuffled
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer, fix_of_vocab
 from raypar.actors.extents import Extents
 from raypar.actors.specs.data import Examples
 

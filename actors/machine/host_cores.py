@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 
 
 def num_cores() -> int:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raypar.actors.data.packing import Int64s
-from raypar.actors.data.token_batches import shuffled
+from raypar.actors.data.examples.packing import Int64s
+from raypar.actors.data.text.token_batches import shuffled
 from raypar.schedules.float_sum import float_sum
 
 LARGEST = 10_000  # samples of a block, at most; a data set with a smaller share would have none

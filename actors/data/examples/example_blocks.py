@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.files import open_named
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.machine.files import open_named
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _EXAMPLES = 1000  # of a block, at most

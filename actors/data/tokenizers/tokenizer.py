@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.data.example_shapes import ExampleError, ExampleText, Template
-from raypar.actors.files import expanded, open_named, read_named
+from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, Template
+from raypar.actors.machine.files import expanded, open_named, read_named
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
@@ -182,7 +182,7 @@ class Tokenizer:
         if self._source is None:
             return None
         try:
-            from raypar.actors.data.chat_template import ChatTemplate  # imports jinja2
+            from raypar.actors.data.tokenizers.chat_template import ChatTemplate  # imports jinja2
         except ImportError as error:
             raise ExampleError("a chat template needs the jinja2 package: pip install jinja2") from error
         return ChatTemplate(self._source, self.tokens, self.special)

@@ -21,8 +21,8 @@ import numpy as np
 
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
-from raypar.actors.data.text_conversion import TextConversion, Tokens, tokenizer_file
-from raypar.actors.data.text_sources import (
+from raypar.actors.data.text.text_conversion import TextConversion, Tokens, tokenizer_file
+from raypar.actors.data.text.text_sources import (
     SKIPPED,
     SourceFile,
     chunks_of,
@@ -34,7 +34,7 @@ from raypar.actors.data.text_sources import (
     why_skipped,
 )
 from raypar.actors.errors import FaultsError
-from raypar.actors.files import WholeFile, expanded, read_named, write_whole
+from raypar.actors.machine.files import WholeFile, expanded, read_named, write_whole
 from raypar.actors.specs.data import Text
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from raypar.actors.data.conversion import Convert, by_size
-from raypar.actors.data.example_files import Converted, files_of, has_entry, open_examples
-from raypar.actors.data.mixing import LARGEST
-from raypar.actors.data.packing import Int64s
-from raypar.actors.data.text_files import TextError
-from raypar.actors.data.token_batches import shuffled
+from raypar.actors.data.examples.example_files import Converted, files_of, has_entry, open_examples
+from raypar.actors.data.examples.mixing import LARGEST
+from raypar.actors.data.examples.packing import Int64s
+from raypar.actors.data.text.text_files import TextError
+from raypar.actors.data.text.token_batches import shuffled
 from raypar.actors.specs.data import Examples
 from raypar.schedules.float_sum import float_sum
 
