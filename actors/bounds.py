@@ -14,5 +14,5 @@ BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
 Share = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
 Steps = Annotated[int, Ge(0), Le(10**18)]
-Seed = Annotated[int, Ge(0), Le(2**64 - 1)]  # what torch's generators take, and numpy's
+Seed = Annotated[int, Ge(0), Le(2**64 - 1)]  # the seeds of torch's and numpy's generators
 Word = Annotated[str, MinLen(1), MaxLen(24), Predicate(str.isprintable)]

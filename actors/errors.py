@@ -1,4 +1,4 @@
-"""Errors of the actors, and how to describe an exception. Errors that list faults report all of them at once."""
+"""Errors of the actors, and descriptions of exceptions. Errors that list faults report all of them at once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def first_line(error: Exception) -> str:
 def user_traceback() -> str:
     """Format the traceback of the exception being handled, from the user's code on.
 
-    It begins with the first frame of the user's code, or else with the line of the user's that ``blame`` has named,
-    before the frames below raypar's. Without either it begins below raypar's frames, and is whole if there are none.
-    It ends with the last frame where ``described`` has all that would follow.
+    It begins with the first frame of the user's code, else with the user's line that ``blame`` has set, before the
+    frames below raypar's. Without either it begins below raypar's frames, and is whole if there are none. It ends with
+    the last frame if ``described`` has the text after it.
     """
     kind, error, whole = sys.exc_info()
     assert kind is not None and error is not None
@@ -54,7 +54,7 @@ def user_traceback() -> str:
 
 
 def blame(error: Exception, line: FrameSummary) -> None:
-    """Name the user's line that an error comes from, for ``user_traceback``, because there is none among its frames."""
+    """Set the user's line that caused an error, for ``user_traceback``, if it is not among the error's frames."""
     setattr(error, _BLAMED, line)
 
 
@@ -64,7 +64,7 @@ def is_ours(filename: str) -> bool:
 
 
 def _outside(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
-    """Return the traceback from its first frame on that is not in these folders; None if there is none."""
+    """Return the traceback from the first frame outside of some folders on; None if there is none."""
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(folders):
         frames = frames.tb_next
     return frames
@@ -79,17 +79,17 @@ def _ours() -> tuple[str, ...]:
 
 
 class MaskError(ValueError):
-    """A mask of attention that can't say which keys a query sees."""
+    """An invalid attention mask: it does not define the keys that a query attends to."""
 
 
 class ActionError(RuntimeError):
-    """An action that failed: on which actor, with which peer, and why.
+    """A failed action, with its actor, its peer and the reason.
 
     Args:
         actor: Label of the actor.
         action: The action.
         peer: Label of the peer; None without one.
-        reason: Why it failed.
+        reason: The reason.
         secondary: Whether a communication failed, which is often the consequence of another actor's error.
         trace: The traceback.
     """
@@ -112,15 +112,15 @@ class NonFiniteError(ArithmeticError):
 
 
 class OffloadError(RuntimeError):
-    """There is no room for what an actor keeps away from its device, or the disk with it fails."""
+    """There is no space for tensors that are offloaded, or the disk with them fails."""
 
 
 class RouterError(NonFiniteError):
-    """The same, where the scores of a router were not finite before."""
+    """The gradients of a step are not finite, because the scores of a router were not."""
 
 
 class StaleError(RuntimeError):
-    """A call of another epoch, such as a step queued behind one that failed. Nothing of it was executed."""
+    """A call of another epoch, such as a step that was queued after a failed one. It was not executed."""
 
 
 class FaultsError(Exception):
@@ -135,4 +135,4 @@ class FaultsError(Exception):
 
 
 class CheckpointError(FaultsError, RuntimeError):
-    """A checkpoint cannot be written or read; lists all that is wrong. Older checkpoints are untouched."""
+    """A checkpoint cannot be written or read; lists all faults. Older checkpoints are unchanged."""

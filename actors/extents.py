@@ -1,4 +1,4 @@
-"""Where documents and padding are in the sequences of a microbatch."""
+"""The extents of documents and padding in the sequences of a microbatch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raypar.actors.device import ComputeDevice
+    from raypar.actors.machine.device import ComputeDevice
 
 
 class Extents(NamedTuple):
-    """What the data know of a microbatch's sequences, beside their tokens.
+    """The documents and the padding of a microbatch's sequences.
 
     Attributes:
-        starts: Of each of an actor's tokens, the place of the first one of its document in the whole sequence, (B, S)
+        starts: For each of an actor's tokens, the position of its document's first token in the whole sequence, (B, S)
             int64; None if a sequence is one document.
-        lengths: How many tokens each whole sequence has before its padding, (B,) int64; None if nothing is padding.
+        lengths: Number of tokens of each whole sequence before its padding, (B,) int64; None if there is no padding.
     """
 
     starts: Tensor | None = None
     lengths: Tensor | None = None
 
-    def on(self, place: ComputeDevice) -> Extents:
-        """Return the same on the device of a place."""
-        return Extents(*(None if each is None else place.to((each,))[0] for each in self))
+    def on(self, device: ComputeDevice) -> Extents:
+        """Return the extents on a device."""
+        return Extents(*(None if each is None else device.to((each,))[0] for each in self))

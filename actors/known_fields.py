@@ -1,4 +1,4 @@
-"""A constructor that answers an unknown field with the nearest one that there is, as the command line does."""
+"""Constructors that suggest the nearest field for an unknown one, as the command line does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypar.schedules.nearest_name import nearest
 
 T = TypeVar("T")
 
-COMMON_NAMES = {  # what other programs call fields, and what they are here
+COMMON_NAMES = {  # names of fields in other programs, and here
     "learning_rate": "lr",
     "batch_size": "micro_batch_size",
     "num_layers": "layers",
@@ -26,22 +26,22 @@ COMMON_NAMES = {  # what other programs call fields, and what they are here
 }
 
 _FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a class, its fields
-_INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it has in place of fields of other classes
+_INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, its replacements of other classes' fields
 
 
 def is_none(value: object) -> bool:
-    """Return whether a value means None, as a text on a command line or in a file does."""
+    """Return whether a value is a text that means None, as on a command line or in a file."""
     return isinstance(value, str) and value in ("none", "None")
 
 
 def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass, so that an unknown field raises a TypeError that says the nearest.
+    """Decorate a dataclass, so that an unknown field raises a TypeError that suggests the nearest one.
 
-    Numbers of other libraries, as numpy's, become Python's own, and paths texts; "none" and "None" become None where a
-    field may be None. Its signature, pickling and ``dataclasses.replace`` stay those of the dataclass.
+    Numbers of other libraries, such as numpy's, are converted to Python's, and paths to texts; "none" and "None" become
+    None if a field may be None. The dataclass keeps its signature, pickling and ``dataclasses.replace``.
 
     Args:
-        **instead: For a field that the class does not have, what it has in its place.
+        **instead: By a field that the class does not have, the text of its replacement.
     """
 
     def decorated(cls: type[T]) -> type[T]:

@@ -1,4 +1,4 @@
-"""What raypar does not have yet, as docs/index.md names it, and where it would come: for messages that refuse it."""
+"""Features that raypar does not have yet, as docs/index.md names them, for messages that refuse them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import MappingProxyType
 FP8 = "fp8"
 HYBRID_EXPERTS = "experts on several actors with hybrid sharding"
 
-WHERE = MappingProxyType(  # by what is missing, the folder in which it would come, or that none is planned
+WHERE = MappingProxyType(  # by missing feature, its future folder, or that it is not planned
     {
         FP8: "not planned yet",
         HYBRID_EXPERTS: "actors/expert_parallel/",
     }
 )
-_ASKED_BY = MappingProxyType(  # by a pattern, what values ask for that match it
+_REQUESTED = MappingProxyType(  # by a pattern of values, the feature that they request
     {
         r"(fp|float)8.*": FP8,
     }
@@ -22,7 +22,7 @@ _ASKED_BY = MappingProxyType(  # by a pattern, what values ask for that match it
 
 
 def not_yet(what: str) -> str:
-    """Say that raypar does not have something yet, and where it would come.
+    """Return the message that raypar does not have a feature yet.
 
     Args:
         what: A key of ``WHERE``.
@@ -31,10 +31,10 @@ def not_yet(what: str) -> str:
 
 
 def not_yet_hint(value: object) -> str:
-    """Return what is added to the fault of a value that asks for what is not there yet; "" for other values.
+    """Return the addition to the fault of a value that requests a missing feature; "" for other values.
 
     Args:
         value: The value of a field, or the name of a schedule or a recipe.
     """
-    asked = value.lower() if isinstance(value, str) else ""
-    return next((f"; {not_yet(what)}" for pattern, what in _ASKED_BY.items() if re.fullmatch(pattern, asked)), "")
+    text = value.lower() if isinstance(value, str) else ""
+    return next((f"; {not_yet(what)}" for pattern, what in _REQUESTED.items() if re.fullmatch(pattern, text)), "")

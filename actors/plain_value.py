@@ -1,4 +1,4 @@
-"""Numbers and paths of other libraries as Python's own: only those can be written as JSON and TOML."""
+"""Conversion of other libraries' numbers and paths to Python's types, which JSON and TOML can have."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from operator import index
 
 
 def plain_value(value: object) -> object:
-    """Return a number as Python's own and a path as text, also in a tuple or a dict; anything else as it is.
+    """Return a number as Python's type and a path as text, also in a tuple or a dict; any other value unchanged.
 
-    A fraction is a whole number if it can be one, else a float.
+    A fraction becomes an int if it is a whole number, else a float.
     """
     if type(value) is tuple:
         return tuple(plain_value(item) for item in value)

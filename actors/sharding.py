@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which pieces of a dim an actor holds.
+    """The pieces of a dim that an actor holds.
 
     The dim is cut into ``count`` pieces. If its length is not divisible, the first pieces are longer by one.
 
@@ -33,7 +33,7 @@ class Pieces:
 
     @classmethod
     def at(cls, rank: int, size: int) -> Pieces:
-        """Return what one rank holds of a dim that is cut into one piece a rank."""
+        """Return the piece of one rank, of a dim that is cut into one piece a rank."""
         return cls(size, (rank,))
 
     @property
@@ -42,7 +42,7 @@ class Pieces:
         return self.own == tuple(range(self.own[0], self.own[0] + len(self.own)))
 
     def then(self, inner: Pieces) -> Pieces:
-        """Compose two shardings of a dim: the pieces ``inner`` of what these pieces hold.
+        """Compose two shardings of a dim: the pieces ``inner`` of these pieces.
 
         The dim's length must be divisible by the count of the result, which is the least that can express it.
         """
@@ -52,7 +52,7 @@ class Pieces:
         return Pieces(self.count * finer, tuple(pieces[part * size + i] for part in inner.own for i in range(size)))
 
     def span(self, length: int) -> tuple[int, int]:
-        """Return the first index of the held slice of a dim of this length, and the index behind its last.
+        """Return the first index of the held slice of a dim of this length, and the index after its last.
 
         Raises:
             ValueError: The pieces are not adjacent.
@@ -62,7 +62,7 @@ class Pieces:
         return self._start(length, self.own[0]), self._start(length, self.own[-1] + 1)
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return the first index of each held piece of a dim of this length, and the index behind its last.
+        """Return the first index of each held piece of a dim of this length, and the index after its last.
 
         Adjacent pieces are one span.
         """
@@ -95,11 +95,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which slices of a logical tensor an actor holds, whatever the tensor's shape.
+    """The slices of a logical tensor that an actor holds, for any shape of the tensor.
 
     Attributes:
-        dims: The held pieces by dim; of other dims the actor holds everything. A dim may be negative where tensors of
-            different numbers of dims are meant.
+        dims: The held pieces by dim; other dims are whole. A dim may be negative, for tensors of different numbers of
+            dims.
     """
 
     dims: Mapping[int, Pieces] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Sharding:
         return self.dims.get(dim, _ALL)
 
     def then(self, inner: Sharding) -> Sharding:
-        """Compose two shardings: the slices ``inner`` of what this sharding holds."""
+        """Compose two shardings: the slices ``inner`` of the slices of this sharding."""
         return Sharding({**self.dims, **{dim: self[dim].then(pieces) for dim, pieces in inner.dims.items()}})
 
     def for_dims(self, num_dims: int) -> Sharding:
@@ -133,7 +133,7 @@ class Shard:
 
     Attributes:
         whole: Shape of the logical tensor.
-        sharding: Which slices the actor holds; dims are not negative.
+        sharding: The slices that the actor holds; dims are not negative.
     """
 
     whole: Shape
@@ -155,7 +155,7 @@ class Shard:
         return tuple(stop - start for start, stop in map(self.span, range(len(self.whole))))
 
     def span(self, dim: int) -> tuple[int, int]:
-        """Return the first index of the part along a dim, and the index behind its last."""
+        """Return the first index of the part along a dim, and the index after its last."""
         return self.sharding[dim].span(self.whole[dim])
 
     def take(self, whole: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def as_values(output: object, giver: str = "a layer") -> Values:
 
     Args:
         output: A tensor, or a tuple or list of one or more tensors.
-        giver: What returned it, for the error.
+        giver: The layer or function, for the error.
 
     Raises:
         TypeError: It is anything else.
@@ -73,7 +73,7 @@ def as_values(output: object, giver: str = "a layer") -> Values:
 
 
 def unwrap(values: Values) -> Tensor | Values:
-    """Return a single tensor by itself and several as a tuple, which is what a user's loss function gets."""
+    """Return a single tensor alone and several as a tuple, as arguments of a user's loss function."""
     return values[0] if len(values) == 1 else values
 
 
@@ -83,17 +83,17 @@ def cast_floating(values: Values, dtype: torch.dtype) -> Values:
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in half precision in fp32, and any other tensor itself."""
+    """Return a half-precision tensor in fp32, and any other tensor unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def bent(values: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(values / cap), which is never above the cap; without a cap the values themselves."""
+    """Return cap * tanh(values / cap), which is never above the cap; without a cap the values unchanged."""
     return values if cap is None else (values / cap).tanh() * cap
 
 
 def finite_logs(logs: Tensor) -> Tensor:
-    """Return logarithms with 0 in place of -inf, so that -inf less it is -inf and no NaN."""
+    """Return logarithms with 0 instead of -inf, so that -inf minus it is -inf and not NaN."""
     return logs.masked_fill(logs == -math.inf, 0.0)
 
 
@@ -103,7 +103,7 @@ Order = tuple[int, ...]  # dims, outermost in memory first
 def memory_order(tensor: Tensor) -> Order:
     """Return the memory order of a tensor's dims.
 
-    That of a new tensor if its elements do not fill a block of memory.
+    It is that of a new tensor if the elements do not fill a block of memory.
     """
     order = _by_stride(tensor)
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))

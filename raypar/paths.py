@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from uuid import uuid4
 
-from raypar.actors.files import expanded
+from raypar.actors.machine.files import expanded
 
 _STEP = re.compile(r"step-([0-9]{8,15})")
 _ASIDE = re.compile(r"\.step-[0-9]{8,15}\.[0-9a-f]{32}")

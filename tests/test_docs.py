@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.data.text_sources import source_files
+from raypar.actors.data.text.text_sources import source_files
 from raypar.actors.not_yet import WHERE
 from raypar.config.run import check_run
 from raypar.errors import ConfigError

@@ -331,67 +331,77 @@ def test_a_public_name_of_torch_is_not():
 MAY_IMPORT = {
     "actors": "actors/specs schedules",
     "actors/autograd": "actors",
-    "actors/checkpoint": "actors actors/models",
-    "actors/collective": "actors actors/autograd actors/collective/shm",
-    "actors/collective/shm": "actors actors/collective",
+    "actors/checkpoint": "actors actors/machine actors/models",
+    "actors/collective": "actors actors/autograd actors/collective/shm actors/machine",
+    "actors/collective/shm": "actors actors/collective actors/machine",
     "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
-    "actors/data": "actors actors/models actors/specs schedules",
+    "actors/data": "actors actors/data/examples actors/data/text actors/machine actors/models actors/specs",
+    "actors/data/examples": (
+        "actors actors/data actors/data/text actors/data/tokenizers actors/machine actors/specs schedules"
+    ),
+    "actors/data/text": "actors actors/data actors/data/tokenizers actors/machine actors/specs",
+    "actors/data/tokenizers": "actors/machine",
     "actors/data_parallel": (
-        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
+        "actors actors/autograd actors/checkpoint actors/collective actors/machine actors/models actors/optim "
+        "actors/specs schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
-    "actors/hugging_face": "actors actors/specs schedules",
+    "actors/hugging_face": "actors actors/machine actors/specs schedules",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
+    "actors/machine": "actors actors/specs schedules",
     "actors/mesh": "actors",
     "actors/models": (
         "actors actors/autograd actors/collective actors/expert_parallel actors/hugging_face actors/layers "
         "actors/specs schedules"
     ),
     "actors/optim": (
-        "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
+        "actors actors/checkpoint actors/collective actors/data actors/machine actors/models actors/specs "
+        "actors/tensor_parallel"
     ),
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
-        "actors/layers actors/models actors/specs schedules"
+        "actors/layers actors/machine actors/models actors/specs schedules"
     ),
     "actors/relayout": "actors actors/checkpoint actors/collective",
-    "actors/specs": "actors actors/mesh schedules schedules/passes",
+    "actors/specs": "actors actors/machine actors/mesh schedules schedules/passes",
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/data_parallel actors/expert_parallel "
-        "actors/inspect actors/layers actors/mesh actors/models actors/optim actors/pipeline actors/relayout "
-        "actors/specs actors/tensor_parallel actors/worker/build actors/worker/keep schedules "
+        "actors/inspect actors/layers actors/machine actors/mesh actors/models actors/optim actors/pipeline "
+        "actors/relayout actors/specs actors/tensor_parallel actors/worker/build actors/worker/keep schedules "
         "schedules/passes"
     ),
     "actors/worker/build": (
         "actors actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim actors/pipeline "
-        "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules schedules/passes"
+        "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/optim "
+        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
+        "schedules/passes"
     ),
     "actors/worker/keep": (
-        "actors actors/checkpoint actors/collective actors/relayout actors/specs actors/worker actors/worker/build"
+        "actors/checkpoint actors/collective actors/machine actors/relayout actors/specs actors/worker "
+        "actors/worker/build"
     ),
-    "raypar": "actors schedules",
+    "raypar": "actors actors/machine schedules",
     "raypar/calibration": (
-        "actors actors/collective actors/layers actors/mesh actors/specs raypar raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job raypar/planner "
-        "raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
+        "actors/collective actors/layers actors/machine actors/mesh actors/specs raypar "
+        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
+        "raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
     ),
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/hugging_face actors/mesh actors/models actors/optim actors/specs "
-        "raypar raypar/cluster/calls raypar/config raypar/config/validate schedules"
+        "actors actors/checkpoint actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/cluster/calls raypar/config raypar/config/validate schedules"
     ),
     "raypar/cli": (
-        "actors actors/data actors/specs raypar raypar/calibration raypar/checkpoint raypar/cli/plan "
-        "raypar/cli/schedules raypar/cli/text raypar/cli/train raypar/cli/words raypar/cluster raypar/config "
-        "raypar/doctor raypar/job raypar/job/start raypar/planner raypar/planner/calibrated "
-        "raypar/planner/sizes raypar/reporting raypar/reporting/html raypar/reporting/run_folder "
-        "raypar/stepping schedules schedules/drawing"
+        "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
+        "raypar/checkpoint raypar/cli/plan raypar/cli/schedules raypar/cli/text raypar/cli/train "
+        "raypar/cli/words raypar/cluster raypar/config raypar/doctor raypar/job raypar/job/start "
+        "raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting raypar/reporting/html "
+        "raypar/reporting/run_folder raypar/stepping schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
-        "actors actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
+        "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
         "raypar/cluster/placement raypar/config raypar/planner raypar/planner/calibrated "
         "raypar/planner/hardware raypar/planner/memory raypar/planner/search raypar/planner/sizes "
         "raypar/planner/timing raypar/reporting schedules schedules/drawing"
@@ -401,49 +411,51 @@ MAY_IMPORT = {
         "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cli/text": (
-        "actors/data actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words raypar/config "
-        "raypar/config/validate raypar/job raypar/job/text raypar/planner raypar/reporting"
+        "actors/data/tokenizers actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words "
+        "raypar/config raypar/config/validate raypar/job raypar/job/text raypar/planner raypar/reporting"
     ),
     "raypar/cli/train": (
-        "actors actors/data actors/mesh actors/models actors/specs raypar raypar/checkpoint raypar/cli "
-        "raypar/cli/words raypar/cluster/lifecycle raypar/config raypar/config/validate raypar/job "
-        "raypar/job/start raypar/job/text raypar/parity raypar/planner raypar/planner/calibrated "
-        "raypar/planner/hardware raypar/recovery raypar/reporting raypar/reporting/run_folder schedules "
-        "schedules/drawing"
+        "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
+        "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
+        "raypar/config raypar/config/validate raypar/job raypar/job/start raypar/job/text raypar/parity "
+        "raypar/planner raypar/planner/calibrated raypar/planner/hardware raypar/recovery raypar/reporting "
+        "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/words": (
-        "actors actors/specs raypar raypar/config schedules schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/machine actors/specs raypar raypar/config schedules schedules/drawing schedules/passes "
+        "schedules/simulation"
     ),
-    "raypar/cluster": "actors raypar",
+    "raypar/cluster": "actors actors/machine raypar",
     "raypar/cluster/calls": "actors actors/specs raypar raypar/cluster raypar/cluster/deaths schedules",
-    "raypar/cluster/deaths": "actors actors/specs raypar raypar/cluster raypar/cluster/nodes",
+    "raypar/cluster/deaths": "actors/machine actors/specs raypar raypar/cluster raypar/cluster/nodes",
     "raypar/cluster/lifecycle": (
-        "actors actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes raypar/cluster/placement "
-        "raypar/planner/hardware schedules"
+        "actors actors/machine actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes "
+        "raypar/cluster/placement raypar/planner/hardware schedules"
     ),
     "raypar/cluster/nodes": "actors raypar raypar/cluster raypar/cluster/placement",
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
-        "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/cluster/lifecycle raypar/config/validate raypar/planner raypar/planner/hardware "
-        "raypar/planner/operators raypar/planner/sizes raypar/planner/timing schedules schedules/checking "
-        "schedules/generators schedules/passes schedules/simulation"
+        "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
+        "actors/mesh actors/models actors/specs actors/worker/build raypar raypar/cluster/lifecycle "
+        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
+        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
+        "schedules/passes schedules/simulation"
     ),
     "raypar/config/validate": (
-        "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
-        "actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar raypar/config "
-        "raypar/planner/hardware schedules"
+        "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
+        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
+        "actors/specs actors/worker/build raypar raypar/config raypar/planner/hardware schedules"
     ),
     "raypar/doctor": (
-        "actors actors/collective raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
+        "actors/collective actors/machine raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
         "raypar/cluster/placement schedules"
     ),
     "raypar/job": (
-        "actors actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
-        "raypar/job/look raypar/job/recover raypar/job/start raypar/job/steps raypar/job/text raypar/planner "
-        "raypar/planner/hardware raypar/planner/memory raypar/recovery raypar/reporting raypar/stepping "
-        "schedules"
+        "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
+        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
+        "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
+        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/hardware raypar/planner/memory "
+        "raypar/recovery raypar/reporting raypar/stepping schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
@@ -455,43 +467,44 @@ MAY_IMPORT = {
         "schedules/drawing"
     ),
     "raypar/job/recover": (
-        "actors actors/checkpoint actors/mesh actors/relayout actors/specs raypar raypar/checkpoint "
-        "raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
-        "raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware raypar/planner/memory "
-        "raypar/recovery schedules"
+        "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
+        "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes "
+        "raypar/config raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware "
+        "raypar/planner/memory raypar/recovery schedules"
     ),
     "raypar/job/start": (
-        "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/deaths "
-        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/config raypar/job/layout raypar/job/recover "
-        "raypar/job/steps raypar/planner/hardware raypar/recovery raypar/reporting schedules"
+        "actors actors/data actors/data/examples actors/data/text actors/data/tokenizers actors/data_parallel "
+        "actors/machine actors/mesh actors/models actors/specs actors/worker/build raypar raypar/checkpoint "
+        "raypar/cluster raypar/cluster/calls raypar/cluster/deaths raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/config raypar/job/layout raypar/job/recover raypar/job/steps "
+        "raypar/planner/hardware raypar/recovery raypar/reporting schedules"
     ),
     "raypar/job/steps": (
-        "actors actors/data actors/mesh actors/models actors/specs actors/worker/build raypar "
-        "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover "
+        "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
+        "raypar raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover "
         "raypar/job/start raypar/recovery raypar/reporting raypar/stepping schedules schedules/passes"
     ),
     "raypar/job/text": (
-        "actors actors/data actors/specs raypar raypar/config raypar/config/validate raypar/job/start "
-        "raypar/job/steps raypar/planner/hardware raypar/planner/memory schedules"
+        "actors actors/data/tokenizers actors/specs raypar raypar/config raypar/config/validate "
+        "raypar/job/start raypar/job/steps raypar/planner/hardware raypar/planner/memory schedules"
     ),
     "raypar/parity": (
-        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start raypar/reporting "
-        "schedules"
+        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start "
+        "raypar/reporting schedules"
     ),
     "raypar/planner": (
-        "actors actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
+        "actors/machine actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
         "raypar/planner/formulas raypar/planner/hardware raypar/planner/memory raypar/planner/search "
         "raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/calibrated": (
-        "actors actors/mesh actors/models actors/specs raypar raypar/planner raypar/planner/memory schedules "
-        "schedules/simulation"
+        "actors actors/machine actors/mesh actors/models actors/specs raypar raypar/planner "
+        "raypar/planner/memory schedules schedules/simulation"
     ),
-    "raypar/planner/fleet": "actors raypar raypar/planner/formulas schedules schedules/simulation",
+    "raypar/planner/fleet": "actors actors/machine raypar raypar/planner/formulas schedules schedules/simulation",
     "raypar/planner/formulas": "",
-    "raypar/planner/hardware": "actors actors/specs schedules",
+    "raypar/planner/hardware": "actors/machine actors/specs schedules",
     "raypar/planner/memory": (
         "actors/mesh actors/models actors/specs raypar/planner/hardware raypar/planner/sizes schedules "
         "schedules/simulation"
@@ -508,26 +521,28 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
-    "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
+    "raypar/recovery": (
+        "actors actors/checkpoint actors/machine actors/mesh actors/specs raypar raypar/config schedules"
+    ),
     "raypar/reporting": (
-        "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs raypar "
-        "raypar/config raypar/planner raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory "
-        "raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/drawing schedules/passes "
-        "schedules/simulation"
+        "actors actors/collective actors/data/examples actors/data/text actors/mesh actors/models "
+        "actors/optim actors/specs raypar raypar/config raypar/planner raypar/planner/calibrated "
+        "raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder raypar/reporting/trackers "
+        "schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
         "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
-        "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "
-        "schedules/checking schedules/passes"
+        "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "
+        "schedules schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/mesh actors/models "
-        "actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
-        "raypar/config raypar/reporting schedules schedules/drawing"
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
+        "actors/models actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster "
+        "raypar/cluster/calls raypar/config raypar/reporting schedules schedules/drawing"
     ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",

@@ -15,8 +15,8 @@ from raypar.actors.tensors import Values
 class GraphEnd:
     """The end of an autograd graph, from which a backward starts.
 
-    It keeps the graph alive but not the outputs: their memory can be freed as soon as they were sent. A backward can be
-    run once, by either of the two methods.
+    It keeps the graph alive but not the outputs: their memory can be freed as soon as they are sent. A backward can be
+    run once, by one of the methods.
 
     Args:
         outputs: The outputs of the graph, of any shapes and floating dtypes.
@@ -37,14 +37,14 @@ class GraphEnd:
             self._root.backward()
 
     def backward_input(self, gradients: Values, later: Collection[Tensor]) -> LaterHalf | None:
-        """Run the backward, and leave the gradients of some parameters for later, as far as that is possible.
+        """Run the backward, and defer the gradients of some parameters, as far as possible.
 
         Args:
             gradients: One gradient for each output, of its shape and dtype.
             later: The parameters.
 
         Returns:
-            What is left; None if there is no graph.
+            The deferred gradients; None if there is no graph.
         """
         self._gradients += gradients
         return LaterHalf(self._root, later) if self._root.requires_grad else None
@@ -66,7 +66,7 @@ class GraphEnd:
 
 
 class _Root(torch.autograd.Function):
-    """A scalar that depends on all outputs. Its backward gives them the gradients that were put into a list.
+    """A scalar that depends on all outputs. Its backward returns the gradients in a list.
 
     ``torch.autograd.backward`` accepts gradients too, but imports sympy (the cost: autograd/torch_private.py).
     """

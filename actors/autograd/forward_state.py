@@ -1,6 +1,6 @@
-"""What forwards change besides outputs: buffers, and frozen parameters such as the averaged teacher of BYOL or MoCo.
+"""State that forwards change: buffers, and frozen parameters such as the averaged teacher of BYOL or MoCo.
 
-It gets back what it had where a forward is run again, or belongs to a step that is not taken.
+It is restored if a forward is repeated, or if its step is not taken.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from raypar.actors.tensors import Values
 log = logging.getLogger(__name__)
 
 _IN_TIME = "let every forward write into them, at first with no effect, such as teacher.lerp_(student, 0.0)"
-_Place = tuple[nn.Module, str]  # where a tensor is registered: the module, and the tensor's name in it
-Then = dict[_Place, Tensor]  # the values of tensors at an earlier time
+_Slot = tuple[nn.Module, str]  # the module in which a tensor is registered, and its name there
+Then = dict[_Slot, Tensor]  # the values of tensors at an earlier time
 
 
 class FrozenWrites(DispatchMode):
-    """Mode that notices which frozen parameters ops write into, and keeps what they had before the first write.
+    """Mode that records which frozen parameters ops write into, and saves their values before the first write.
 
-    It also sees writes into ``parameter.data``, which torch does not count.
+    It also records writes into ``parameter.data``, which torch does not count.
 
     Args:
         modules: The modules that have the parameters.
 
     Attributes:
-        first: What parameters had before the first write that was seen, by the parameter's ``id``.
+        first: The values of parameters before the first recorded write, by the parameter's ``id``.
     """
 
     only_looks = True
@@ -77,76 +77,76 @@ class Before(NamedTuple):
     Attributes:
         now: The buffers, and the frozen parameters that are known to change.
         clones: Copies of those that may change.
-        writes: How often each was written to.
-        frozen: Other frozen parameters: the parameter, how often it was written to, and its memory.
+        writes: Number of writes to each.
+        frozen: Other frozen parameters: the parameter, its number of writes, and its memory.
     """
 
     now: Then
     clones: Then
-    writes: dict[_Place, int]
-    frozen: dict[_Place, tuple[nn.Parameter, int, Tensor]]
+    writes: dict[_Slot, int]
+    frozen: dict[_Slot, tuple[nn.Parameter, int, Tensor]]
 
 
 NOTHING_BEFORE = Before({}, {}, {}, {})
 
 
 class ForwardState:
-    """Save what is about to change: by a forward that is run again, or in a step that may not be taken.
+    """Saves and restores the state that forwards change, for forwards that are repeated and steps that are not taken.
 
-    The first time all buffers are saved, to find out which of them change. Later only those are. A frozen parameter is
-    saved once it has been written into. One that is not written into by the first forward, but by a later one, is
-    noticed behind that one: what it had before is lost then, and nothing may be computed from it.
+    The first time all buffers are saved, to find out which of them change. Later only those are saved. A frozen
+    parameter is saved after the first forward that writes into it. If that is not the first forward of all, its value
+    before is lost, and nothing may be computed from it.
 
     Args:
-        *modules: The modules that are watched, with all submodules.
-        writes: Has noticed the first writes into their frozen parameters.
+        *modules: The modules, with all submodules.
+        writes: The record of the first writes into their frozen parameters.
     """
 
     def __init__(self, *modules: nn.Module, writes: FrozenWrites) -> None:
-        self._modules, self._writes, self._changing = modules, writes, set[_Place]()
-        self._known, self._lost = False, list[_Place]()  # what was found to change too late, of the last ``changed``
+        self._modules, self._writes, self._changing = modules, writes, set[_Slot]()
+        self._known, self._lost = False, list[_Slot]()  # values that the last ``changed`` found to be lost
 
     def before(self) -> Before:
-        """Save what may change, before something changes it."""
+        """Save the state that may change."""
         now = self._now()
-        asked = [place for place in now if place in self._changing or not self._known]
-        clones = {place: now[place].detach().clone() for place in asked}
-        frozen = {place: (p, num_writes(p), p.detach()) for place, p in self._frozen() if place not in self._changing}
-        return Before(now, clones, {place: num_writes(tensor) for place, tensor in now.items()}, frozen)
+        saved = [slot for slot in now if slot in self._changing or not self._known]
+        clones = {slot: now[slot].detach().clone() for slot in saved}
+        frozen = {slot: (p, num_writes(p), p.detach()) for slot, p in self._frozen() if slot not in self._changing}
+        return Before(now, clones, {slot: num_writes(tensor) for slot, tensor in now.items()}, frozen)
 
     def changed(self, before: Before) -> Then:
-        """Find out what has changed.
+        """Find the state that has changed.
 
         Args:
-            before: What ``before`` returned.
+            before: The result of ``before``.
 
         Returns:
-            The values before, as far as they were saved.
+            Its saved values.
         """
         after = self._now()
         self._changing |= {
-            place
-            for place, tensor in before.now.items()
-            if place not in self._changing
+            slot
+            for slot, tensor in before.now.items()
+            if slot not in self._changing
             and (
-                after.get(place) is not tensor
-                or num_writes(tensor) > before.writes[place]
+                after.get(slot) is not tensor
+                or num_writes(tensor) > before.writes[slot]
                 # batch_norm's writes are not counted
-                or (place in before.clones and not torch.equal(tensor, before.clones[place]))
+                or (slot in before.clones and not torch.equal(tensor, before.clones[slot]))
             )
         }
         self._known = True
         written = dict(self._written(before))
         self._changing |= written.keys()
-        self._lost = [place for place, clone in written.items() if clone is None]
-        values = {place: clone for place, clone in before.clones.items() if place in self._changing}
-        return values | {place: clone for place, clone in written.items() if clone is not None}
+        self._lost = [slot for slot, clone in written.items() if clone is None]
+        values = {slot: clone for slot, clone in before.clones.items() if slot in self._changing}
+        return values | {slot: clone for slot, clone in written.items() if clone is not None}
 
     def put_back(self, before: Before) -> None:
-        """Give the modules the tensors, and the values, that they had before.
+        """Restore the modules' tensors and their values.
 
         Args:
-            before: What ``before`` returned.
+            before: The result of ``before``.
         """
         with torch.no_grad():
             for (module, name), clone in self.changed(before).items():
@@ -163,7 +163,7 @@ class ForwardState:
             forward: The forward, without arguments.
 
         Returns:
-            The outputs, and, of all that the forward changes, the values before it.
+            The outputs, and the values before the forward of all state that it changes.
 
         Raises:
             ValueError: It was the first to write into a frozen parameter, whose value before is lost.
@@ -177,20 +177,20 @@ class ForwardState:
 
     @contextmanager
     def as_then(self, then: Then) -> Iterator[None]:
-        """Replace what forwards change by copies with saved values, for the time of the context.
+        """Return a context in which the state that forwards change is replaced by copies with saved values.
 
         Changes to the copies are dropped: the first forward has added the batch to running statistics already.
 
         Args:
-            then: The saved values, from ``keep``. Tensors that are not in it get copies of their present values.
+            then: The saved values, from ``keep``. Other tensors are replaced by copies of their present values.
         """
         now, stand_ins = self._now(), dict[int, Tensor]()  # by id of the tensor: a shared one stays shared
-        for place, tensor in now.items():
+        for slot, tensor in now.items():
             if id(tensor) not in stand_ins:
-                stand_in = then[place] if place in then else tensor.detach().clone()
+                stand_in = then[slot] if slot in then else tensor.detach().clone()
                 is_parameter = isinstance(tensor, nn.Parameter)
                 stand_ins[id(tensor)] = nn.Parameter(stand_in, requires_grad=False) if is_parameter else stand_in
-            module, name = place
+            module, name = slot
             _table(module, name)[name] = stand_ins[id(tensor)]
         try:
             yield
@@ -199,12 +199,12 @@ class ForwardState:
                 _table(module, name)[name] = tensor
 
     def moved(self) -> set[int]:
-        """Return the ids of the frozen parameters that forwards have changed."""
-        return {id(p) for place, p in self._frozen() if place in self._changing}
+        """Return the ids of the frozen parameters that forwards change."""
+        return {id(p) for slot, p in self._frozen() if slot in self._changing}
 
     def note_moved(self, parameter: Tensor) -> None:
-        """Take a frozen parameter for one that forwards change, as a checkpoint says."""
-        self._changing |= {place for place, p in self._frozen() if p is parameter}
+        """Mark a frozen parameter as one that forwards change, by a checkpoint."""
+        self._changing |= {slot for slot, p in self._frozen() if p is parameter}
 
     def _late(self) -> str:
         names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in self._lost}))
@@ -219,9 +219,9 @@ class ForwardState:
             for name, buffer in part._buffers.items()
             if buffer is not None
         }
-        return buffers | {place: p for place, p in self._frozen() if place in self._changing}
+        return buffers | {slot: p for slot, p in self._frozen() if slot in self._changing}
 
-    def _frozen(self) -> Iterator[tuple[_Place, nn.Parameter]]:
+    def _frozen(self) -> Iterator[tuple[_Slot, nn.Parameter]]:
         """Yield the frozen parameters of all modules."""
         for module in self._modules:
             for part in module.modules():
@@ -229,17 +229,17 @@ class ForwardState:
                     if parameter is not None and not parameter.requires_grad:
                         yield (part, name), parameter
 
-    def _written(self, before: Before) -> Iterator[tuple[_Place, Tensor | None]]:
-        """Yield the frozen parameters that were not known to change, and what they had before; None if that is lost."""
-        for place, (parameter, writes, then) in before.frozen.items():
-            module, name = place
+    def _written(self, before: Before) -> Iterator[tuple[_Slot, Tensor | None]]:
+        """Yield the frozen parameters newly found to change, with their values before; None if these are lost."""
+        for slot, (parameter, writes, then) in before.frozen.items():
+            module, name = slot
             if module._parameters.get(name) is not parameter or parameter.data_ptr() != then.data_ptr():
-                yield place, then
+                yield slot, then
             elif id(parameter) in self._writes.first or num_writes(parameter) > writes:
                 first = self._writes.first.get(id(parameter))
-                yield place, None if first is None else first.clone()  # a forward that is run again writes into it
+                yield slot, None if first is None else first.clone()  # a repeated forward writes into it
 
 
 def _table(module: nn.Module, name: str) -> dict[str, Any]:
-    """Return where a module keeps a tensor: among its buffers or its parameters."""
+    """Return the table of a module that has a tensor: its buffers or its parameters."""
     return module._buffers if name in module._buffers else module._parameters

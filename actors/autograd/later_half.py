@@ -1,4 +1,4 @@
-"""Split a backward by autograd's graph, which is kept: gradients of inputs first, those of parameters later."""
+"""Split a backward along autograd's graph, which is retained: gradients of inputs first, of parameters later."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raypar.actors.autograd.torch_private import num_writes, run_backward
 
 
 class LaterHalf:
-    """What a backward leaves for later: the gradients of some parameters.
+    """The second half of a backward: the deferred gradients of some parameters.
 
-    A border is a node of the graph from which some edges lead to such parameters alone, and others to tensors whose
-    gradients are made now. The first half goes through it without the former, and keeps the gradients that it was
-    given. The second half begins at the border with these, and goes to the parameters alone. Both call the same kernels
-    on the same tensors as a whole backward. In between the whole graph is kept.
+    A border is a node of the graph from which some edges lead only to such parameters, and other edges to tensors whose
+    gradients are computed in the first half. The first half does not follow the former edges, and saves the gradients
+    of the border's outputs. The second half starts at the border with these, and computes only the parameters'
+    gradients. Both call the same kernels on the same tensors as a whole backward. In between the whole graph is kept.
 
-    Not left for later are parameters below borders that are Python functions, which compute all of their gradients at
-    once; those that are below several borders, whose sums would be added up in another order; and vectors without a
-    matrix below the same border, as those of norms, which take less time than to go through the border twice.
+    Some parameters are not deferred: those below borders that are Python functions, which compute all of their
+    gradients at once; those below several borders, whose sums would be added up in another order; and vectors without a
+    matrix below the same border, such as those of norms, which take less time than running the border twice.
 
     Args:
         root: The scalar that the backward starts from.
-        later: The parameters whose gradients may be left for later.
+        later: The parameters whose gradients may be deferred.
 
-    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; the way of torch.distributed.pipelining's _backward.py.
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; like torch.distributed.pipelining's _backward.py.
     """
 
     def __init__(self, root: Tensor, later: Collection[Tensor]) -> None:
@@ -38,7 +38,7 @@ class LaterHalf:
         self._below, now = graph.divided(later)
         self._captured: dict[Node, tuple[Tensor | None, ...]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        if not now:  # nobody waits for the first half
+        if not now:  # the first half has nothing to compute
             return
         hooks = [border.register_prehook(partial(self._keep, border)) for border in self._below]
         try:
@@ -54,10 +54,10 @@ class LaterHalf:
         return frozenset(leaf for leaves in self._below.values() for leaf in leaves)
 
     def pay(self) -> None:
-        """Add the gradients that were left to the parameters' ``grad``, and let go of the graph.
+        """Compute the deferred gradients, add them to the parameters' ``grad``, and free the graph.
 
         Raises:
-            RuntimeError: A gradient that was kept was written to meanwhile.
+            RuntimeError: A saved gradient was written to since the first half.
         """
         if any(num_writes(gradient) != writes for gradient, writes in self._versions):
             raise RuntimeError(
@@ -95,7 +95,7 @@ class _Graph:
     def __init__(self, root: Tensor) -> None:
         assert root.grad_fn is not None
         self.root: Node = root.grad_fn
-        self._nodes: list[Node] = []  # each behind all that it leads to
+        self._nodes: list[Node] = []  # each after all its children
         self._children: dict[Node, list[Node]] = {}
         waiting: list[tuple[Node, bool]] = [(self.root, False)]
         while waiting:
@@ -110,13 +110,13 @@ class _Graph:
         self.leaves = tuple(dict.fromkeys(self._leaf.values()))
 
     def divided(self, later: Collection[Tensor]) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
-        """Divide the leaves by when their gradients are made.
+        """Divide the leaves into those of the second and of the first half.
 
         Args:
-            later: Those that may be left for later.
+            later: The leaves that may be deferred.
 
         Returns:
-            By border the leaves that are left for later, and the leaves whose gradients are made now.
+            The deferred leaves by border, and the leaves of the first half.
         """
         wanted = set(later)
         if wanted.issuperset(self.leaves):
@@ -137,8 +137,8 @@ class _Graph:
             wanted -= early
 
     def _below_borders(self, wanted: set[Tensor]) -> dict[Node, list[Tensor]]:
-        """Return by border the leaves below it that nothing else is below, each once."""
-        pure = dict[Node, bool]()  # whether a node leads to wanted leaves alone
+        """Return, by border, the leaves below its edges that lead only to wanted leaves, each once."""
+        pure = dict[Node, bool]()  # whether a node leads only to wanted leaves
         for node in self._nodes:
             leaf = self._leaf.get(node)
             children = self._children[node]
@@ -151,7 +151,7 @@ class _Graph:
         return found
 
     def _leaves_below(self, nodes: list[Node]) -> Iterator[Tensor]:
-        """Yield the leaves that some nodes lead to."""
+        """Yield the leaves below some nodes."""
         waiting, seen = [*nodes], set[Node]()
         while waiting:
             node = waiting.pop()

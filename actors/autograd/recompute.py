@@ -1,4 +1,4 @@
-"""Activation recomputation: the forward keeps only its inputs, and the backward runs the forward again.
+"""Activation recomputation: the forward saves only its inputs, and the backward runs the forward again.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Selective recomputation is that of
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5.
@@ -25,23 +25,23 @@ class SelectiveRecompute:
     """Mixin for modules that can save less for the backward, and recompute the rest in it.
 
     Attributes:
-        recomputes: Whether to do so. A stage sets it for the layers that are recomputed selectively.
+        recomputes: Whether to save less. A stage sets it for the layers that are recomputed selectively.
     """
 
     recomputes: bool = False
 
 
 class Anchored:
-    """Mixin for modules in whose backward other actors take part, so that it must happen even if nothing here needs it.
+    """Mixin for modules whose backward communicates, so that it must run even if this actor needs no gradient of it.
 
     Attributes:
-        anchor: A tensor without elements whose gradient is always wanted.
+        anchor: A tensor without elements whose gradient is always needed.
     """
 
     anchor: Tensor
 
     def anchored(self, x: Tensor) -> Tensor:
-        """Return a tensor, with the same values, through which a backward always goes."""
+        """Return a tensor with the same values, whose backward always runs."""
         out: Tensor = _Anchor.apply(x, self.anchor)  # type: ignore[no-untyped-call]
         return out
 
@@ -49,9 +49,9 @@ class Anchored:
 class InPlaceGuard:
     """Call a function twice on the same inputs, in the forward and in the recomputation.
 
-    A function that writes into its inputs is given copies of them. The first call always gets copies, and tells whether
-    the function writes into them. (To call without copies and repeat a call that fails would be wrong: it may have
-    changed buffers.)
+    A function that writes into its inputs is called with copies of them. The first call always has copies, and shows
+    whether the function writes into them. (Calling without copies and repeating a failed call would be wrong, because
+    the call may have changed buffers.)
     """
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class InPlaceGuard:
 
 
 class LayerAgain:
-    """A layer whose forward keeps only its inputs, and whose backward runs the layer again.
+    """A layer whose forward saves only its inputs, and whose backward runs the layer again.
 
     Args:
-        module: The layer. It takes one or more tensors and returns a tensor or several.
-        writes: Notices the first writes into its frozen parameters.
+        module: The layer. It takes one or more tensors and returns one or more.
+        writes: Records the first writes into its frozen parameters.
     """
 
     def __init__(self, module: nn.Module, writes: FrozenWrites) -> None:
@@ -131,7 +131,7 @@ class LayerAgain:
 
 
 def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence[Tensor] = ()) -> Values:
-    """Run a function and keep only its inputs. The backward runs it again.
+    """Run a function and save only its inputs. The backward runs it again.
 
     The gradients of the parameters are returned to autograd, not accumulated here. So they are summed with those from
     other uses of a parameter in the same order, and to the same bits, as without recomputation.
@@ -140,7 +140,7 @@ def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence
         first: The function as the forward calls it, with gradients off.
         again: The function as the backward calls it, with gradients on. It must compute the same values.
         inputs: The inputs of both, of any shapes and dtypes.
-        parameters: All other tensors whose gradients are wanted.
+        parameters: All other tensors whose gradients are needed.
 
     Returns:
         The outputs of ``first``.
@@ -182,7 +182,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Function, again: Function, count: int, *tensors: Tensor) -> Values:
-        """Call ``first`` on the first ``count`` tensors, which are the inputs. The others are the parameters."""
+        """Call ``first`` on the first ``count`` tensors, which are the inputs. The rest are the parameters."""
         ctx.again, ctx.count, ctx.parameters = again, count, tensors[count:]
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
@@ -192,7 +192,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run ``again``, and return the gradients of those inputs and parameters that need one, None for the others."""
+        """Run ``again``, and return the gradients of the inputs and parameters; None for those that need none."""
         wanted = ctx.needs_input_grad[3:]
         inputs = zip(ctx.saved_tensors, wanted, strict=False)
         leaves = tuple([value.detach().requires_grad_(wants) for value, wants in inputs])

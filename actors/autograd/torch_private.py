@@ -1,23 +1,23 @@
 """The private names of torch that the actors use.
 
-No other file of actors/ or raypar/ may name one, and a test says so (tests/test_house.py).
+No other file of actors/ or raypar/ may name one; tests/test_house.py checks that.
 
-Every function says what it does and why torch's public way will not do. Private names may change with every release:
+Every docstring has the reason why torch's public way does not suffice. Private names may change with every release:
 **at each upgrade of torch, retry the public way for every function of this file**, run the tests, and measure again
 where a figure is given. The names are those of torch 2.13. Where one is missing that nothing can replace, the import
 fails, with the versions that are known to work (``actors/private_names.py``).
 
 Some mechanisms exist only because the public way would import torch's compiler (``torch._dynamo``) or sympy at its
 first use. That costs 3 s of CPU time and 80 to 90 MiB in every actor, at every launch (docs/decisions/actors.md). They
-stay with their subjects, take the private names that they need from this file, and are retried at upgrades, too:
+are in the files of their subjects, import the private names from this file, and are retried at upgrades, too:
 
-- ``actors/autograd/recompute.py``: ``rerun`` in place of ``torch.utils.checkpoint``. It imports the compiler.
-- ``actors/autograd/backward.py``: ``Tail`` in place of ``torch.autograd.backward`` with gradients. That imports sympy
-  to check their shapes: 2 s and 40 MiB.
+- ``actors/autograd/recompute.py``: ``rerun`` instead of ``torch.utils.checkpoint``, which imports the compiler.
+- ``actors/autograd/backward.py``: ``GraphEnd`` instead of ``torch.autograd.backward`` with gradients, which imports
+  sympy to check their shapes: 2 s and 40 MiB.
 - ``actors/optim/optimizer.py``: ``add_param_group`` and ``step`` of torch's optimizers without their decorators, which
   import the compiler.
-- ``actors/models/deferred_init.py``: modes that do not import it (``DispatchMode``), and that do not run the ops that
-  fill a meta tensor with random values, for these import it too.
+- ``actors/models/deferred_init.py``: modes that do not import it (``DispatchMode``), and that skip the ops that fill a
+  meta tensor with random values, which import it too.
 - ``actors/layers/positions.py``: tables of positions are computed at first use: on the meta device that imports sympy.
 
 Attributes of modules that torch's own documentation and all libraries around it use (``_parameters``, ``_buffers``,
@@ -73,18 +73,18 @@ module_with(
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return how often the memory of a tensor was written to: its version, which all its views share.
+    """Return the number of writes to the memory of a tensor: its version, which all its views share.
 
     Autograd compares versions itself, but only for tensors that it has saved, and there is no public way to read them.
-    To compare values would need a copy of the tensor. Some kernels (batch_norm's) do not count. Retry at upgrades.
+    Comparing values would need a copy of the tensor. Some kernels (batch_norm's) do not count. Retry at upgrades.
     """
     return tensor._version
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that this one is a view of, or None if it is no view.
+    """Return the base of a view, or None if the tensor is not a view.
 
-    torch has no public way to ask: equal storages do not tell which tensor is autograd's base. Retry at upgrades.
+    torch has no public way: equal storages do not show which tensor is autograd's base. Retry at upgrades.
     """
     return tensor._base
 
@@ -92,8 +92,8 @@ def viewed_tensor(tensor: Tensor) -> Tensor | None:
 def as_no_view(tensor: Tensor) -> Tensor:
     """Return the same tensor, which autograd does not treat as a view any more. Nothing is copied.
 
-    Autograd forbids to write into a view that a custom function returns. The public way is ``clone``, which copies the
-    whole output of a linear layer; what that would cost is not measured. Retry at upgrades.
+    Autograd forbids writing into a view that a custom function returns. The public way is ``clone``, which copies the
+    whole output of a linear layer; its cost is not measured. Retry at upgrades.
 
     Args:
         tensor: A tensor of any shape and dtype. It must be the only one that refers to its memory.
@@ -112,14 +112,14 @@ def storage_id(tensor: Tensor) -> int:
 def has_gradient_hooks(one: Tensor | nn.Module) -> bool:
     """Return whether a tensor, or the call of a module, has hooks that are called in the backward.
 
-    torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
+    torch has public functions that add such hooks, and none that finds them. Retry at upgrades.
     """
     later = "_backward_pre_hooks" if isinstance(one, nn.Module) else "_post_accumulate_grad_hooks"
     return bool(one._backward_hooks or getattr(one, later, None))
 
 
 def notes_of(node: Node) -> dict[Any, Any]:
-    """Return the dictionary of notes that a node of the autograd graph carries. What is put into it stays there.
+    """Return the dictionary of notes of a node of the autograd graph, to read and to write.
 
     ``Node.metadata`` is public, but is documented and typed as a function. It is an attribute. Retry at upgrades.
     """
@@ -131,7 +131,7 @@ Starts = Sequence[Tensor | GradientEdge]
 
 
 def run_backward(starts: Starts, gradients: Sequence[Tensor], leaves: Sequence[Tensor], *, keep: bool = False) -> None:
-    """Add what the gradients of some starts make to the ``grad`` of some leaves, and of no others. ``keep``: the graph.
+    """Run a backward from some starts, and accumulate gradients into some leaves only. ``keep`` retains the graph.
 
     The public ``torch.autograd.backward`` imports sympy to check shapes (see the docstring above). Retry at upgrades.
     """
@@ -139,14 +139,14 @@ def run_backward(starts: Starts, gradients: Sequence[Tensor], leaves: Sequence[T
     run(tuple(starts), tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
 
 
-# --- what else torch does to a call ----------------------------------------------------------------------------------
+# --- interception of calls by torch ----------------------------------------------------------------------------------
 
 
 def is_intercepted() -> bool:
-    """Return whether this thread's calls of torch are also seen by something other than plain autograd.
+    """Return whether something other than plain autograd intercepts this thread's calls of torch.
 
-    This is a dispatch mode that does not only look (as that which counts FLOPs), a transform of ``torch.func``, or
-    forward-mode differentiation, for which private kernels would be wrong. Not public in torch. Retry at upgrades.
+    This is a dispatch mode that changes calls (or counts FLOPs), a transform of ``torch.func``, or forward-mode
+    differentiation, for which private kernels would be wrong. Not public in torch. Retry at upgrades.
     """
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return (
@@ -159,15 +159,15 @@ def is_intercepted() -> bool:
 def has_saved_tensor_hooks(known: object = None) -> bool:
     """Return whether ``torch.autograd.graph.saved_tensors_hooks`` other than a known first one are active here.
 
-    A layer must not keep tensors by itself past these hooks. torch has no public way to ask. Retry at upgrades.
+    A layer must not save tensors without these hooks. torch has no public way to find them. Retry at upgrades.
     """
     return (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None and hooks[0] is not known
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are called with a module's forward or backward: its own, or those of all modules.
+    """Return whether a module's forward or backward calls hooks: those of the module, or global ones.
 
-    torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
+    torch has public functions that add such hooks, and none that finds them. Retry at upgrades.
     """
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or bool(torch.nn.modules.module._has_any_global_hook())
@@ -189,7 +189,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The public ``F.linear`` goes through MKL, which is slower on CPUs that are not Intel's. On one thread a forward and
     backward of gpt-small took 1,064 ms with oneDNN's and 1,095 ms with MKL's (3 to 4 %); of a wider model 217 and 230
     ms (6 %); of 2 samples 282 and 284 ms (docs/decisions/layers.md, 23 November 2026). torch has no public operator
-    that hands plain tensors to oneDNN. Retry at upgrades.
+    that passes plain tensors to oneDNN. Retry at upgrades.
 
     Args:
         x: Inputs (..., in) float32 on the CPU.
@@ -211,7 +211,7 @@ def softmax_gradient_(gradient: Tensor, weights: Tensor) -> None:
     """Replace the gradient of a softmax by the gradient of its input, in the same memory.
 
     Autograd would call the same kernel, but with new memory for the result, which for attention in blocks is a tensor
-    of scores for each block. Made of public operators it would pass over the scores several times. Retry at upgrades.
+    of scores for each block. Public operators would pass over the scores several times. Retry at upgrades.
 
     Args:
         gradient: Gradient of the softmax over the last dim, (..., T) float32. It is overwritten.
@@ -223,38 +223,38 @@ def softmax_gradient_(gradient: Tensor, weights: Tensor) -> None:
 def keeps_attention_scores(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> bool:
     """Return whether ``F.scaled_dot_product_attention`` would choose the plain kernel, which keeps all scores.
 
-    The public ``torch.nn.attention.sdpa_kernel`` forces a kernel; nothing public tells which one torch would choose.
-    Retry at upgrades.
+    The public ``torch.nn.attention.sdpa_kernel`` forces a kernel; no public function returns the one that torch would
+    choose. Retry at upgrades.
 
     Args:
         q: Queries (B, N, S, d).
         k: Keys (B, K, S, d).
         v: Values (B, K, S, d).
-        **settings: The other arguments of ``F.scaled_dot_product_attention``, by name.
+        **settings: The remaining arguments of ``F.scaled_dot_product_attention``, by name.
     """
     return torch._fused_sdp_choice(q, k, v, **settings) == SDPBackend.MATH.value
 
 
 def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute attention with torch's CPU kernel, which also gives the logarithms that blocks are added up with.
+    """Compute attention with torch's CPU kernel, which also returns the logarithms with which blocks are combined.
 
     The public ``F.scaled_dot_product_attention`` calls this kernel and drops the logarithms. Without them every block's
-    scores would have to be computed twice, or kept; what that would cost is not measured. Retry at upgrades.
+    scores would have to be computed twice, or saved; the cost is not measured. Retry at upgrades.
 
     Args:
-        q: Queries (B, N, S, d), floating. Of all tensors the last stride must be 1: the kernel does not look.
+        q: Queries (B, N, S, d), floating. The last stride of all tensors must be 1: the kernel does not check it.
         k: Keys (B, N, T, d) of the same dtype.
         v: Values (B, N, T, d) of the same dtype.
-        causal: Whether a query sees only the keys up to its own place.
+        causal: Whether a query attends only to keys up to its position.
         mask: Numbers to add to the scores, (1, N, S, T) of the same dtype; None for none.
 
     Returns:
         Outputs (B, N, S, d), and the logarithm of each query's denominator (B, N, S).
     """
-    made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask
     )
-    return made
+    return result
 
 
 def flash_attention_cpu_backward(
@@ -275,18 +275,18 @@ def flash_attention_cpu_backward(
         causal, mask: As in ``flash_attention_cpu``.
 
     Returns:
-        What these keys add to the gradient of the queries, and the gradients of these keys and values.
+        The addend of these keys in the gradient of the queries, and the gradients of these keys and values.
     """
-    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, q, k, v, out, logs, 0.0, causal, attn_mask=mask
     )
-    return made
+    return result
 
 
 def demand_later(condition: Tensor, message: str) -> None:
     """Fail if a condition is false, without waiting for the device that computes it.
 
-    To look at it in Python (``bool(condition)``) would make the host wait for a GPU at every call. Retry at upgrades.
+    Reading it in Python (``bool(condition)``) would make the host wait for a GPU at every call. Retry at upgrades.
 
     Args:
         condition: One bool, () on any device.
@@ -304,8 +304,8 @@ def demand_later(condition: Tensor, message: str) -> None:
 class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
     """Base class of dispatch modes: while one is active, its ``__torch_dispatch__`` gets every op.
 
-    torch documents the class without giving it a public home. A subclass imports torch's compiler when it is first
-    used, to be hidden from it (the module's docstring has the figure). This one need not be. Retry at upgrades.
+    torch documents the class, but in a private module. At its first use a subclass imports torch's compiler, to be
+    hidden from it (the module's docstring has the cost). This class is not hidden. Retry at upgrades.
     """
 
     only_looks = False  # if True, layers compute under it as without it
@@ -321,7 +321,7 @@ class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which neither tensor subclasses nor function modes see torch's functions.
 
-    The public ``torch.overrides`` tells who overrides a function, but can't switch that off. Retry at upgrades.
+    The public ``torch.overrides`` finds overrides of a function, but can't switch them off. Retry at upgrades.
     """
     return torch._C.DisableTorchFunction()
 
@@ -335,7 +335,7 @@ def leaves_of(tree: Any) -> Iterable[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree, as of ``leaves_of``, with every value replaced by what a function makes of it."""
+    """Return a tree, as of ``leaves_of``, with a function applied to every value."""
     return torch.utils._pytree.tree_map(function, tree)
 
 
@@ -350,16 +350,16 @@ def argument_names(op: Any) -> list[str]:
 
 
 def written_arguments(op: Any) -> list[str]:
-    """Return the names of the arguments that an op writes to. Only the op's schema tells. Retry at upgrades."""
+    """Return the names of the arguments that an op writes to. Only the op's schema has them. Retry at upgrades."""
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextmanager
 def replaced_trunc_normal(replacement: Callable[..., Any]) -> Iterator[None]:
-    """For the time of the context, call another function in place of ``torch.nn.init.trunc_normal_``.
+    """Return a context in which another function is called instead of ``torch.nn.init.trunc_normal_``.
 
-    It replaces the private function that the public one calls: so it also reaches users who have imported the public
-    function by name. The process has only one such function, so let one thread at a time in. Retry at upgrades.
+    It replaces the private function that the public one calls, so it also affects users who have imported the public
+    function by name. The process has one such function, so only one thread may enter. Retry at upgrades.
 
     Args:
         replacement: Called with the original function and the arguments of the call. If torch does not have the private
@@ -380,11 +380,11 @@ def replaced_trunc_normal(replacement: Callable[..., Any]) -> Iterator[None]:
 def gloo_options(device: Any, timeout: timedelta) -> Any:
     """Return the options of a ``ProcessGroupGloo`` with one thread.
 
-    The public constructor takes no device, and makes an event loop and a listener for every group. Retry at upgrades.
+    The public constructor has no device, and creates an event loop and a listener for every group. Retry at upgrades.
 
     Args:
         device: The process's Gloo device, from ``ProcessGroupGloo.create_device``.
-        timeout: How long members may take to connect.
+        timeout: Deadline for members to connect.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
     options = gloo._Options()
@@ -396,7 +396,7 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the timeout of the ops of a process group that will be created with these options.
 
-    The public one is for ``init_process_group``, which makes one default group a process. Retry at upgrades.
+    The public one is for ``init_process_group``, which creates one default group a process. Retry at upgrades.
     """
     options._timeout = timeout
 

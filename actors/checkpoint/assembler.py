@@ -16,7 +16,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored, tiling_faults
 from raypar.actors.checkpoint.shards import read_header
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, checkpoint_errors
+from raypar.actors.machine.files import AT_ONCE, checkpoint_errors
 from raypar.actors.safetensors_header import FileTensor, read_beginning
 from raypar.actors.sharding import Sharding
 

@@ -26,10 +26,10 @@ from raypar.actors.checkpoint.shards import AtHand, ShardFile, stored_in
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors, write_whole
-from raypar.actors.memory_files import reserve
+from raypar.actors.machine.files import checkpoint_errors, write_whole
+from raypar.actors.machine.memory_files import reserve
+from raypar.actors.machine.process_identity import ProcessIdentity, open_files
 from raypar.actors.models.tile_names import untiled
-from raypar.actors.process_identity import ProcessIdentity, open_files
 from raypar.actors.safetensors_header import beginning_of, read_beginning
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes

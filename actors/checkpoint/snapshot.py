@@ -15,8 +15,8 @@ from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tile_names import untiled
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 
@@ -60,7 +60,7 @@ class Copies:
     def make_room(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Allocate the memory for copies of these tensors, in a thread."""
         size = sum(_padded(tensor) for _, tensor in tensors)
-        self._room = self._maker.submit(_touched if not self._home.is_apart else self._apart, size)
+        self._room = self._maker.submit(_touched if not self._home.is_off_device else self._apart, size)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], shards: Mapping[str, Shard] = _ALL_WHOLE) -> None:
         """Copy tensors to the host. Errors are kept for ``write`` to raise.
@@ -77,7 +77,7 @@ class Copies:
             room, start, copies = self._room.result(), 0, dict[str, Tensor]()
             for name, tensor in held.items():
                 copies[name] = room[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
-                with self._home.at_hand([tensor]), self._home.at_hand([copies[name]], writes=True):
+                with self._home.accessible([tensor]), self._home.accessible([copies[name]], writes=True):
                     copies[name].copy_(tensor.detach())
                 start += _padded(tensor)
             self._taken.put((copies, shards))
@@ -112,7 +112,7 @@ class Copies:
             saved[whole] = Logical(part.dtype, part.shape, slices)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
         try:
-            return write_shard(folder, file, tensors, spare, self._home.at_hand), saved
+            return write_shard(folder, file, tensors, spare, self._home.accessible), saved
         except OffloadError as error:
             raise CheckpointError([str(error)]) from error
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import cycle
 
 from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
-from raypar.actors.memory_files import reserve
+from raypar.actors.machine.memory_files import reserve
 
 SILENCE = 10.0  # seconds in which a copy gets further, or else its connection is given up
 _LENGTH = struct.Struct("<Q")

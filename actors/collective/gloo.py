@@ -24,7 +24,7 @@ from raypar.actors.collective.exchanged_store import ExchangedStore
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 from raypar.actors.collective.torch_options import options_of
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.system_features import has_feature
 from raypar.actors.tensors import nbytes, row_size, staged
 
 _ABORT_TAG = (1 << 31) - 1

@@ -1,6 +1,7 @@
-"""Parallel styles of context parallelism, and the attention cores that reach the tokens of other ranks.
+"""Parallel styles of context parallelism, and attention cores that attend to the tokens of other ranks.
 
 Shapes: B samples, S tokens of this rank, N query heads, K heads of keys and values, d width of a head.
+R = S x (query heads that share one head of keys and values), T keys of one rank.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,6 @@ from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, ring_attend
-from raypar.actors.context_parallel.ring_self_attention import ring_scores, ring_values
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Attention, Core, seen_before
 from raypar.actors.layers.dropout import sharded_dropout
@@ -29,14 +30,95 @@ from raypar.actors.specs.types import Context
 from raypar.actors.tensors import bent
 
 
+def ring_scores(q_BKRd: Tensor, k_BKTd: Tensor, carrier: Carrier, size: int) -> Tensor:
+    """Return q k^T for the keys of all ranks.
+
+    Args:
+        q_BKRd: Queries (B, K, R, d).
+        k_BKTd: This rank's keys (B, K, T, d).
+        carrier: Brings the keys of the other ranks.
+        size: Number of ranks.
+
+    Returns:
+        The scores (B, K, R, size x T); the keys are in the order of the ranks.
+    """
+    out: Tensor = _Scores.apply(q_BKRd, k_BKTd, carrier, size)  # type: ignore[no-untyped-call]
+    return out
+
+
+def ring_values(weights_BKRT: Tensor, v_BKTd: Tensor, carrier: Carrier) -> Tensor:
+    """Return the product of attention weights and the values of all ranks, (B, K, R, d).
+
+    Args:
+        weights_BKRT: Weights (B, K, R, size x T), for the keys in the order of the ranks.
+        v_BKTd: This rank's values (B, K, T, d).
+        carrier: Brings the values of the other ranks.
+    """
+    out: Tensor = _Values.apply(weights_BKRT, v_BKTd, carrier)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Scores(torch.autograd.Function):
+    """The product of queries and keys, called RingQK in the paper."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, carrier: Carrier, size: int) -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.carrier = carrier
+        scores = q.new_empty((*q.shape[:3], size, k.shape[2]))
+        for source, keys in carrier.visit(k):
+            scores[..., source, :] = q @ keys.transpose(-2, -1)
+        rows: Tensor = scores.flatten(-2)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k = ctx.saved_tensors
+        by_source, dq = gradient.unflatten(-1, (-1, k.shape[2])), torch.zeros_like(q)
+
+        def contribute(source: int, keys: Tensor) -> Tensor:
+            part: Tensor = by_source[..., source, :]
+            dq.add_(part @ keys)
+            made: Tensor = part.mT @ q
+            return made
+
+        return dq, ctx.carrier.back(k, contribute), None, None
+
+
+class _Values(torch.autograd.Function):
+    """The product of weights and values, called RingAV in the paper."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, v: Tensor, carrier: Carrier) -> Tensor:
+        ctx.save_for_backward(weights, v)
+        ctx.carrier = carrier
+        by_source = weights.unflatten(-1, (-1, v.shape[2]))
+        out = v.new_zeros((*weights.shape[:3], v.shape[3]))
+        for source, values in carrier.visit(v):
+            out += by_source[..., source, :] @ values
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weights, v = ctx.saved_tensors
+        by_source, made = weights.unflatten(-1, (-1, v.shape[2])), torch.empty_like(weights)
+
+        def contribute(source: int, values: Tensor) -> Tensor:
+            made.unflatten(-1, (-1, v.shape[2]))[..., source, :] = gradient @ values.mT
+            part: Tensor = by_source[..., source, :]
+            return part.mT @ gradient
+
+        return made, ctx.carrier.back(v, contribute), None
+
+
 def context_styles(context: Context, group: Group) -> AxisStyles:
     """Return the styles of context parallelism over a group.
 
-    Every rank holds some tokens of each sequence. Layers work on its own tokens, and only the attention core reaches
-    the other ranks. Weights are whole on every rank, and their gradients are of its own tokens.
+    Every rank holds some tokens of each sequence. Layers compute its tokens, and only the attention core communicates
+    with other ranks. Weights are whole on every rank, and their gradients are partial: those of its tokens.
 
     Args:
-        context: How the core reaches the other ranks: "ring" (keys and values go round a ring while the core computes
+        context: How the core communicates: "ring" (keys and values go round a ring while the core computes
             with them: Liu et al. 2023), "all_gather" (the keys and values of all ranks are gathered first: Llama 3 team
             2024, section 3.3.2), "ulysses" (an all_to_all gives each rank all tokens of some heads, and another one
             restores the layout: Jacobs et al. 2023) or "rsa" (as "ring", but full rows of scores are kept: Li et al.
@@ -56,10 +138,10 @@ def context_styles(context: Context, group: Group) -> AxisStyles:
 
 @dataclass(frozen=True)
 class ContextAttention(ParallelStyle):
-    """Let an attention core reach the tokens of the other ranks.
+    """Replace an attention core by one that attends to the tokens of all ranks.
 
     Attributes:
-        context: How it reaches them; see ``context_styles``.
+        context: How it communicates; see ``context_styles``.
         group: The context-parallel group.
     """
 
@@ -77,7 +159,7 @@ class ContextAttention(ParallelStyle):
 class TableOfTokens(ParallelStyle):
     """Let a module that computes one row per token return only the rows of this rank's tokens.
 
-    The module is called with a number of tokens. It is given that of the whole sequence.
+    The module is called with a number of tokens, which the style replaces by that of the whole sequence.
 
     Attributes:
         tokens: This rank's pieces of the sequence.
@@ -95,7 +177,7 @@ def context_core(context: Context, core: Core, group: Group) -> Core:
     """Return the core that computes the same as ``core`` when each rank holds some of the tokens.
 
     Args:
-        context: How it reaches the other ranks; see ``context_styles``.
+        context: How it communicates; see ``context_styles``.
         core: The core for whole sequences.
         group: The context-parallel group.
     """
@@ -108,10 +190,10 @@ def context_core(context: Context, core: Core, group: Group) -> Core:
 
 
 class _ContextCore(Core):
-    """A core that is given this rank's queries (B, N, S, d), keys and values (B, K, S, d).
+    """A core for this rank's queries (B, N, S, d), keys and values (B, K, S, d).
 
     Args:
-        core: The core for whole sequences, whose settings it takes.
+        core: The core for whole sequences, whose settings are copied.
         group: The context-parallel group.
         tokens: The tokens of each rank.
     """
@@ -129,7 +211,7 @@ class _BlockCore(_ContextCore):
 
     Args:
         core: As in ``_ContextCore``.
-        carrier: Brings the keys and values of the other ranks.
+        carrier: Exchanges the keys and values of all ranks.
         group: As in ``_ContextCore``.
         tokens: As in ``_ContextCore``.
     """
@@ -151,7 +233,7 @@ class _BlockCore(_ContextCore):
         return ring_attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
-        """Return whether there is dropout: of the tensors that are kept, only its mask has the scores' size."""
+        """Return whether there is dropout: among the saved tensors, only its mask has the scores' size."""
         return self.dropout > 0
 
 
@@ -177,7 +259,12 @@ class _UlyssesCore(_ContextCore):
 
 
 class _RowCore(_ContextCore):
-    """Attention with full rows of scores: first the keys go round a ring, then the values."""
+    """Ring self-attention: full rows of scores, computed while first the keys and then the values go round a ring.
+
+    It exists for comparison: it saves the scores of all keys for the backward, and ring attention saves none.
+
+    Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective".
+    """
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
         """Compute this rank's outputs from its queries' scores of all tokens."""

@@ -17,7 +17,7 @@ from raypar.actors.sharding import Pieces, Sharding
 
 @dataclass(frozen=True)
 class ExpertsOfTokens(ParallelStyle):
-    """Let a layer of experts compute losses, noise and capacity as with whole sequences.
+    """Make a layer of experts compute losses, noise and capacity as with whole sequences.
 
     Attributes:
         tokens: The tokens of each rank.
@@ -30,7 +30,7 @@ class ExpertsOfTokens(ParallelStyle):
     is_tensor: bool = False
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        """Set how the layer reaches the other ranks' tokens."""
+        """Set the layer's sums and capacity to functions over all ranks."""
         assert isinstance(module, MixtureOfExperts)
         own = Sharding({1: self.tokens[self.group.rank]})
         noise = module.router.noise

@@ -1,6 +1,6 @@
 """Exchange keys and values between the ranks of a context-parallel group, and return their gradients to their owners.
 
-Every rank computes with the keys and values of each rank, its own included. In the backward it computes a gradient for
+Every rank computes with the keys and values of each rank, including itself. In the backward it computes a gradient for
 each of these tensors, and the rank that owns a tensor needs the sum of all ranks' gradients for it.
 """
 
@@ -20,7 +20,7 @@ _TENSOR_TAG, _GRADIENT_TAG = 0, 1  # tags of tensors and of their gradients
 
 
 class Carrier(Protocol):
-    """Brings the tensor of every rank to all ranks, and gradients back; all tensors have one shape and one dtype."""
+    """Sends the tensor of every rank to all ranks, and gradients back. All tensors have one shape and one dtype."""
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the tensor of every rank, this rank's own first.
@@ -42,7 +42,7 @@ class Carrier(Protocol):
 
 
 class Ring:
-    """Pass tensors from each rank to the next, and compute with one while the next one is on its way.
+    """Pass tensors from each rank to the next, and compute with one while the next one is received.
 
     A rank sends size - 1 tensors in ``visit``, and twice as many in ``back``, where their gradients follow them.
 
@@ -57,7 +57,7 @@ class Ring:
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tensor of every rank; while it is used, the next one is on its way."""
+        """Yield the tensor of every rank; while it is used, the next one is received."""
         current = own.contiguous()
         for hop in range(self._group.size):
             handles, incoming = (
@@ -71,8 +71,8 @@ class Ring:
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
         """Return the gradient of this rank's tensor.
 
-        The gradient of each tensor goes round the ring behind the tensor. Each rank adds its own part to it and passes
-        it on; the owner receives the sum of the other ranks and adds its own part.
+        The gradient of each tensor follows the tensor round the ring. Each rank adds its part and sends it on; the
+        owner receives the sum of the other ranks and adds its part.
         """
         handles: list[Handle] = []
         visits = self.visit(own)

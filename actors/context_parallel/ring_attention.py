@@ -1,6 +1,6 @@
 """Ring attention: the queries of this rank attend to the keys of one rank after the other, in blocks.
 
-How the keys come, round a ring or all at once, is the exchange's: see ``kv_exchange``.
+The keys are passed round a ring, or gathered at once: see ``kv_exchange``.
 
 The softmax is computed online: each block of keys gives outputs and the logarithm of their divisor, from which the
 outputs over all blocks are combined. No scores are kept for the backward.
@@ -61,16 +61,16 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of one rank attend to.
+    """The tokens that the queries of one rank attend to.
 
     Attributes:
         tokens: The pieces of the sequence that each rank holds, in rising order.
         rank: The rank whose queries these are.
         fused: Whether torch's fused CPU kernel is used, which has no dropout.
         bias: Bias of the scores, or None.
-        mask: Dropout mask (B, N, S, tokens of the whole sequence) that attention weights are multiplied by, or None.
-        window: Number of tokens that a query sees, its own and those right before it; None for all.
-        starts: Of each query, the place of the first token of its document in the whole sequence, (B, S); None if a
+        mask: Dropout mask (B, N, S, tokens of the whole sequence), a factor of attention weights, or None.
+        window: Number of tokens that a query attends to, itself and those directly before it; None for all.
+        starts: For each query, the position in the whole sequence of its document's first token, (B, S); None if a
             sequence is one document.
     """
 
@@ -85,18 +85,18 @@ class View:
     def blocks(self, source: int, length: int) -> Iterator[AttendedBlock]:
         """Yield the blocks of queries of this rank and keys of another that attention needs.
 
-        A window leaves out those in which no query sees a key.
+        Blocks in which no query has a key within the window are left out.
 
         Args:
             source: Rank that holds the keys.
             length: Number of its keys, which is also the number of this rank's queries.
         """
-        for block in self._behind(source, length):
+        for block in self._causal_blocks(source, length):
             if self.window is None or bool((self._distance(block, source, length) < self.window).any()):
                 yield block
 
-    def _behind(self, source: int, length: int) -> Iterator[AttendedBlock]:
-        """Yield the blocks in which queries are not ahead of all keys."""
+    def _causal_blocks(self, source: int, length: int) -> Iterator[AttendedBlock]:
+        """Yield the blocks with keys that are not later than the queries."""
         if source == self.rank:  # its pieces are in the order of the sequence, so one causal block is enough
             yield AttendedBlock(slice(0, length), slice(0, length), True)
             return
@@ -111,13 +111,13 @@ class View:
                 start = stop
 
     def _distance(self, block: AttendedBlock, source: int, length: int) -> Tensor:
-        """Return by how many tokens each query of a block is behind each key, (queries, keys)."""
+        """Return the position of each query of a block minus that of each key, (queries, keys)."""
         positions = torch.arange(self.tokens[self.rank].whole_length(length))
         mine, theirs = self.tokens[self.rank].take(positions, 0), self.tokens[source].take(positions, 0)
         return mine[block.queries, None] - theirs[block.keys]
 
     def unseen(self, block: AttendedBlock, source: int, length: int) -> Tensor | None:
-        """Return which keys of a block a query does not see, or None if neither window nor documents hide any.
+        """Return which keys of a block a query does not attend to; None if neither window nor documents hide any.
 
         Its shape is (queries, keys) bool, or with documents (B, 1, queries, keys).
         """

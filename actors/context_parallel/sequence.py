@@ -7,10 +7,10 @@ from raypar.actors.specs.types import Context
 
 
 def num_pieces(context: Context, cp: int) -> int:
-    """Return into how many equal pieces a sequence is cut.
+    """Return the number of equal pieces of a sequence.
 
     Args:
-        context: How attention reaches across the ranks.
+        context: How attention communicates; see ``context_styles``.
         cp: Number of context-parallel ranks.
     """
     return 2 * cp if context in ("ring", "all_gather") else cp
@@ -19,11 +19,11 @@ def num_pieces(context: Context, cp: int) -> int:
 def tokens_of(context: Context, cp: int) -> tuple[Pieces, ...]:
     """Return the tokens of each context-parallel rank.
 
-    Where attention is computed in blocks, later tokens cost more, because each token attends to all earlier ones. So
-    each rank holds one early and one late piece, and all ranks have the same work (zigzag).
+    If attention is computed in blocks, later tokens cost more, because each token attends to all earlier ones. So each
+    rank holds one early and one late piece, and all ranks have the same work (zigzag).
 
     Args:
-        context: How attention reaches across the ranks.
+        context: How attention communicates; see ``context_styles``.
         cp: Number of context-parallel ranks.
     """
     if num_pieces(context, cp) == cp:

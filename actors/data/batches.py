@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raypar.actors.data.example_batches import ExampleBatches
-from raypar.actors.data.token_batches import TokenBatches, open_corpus
+from raypar.actors.data.examples.example_batches import ExampleBatches
+from raypar.actors.data.text.token_batches import TokenBatches, open_corpus
 from raypar.actors.extents import Extents
 from raypar.actors.models.base import Model
 from raypar.actors.sharding import Pieces

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryFile
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 
 _BYTES_PER_PROCESS = 4 << 20  # at least: so many keep a process busy for longer than it takes to start
 _MOST_PROCESSES = 32  # the parent reads, hashes and writes for all of them

@@ -11,11 +11,11 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
 from raypar.actors.models.tile_names import tile_of
 from raypar.actors.models.tiled import TiledLinear, tiled_in
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import master_of
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
@@ -85,7 +85,7 @@ class Sharder:
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
             experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
-            if "edp.gather" not in self._replicas and not self._shard_storage.is_apart:
+            if "edp.gather" not in self._replicas and not self._shard_storage.is_off_device:
                 self._keep(experts, initial)  # no other actor has them
                 experts = {}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]

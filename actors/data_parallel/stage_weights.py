@@ -246,7 +246,7 @@ class StageWeights:
             for index in (*used, *(index for visit in visits[self._at + 1 : self._at + 2] for index in visit)):
                 self.units[index].gather(self)
             for index in (index for visit in visits[self._at + 2 : self._at + 3] for index in visit):
-                self.units[index].expect()
+                self.units[index].prefetch()
 
     def _finish(self) -> None:
         if self._visits is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 
@@ -26,7 +26,7 @@ class GradientSums:
         masters: The weights that the actor updates, by logical name.
 
     Attributes:
-        is_apart: Whether the sums are stored off the device.
+        is_off_device: Whether the sums are stored off the device.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class GradientSums:
         storage: OffloadStorage,
         masters: Mapping[str, nn.Parameter],
     ) -> None:
-        self.is_apart = storage.is_apart
+        self.is_off_device = storage.is_off_device
         self._buckets, self._storage, self._masters = buckets, storage, masters
         self._sums: dict[int, Tensor] = {}  # by bucket
         self._allocated: dict[int, Tensor] = {}  # by bucket, memory off the device
         self._in_dtype: dict[str, Tensor] = {}  # by name, memory for gradients in the dtype of their masters
-        for number in received if storage.is_apart else ():
+        for number in received if storage.is_off_device else ():
             bucket = buckets[number]
             self._allocated[number] = storage.empty(bucket.size, bucket.grad_dtype)
             for name in bucket.parameters:
@@ -54,7 +54,7 @@ class GradientSums:
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients that are stored now; off the device, the memory for all sums of a step."""
-        if self.is_apart:
+        if self.is_off_device:
             return sum(map(nbytes, (*self._allocated.values(), *self._in_dtype.values())))
         return sum(self._buckets[number].num_bytes for number in self._sums)
 
@@ -72,7 +72,7 @@ class GradientSums:
         """
         total = self._sums.get(number)
         if total is not None:
-            with self._storage.at_hand([total], writes=True):
+            with self._storage.accessible([total], writes=True):
                 total.add_(flat.to(total.device))
         else:
             self._sums[number] = self._storage.moved(flat, self._allocated.get(number))
@@ -89,9 +89,9 @@ class GradientSums:
             The handle of the reduction; None if it is complete.
         """
         total = self._sums[number]
-        if not self.is_apart:
+        if not self.is_off_device:
             return finish(total)
-        with torch.no_grad(), self._storage.at_hand([total], writes=True):
+        with torch.no_grad(), self._storage.accessible([total], writes=True):
             flat = empty().copy_(total)
             finish(flat).wait()
             total.copy_(flat)
@@ -103,7 +103,7 @@ class GradientSums:
         for number, bucket in enumerate(self._buckets):
             if number not in self._sums:
                 bucket.drop_gradients()
-            elif not self.is_apart:
+            elif not self.is_off_device:
                 bucket.adopt(self._sums[number])
             else:
                 self._to_masters(bucket, self._sums[number])
@@ -111,6 +111,6 @@ class GradientSums:
     def _to_masters(self, bucket: Bucket, flat: Tensor) -> None:
         for name, gradient in bucket.gradients(flat):
             if gradient is not None and name in self._in_dtype:
-                with self._storage.at_hand([gradient]):
+                with self._storage.accessible([gradient]):
                     gradient = self._storage.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
             self._masters[name].grad = gradient

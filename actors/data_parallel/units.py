@@ -14,8 +14,8 @@ from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.flat_memory import FlatMemory
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.flat_memory import FlatMemory
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 
@@ -82,11 +82,11 @@ class Unit:
         """Return the logical name of the parameter whose memory, whole or freed, has a tensor; None if none has."""
         return next((name for flat in self._flats if (name := flat.name_of(tensor)) is not None), None)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Start to read the shards from the disk, if they are there, before the parameters are gathered."""
         if not self._users:
             for flat in self._flats:
-                flat.expect()
+                flat.prefetch()
 
     def gather(self, user: object) -> None:
         """Allocate the parameters' memory and start to gather them, unless they are whole.
@@ -150,7 +150,7 @@ class _Flat:
         self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in views]
         self._flat.release()
         self.shards: dict[str, nn.Parameter] = {}
-        with storage.at_hand([self._shard], writes=True):
+        with storage.accessible([self._shard], writes=True):
             for name, start, stride in zip(names, starts, strides, strict=True):
                 if owner_of[name] == rank:
                     shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
@@ -168,16 +168,16 @@ class _Flat:
             return self._names[max(0, bisect_right(self._starts, tensor.storage_offset()) - 1)]
         return next((name for name, one in zip(self._names, self._freed, strict=True) if storage_id(one) == key), None)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Start to read the shard."""
-        self._storage.expect(self._shard)
+        self._storage.prefetch(self._shard)
 
     def gather(self) -> Handle | None:
         """Allocate memory for the flat tensor and start to gather it. Return None if this replica owns all of it."""
         self._flat.take()
         for parameter, whole in zip(self._members, self._whole, strict=True):
             parameter.data = whole
-        with self._storage.at_hand([self._shard]):
+        with self._storage.accessible([self._shard]):
             if self._group is None:
                 self._flat.tensor.copy_(self._shard, non_blocking=True)
                 return None

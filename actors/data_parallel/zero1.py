@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
@@ -132,7 +132,7 @@ class _Weights:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
         flat = self._flat = self._empty() if self._flat is None else self._flat
         if not self._inside and self._root == self._replicas.rank:
-            with self._at_hand():
+            with self._accessible():
                 self._bucket.read_into(flat)
         return self._replicas.broadcast(flat, self._root)
 
@@ -140,7 +140,7 @@ class _Weights:
         """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
         assert self._flat is not None
         if not self._inside and self._root != self._replicas.rank:
-            with self._at_hand(writes=True):
+            with self._accessible(writes=True):
                 self._bucket.load(self._flat)
         if self._allocate is not None:
             self._flat = None
@@ -148,9 +148,9 @@ class _Weights:
     def _empty(self) -> Tensor:
         return (self._allocate or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
 
-    def _at_hand(self, *, writes: bool = False) -> AbstractContextManager[None]:
+    def _accessible(self, *, writes: bool = False) -> AbstractContextManager[None]:
         weights = self._bucket.parameters.values()
-        return nullcontext() if self._storage is None else self._storage.at_hand(weights, writes=writes)
+        return nullcontext() if self._storage is None else self._storage.accessible(weights, writes=writes)
 
 
 def _receive(handle: Handle, weights: _Weights) -> None:

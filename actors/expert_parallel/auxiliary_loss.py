@@ -1,4 +1,4 @@
-"""Auxiliary losses of the user's own layers."""
+"""Auxiliary losses in the user's layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AuxiliaryLoss(nn.Module, Routed):
             loss: The auxiliary loss of this microbatch, one number, best computed in fp32 and as a mean over it.
 
         Returns:
-            ``x``. The backward through it is what gives the loss its gradient, so go on with this one.
+            ``x``. Use it instead of the argument: its backward gives the loss its gradient.
 
         Raises:
             ValueError: The loss is not one floating number.

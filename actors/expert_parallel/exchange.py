@@ -1,4 +1,4 @@
-"""Experts that are divided over actors: tokens travel to their experts and back by all-to-alls.
+"""Experts that are divided over actors, or have actors of their own: all-to-alls send tokens to them and back.
 
 Shapes: T tokens of this actor, K choices of a token, D hidden, E experts, N rows (a token and one of its choices) in
 the order of the experts.
@@ -25,20 +25,20 @@ from raypar.actors.tensors import nbytes
 
 
 class ExpertShard(DividedExperts, Anchored, Routed):
-    """One actor's experts, and the way to those of the other actors.
+    """One actor's experts, and the exchange of tokens with all other actors.
 
-    Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
-    have for each expert. An expert without any rows is called with none, so its gradients are zeros, as in one process.
+    Choices are sorted by expert, so each actor gets one contiguous part of the rows. Actors first exchange the number
+    of rows for each expert. An expert without rows is called with none, so its gradients are zeros, as in one process.
 
     Args:
-        experts: This actor's experts by number: one slice of all; none if it only sends tokens to those of others.
+        experts: This actor's experts by number: one slice of all; none if it only sends tokens to other actors.
         order: The numbers of all experts, in the order in which they are divided.
         group: The actors that have tokens or experts.
-        holders: The ranks in the group of those that have experts, one slice each.
-        tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
+        holders: The ranks in the group of the actors that have experts, one slice each.
+        tokens: The actors that have the same tokens, each of which sends only a part of them; None if no other actor
             has this actor's tokens.
-        shadows: The most experts that are shadowed at a time: see shadowing.py. Only where each actor has experts.
-        rounds: The rounds in which rows travel, at most as many as an actor has experts: see rounds.py.
+        shadows: Largest number of experts that are shadowed: see shadowing.py. Every actor must have experts.
+        rounds: Number of rounds of the exchange, at most the experts of an actor: see rounds.py.
 
     Source: He et al. 2021, "FastMoE", section 4; Gale et al. 2022, "MegaBlocks", section 5.
     """
@@ -57,69 +57,69 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         self._order, self._num_experts = tuple(order), len(order)
         self._group, self._holders, self._tokens = group, holders, tokens
         self._most, self._rounds = shadows, rounds
-        # To compute with the weights of others. It is none of this actor's modules.
+        # A module to compute with other actors' weights. It is not registered as a submodule.
         self._guest = [_without_weights(next(iter(experts.values())))] if shadows else []
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Return for each token the sum of what its experts make of it; see ``run_experts``."""
-        chosen_TK = self._places(chosen_TK)
+        """Return for each token the sum of its experts' outputs; see ``run_experts``."""
+        chosen_TK = self._positions(chosen_TK)
         if self._tokens is None:
             return self._run(x_TD, chosen_TK, gates_TK)
         start, stop = Pieces.at(self._tokens.rank, self._tokens.size).span(len(x_TD))
         own = self._run(own_rows(x_TD, self._tokens), chosen_TK[start:stop], own_rows(gates_TK, self._tokens))
         return join_rows(own, self._tokens, len(x_TD))
 
-    def _places(self, chosen_TK: Tensor) -> Tensor:
-        """Return the choices by place in the order, from 0 on, by which everything here counts experts."""
+    def _positions(self, chosen_TK: Tensor) -> Tensor:
+        """Return the choices as positions in the order of experts, from 0 on."""
         if self._order == (*range(self._num_experts),):
             return chosen_TK
         if chosen_TK.numel() and int(chosen_TK.max()) >= self._num_experts:
-            return chosen_TK  # which order_of refuses
-        places = torch.tensor(self._order, device=chosen_TK.device).argsort()
-        return torch.where(chosen_TK < 0, chosen_TK, places[chosen_TK.clamp(min=0)])
+            return chosen_TK  # order_by_expert raises
+        positions = torch.tensor(self._order, device=chosen_TK.device).argsort()
+        return torch.where(chosen_TK < 0, chosen_TK, positions[chosen_TK.clamp(min=0)])
 
     def serve(self, link: Tensor) -> Tensor:
-        """Compute what other actors send, on an actor without tokens of its own.
+        """Run the experts on other actors' tokens, on an actor without tokens.
 
-        The backward through the returned tensor computes the backward of what they sent.
+        The backward of the returned tensor runs the backward of the experts.
 
         Args:
-            link: No rows (0, 1), from the call before this one, which ties the backwards of calls together in order.
+            link: No rows (0, 1), from the previous call, which chains the backwards of calls in order.
 
         Returns:
             No rows (0, 1).
         """
         asked, width = self._asked([0] * self._num_experts, 0)
-        return self._made(link.expand(0, width), asked)[:, :1]
+        return self._outputs(link.expand(0, width), asked)[:, :1]
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         order = order_by_expert(chosen_TK, self._num_experts, tokens=len(x_TD))
         rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
         shadows = self._shadows(asked, rows_ND) if self._most else ()
-        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._made(rows_ND, asked)
+        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._outputs(rows_ND, asked)
         return combine(made_ND, gates_TK, order)
 
-    def _made(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
-        """Return what the experts make of this actor's rows.
+    def _outputs(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
+        """Return the experts' outputs for this actor's rows.
 
         Args:
-            rows_ND: The rows, in the order of the experts that they go to.
-            asked: How many rows each actor has for each expert (actors, E).
+            rows_ND: The rows, in the order of their experts.
+            asked: Number of rows by actor and expert (actors, E).
         """
         if self._rounds > 1:
-            return self._made_in_rounds(rows_ND, asked)
+            return self._outputs_in_rounds(rows_ND, asked)
         there, here = self._splits(asked)
         came_ND = exchange_rows(self.anchored(rows_ND), self._group, there, here)
         made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
         return exchange_rows(made_ND, self._group, here, there)
 
-    def _made_in_rounds(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
-        """Do what ``_made`` does, by groups of each actor's experts."""
+    def _outputs_in_rounds(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
+        """Return the same as ``_outputs``, computed by groups of each actor's experts."""
         each, counts = self._num_experts // len(self._holders), asked[self._group.rank].tolist()
         spans = [Pieces.at(number, self._rounds).span(each) for number in range(self._rounds)]
-        places = [[place for place in range(len(counts)) if start <= place % each < stop] for start, stop in spans]
-        asked_of = [torch.zeros_like(asked).index_copy(1, own, asked[:, own]) for own in map(torch.tensor, places)]
+        of_rounds = [[i for i in range(len(counts)) if start <= i % each < stop] for start, stop in spans]
+        asked_of = [torch.zeros_like(asked).index_copy(1, own, asked[:, own]) for own in map(torch.tensor, of_rounds)]
         splits = [self._splits(of_round) for of_round in asked_of]
         trips = [(Trip(self._group, there, here), Trip(self._group, here, there)) for there, here in splits]
 
@@ -128,13 +128,13 @@ class ExpertShard(DividedExperts, Anchored, Routed):
 
         parts = self.anchored(rows_ND).split(counts)
         made: dict[int, Tensor] = {}
-        gone = [torch.cat([parts[place] for place in some]) for some in places]
-        for some, back_ND in zip(places, in_rounds(gone, trips, compute), strict=True):
-            made |= zip(some, back_ND.split([counts[place] for place in some]), strict=True)
-        return torch.cat([made[place] for place in range(len(counts))])
+        sent = [torch.cat([parts[expert] for expert in some]) for some in of_rounds]
+        for some, back_ND in zip(of_rounds, in_rounds(sent, trips, compute), strict=True):
+            made |= zip(some, back_ND.split([counts[expert] for expert in some]), strict=True)
+        return torch.cat([made[expert] for expert in range(len(counts))])
 
     def _splits(self, asked: Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows go to each actor, and how many come from it."""
+        """Return the number of rows to each actor, and from each actor."""
         group, holders = self._group, self._holders
         by_holder = asked[group.rank].view(len(holders), -1).sum(1).tolist()
         there = [*[0] * holders.start, *by_holder, *[0] * (group.size - holders.stop)]
@@ -147,40 +147,40 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         row = rows_ND.shape[1] * rows_ND.element_size()
         choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1).tolist())
         if self.record is not None and self._group.rank == 0:
-            numbers = tuple(self._order[place] for place in choice.slots)
+            numbers = tuple(self._order[slot] for slot in choice.slots)
             self.record.shadows(self.name, self._num_experts, choice._replace(slots=numbers))
         return choice.slots
 
     def _with_shadows(self, rows_ND: Tensor, asked: Tensor, shadows: tuple[int, ...]) -> Tensor:
-        """Compute rows whose experts are here for now, and let the others travel.
+        """Compute rows of shadowed experts on this actor, and exchange all other rows.
 
         Args:
             rows_ND: The rows of this actor's tokens, in the order of the experts.
-            asked: How many rows each actor has for each expert (actors, E).
-            shadows: The places of experts that are shadowed.
+            asked: Number of rows by actor and expert (actors, E).
+            shadows: Positions of the shadowed experts.
 
         Returns:
-            What the experts make of each row (N, D), in the order of the rows.
+            The experts' outputs (N, D), in the order of the rows.
         """
         group, counts = self._group, asked[self._group.rank].tolist()
         parts, asked = rows_ND.split(counts), asked.clone()
         asked[:, list(shadows)] = 0
-        away = [place for place in range(len(counts)) if place not in shadows]
+        away = [expert for expert in range(len(counts)) if expert not in shadows]
         there, here = self._splits(asked)
-        gone_ND = self.anchored(torch.cat([rows_ND[:0], *(parts[place] for place in away)]))
-        visits = [(place // len(self), self._weights_of(place, rows_ND)) for place in shadows]
+        gone_ND = self.anchored(torch.cat([rows_ND[:0], *(parts[expert] for expert in away)]))
+        visits = [(expert // len(self), self._weights_of(expert, rows_ND)) for expert in shadows]
         came_ND, weights = dispatch(gone_ND, group, there, here, visits)
         back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
-        made = dict(zip(away, back_ND.split([counts[place] for place in away]), strict=True))
+        made = dict(zip(away, back_ND.split([counts[expert] for expert in away]), strict=True))
         guest = self._guest[0].train(self.training)
         names = [name for name, _ in guest.named_parameters()]
-        for place, theirs in zip(shadows, weights, strict=True):
-            made[place] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[place],))
-        return torch.cat([made[place] for place in range(len(counts))])
+        for expert, theirs in zip(shadows, weights, strict=True):
+            made[expert] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[expert],))
+        return torch.cat([made[expert] for expert in range(len(counts))])
 
-    def _weights_of(self, place: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Return an expert's weights if it is here, else tensors like them, of undefined values."""
-        if (number := str(self._order[place])) in self:
+    def _weights_of(self, position: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Return an expert's weights if this actor has it, else tensors of their shapes with undefined values."""
+        if (number := str(self._order[position])) in self:
             return tuple(self[number].parameters())
         alike = next(iter(self.values())).parameters()
         return tuple(torch.empty(weight.shape, dtype=weight.dtype, device=like.device) for weight in alike)
@@ -193,28 +193,28 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         return slice(*Pieces.at(self._group.rank - self._holders.start, len(self._holders)).span(self._num_experts))
 
     def _asked(self, counts: Sequence[int], width: int) -> tuple[Tensor, int]:
-        """Return how many rows each actor has for each expert (actors, E), and the width of a row.
+        """Return the number of rows by actor and expert (actors, E), and the width of a row.
 
         Args:
-            counts: How many rows this actor has for each expert.
+            counts: Number of this actor's rows for each expert.
             width: The width of its rows; 0 if it never has any.
         """
         own = torch.tensor([*counts, width])
-        told = own.new_empty(self._group.size * len(own))
-        self._group.host.all_gather(told, own).wait()
-        told = told.view(self._group.size, -1)
-        return told[:, :-1], int(told[:, -1].max())
+        gathered = own.new_empty(self._group.size * len(own))
+        self._group.host.all_gather(gathered, own).wait()
+        gathered = gathered.view(self._group.size, -1)
+        return gathered[:, :-1], int(gathered[:, -1].max())
 
     def _computed(self, came_ND: Tensor, asked: Tensor, span: tuple[int, int] | None = None) -> Tensor:
         """Run this actor's experts, or those of a round.
 
         Args:
-            came_ND: The rows that came, in the order of their senders, and of the experts for each.
+            came_ND: The received rows, sorted by sender, then by expert.
             asked: Number of rows by sender and expert (members, experts of this actor).
             span: The first of the experts to run, and the one after the last; None for all.
 
         Returns:
-            What the experts make of each row (N, D), in the order of the rows.
+            The experts' outputs (N, D), in the order of the rows.
         """
         some = slice(*(span or (0, len(self))))
         asked = asked[:, some]
@@ -239,3 +239,48 @@ def _without_weights(expert: nn.Module) -> nn.Module:
             if module._parameters[name] is not None:
                 module._parameters[name] = nn.Parameter(torch.empty(0, device="cpu"))
     return shell
+
+
+def strip(layer: nn.Module) -> None:
+    """Remove all weights and buffers except those of experts from a layer, in place, before it has values.
+
+    Args:
+        layer: The layer, or a container of layers, in which lists of experts are ``ExpertShard``.
+    """
+    experts = {id(part) for module in layer.modules() if isinstance(module, ExpertShard) for part in module.modules()}
+    for module in layer.modules():
+        if id(module) not in experts:
+            module._parameters.clear()
+            module._buffers.clear()
+
+
+class ExpertLayer(nn.Module):
+    """The experts of a layer, with the same names as in the layer. Without experts, it returns its input.
+
+    Each call serves one forward of the layer on the actors that have tokens: its lists of experts are called once each,
+    in the order of their registration.
+
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        found = {name: module for name, module in layer.named_modules() if isinstance(module, ExpertShard)}
+        self._shards = tuple(found)
+        for name, shard in found.items():
+            *parents, last = name.split(".")
+            at: nn.Module = self
+            for parent in parents:
+                if parent not in at._modules:
+                    at.add_module(parent, nn.Module())
+                at = at.get_submodule(parent)
+            at.add_module(last, shard)
+
+    def forward(self, link: Tensor) -> Tensor:
+        """Run the experts on other actors' tokens. ``link`` (0, 1) is that of the previous layer; returns (0, 1)."""
+        for name in self._shards:
+            shard = self.get_submodule(name)
+            assert isinstance(shard, ExpertShard)
+            link = shard.serve(link)
+        return link

@@ -1,4 +1,4 @@
-"""Let every token be computed by the experts that its router chose.
+"""Compute every token with the experts that its router chose.
 
 Shapes: T tokens, D width of a token, K choices of a token, N choices of all tokens that were not dropped, E experts.
 """
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DROPPED = -1  # in place of an expert's number: the token goes to none
+DROPPED = -1  # instead of an expert's number: a dropped choice
 
 
 class Order(NamedTuple):
-    """The choices that were not dropped, sorted by expert; those of one expert are in the order of the tokens.
+    """The choices that are not dropped, sorted by expert, then by token.
 
     Attributes:
         tokens: The token of each choice: (N,) int64.
-        places: Where each choice is in the flattened (T, K): (N,) int64.
-        rows: The inverse, (T, K) int64: which of the N a choice is; 0 for a dropped one.
-        kept: (T, K), whether a choice was not dropped; None if none was.
-        counts: How many choices each expert has; N together.
+        places: Position of each choice in the flattened (T, K): (N,) int64.
+        rows: The inverse, (T, K) int64: index of a choice among the N; 0 for a dropped one.
+        kept: (T, K), whether a choice is not dropped; None if no choice is dropped.
+        counts: Number of choices of each expert; their sum is N.
     """
 
     tokens: Tensor
@@ -38,14 +38,14 @@ class DividedExperts(nn.ModuleDict):
 
     @abstractmethod
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Do what ``run_experts`` does with the experts of all actors."""
+        """Compute ``run_experts`` with the experts of all actors."""
 
 
 def run_experts(x_TD: Tensor, experts: nn.ModuleList | DividedExperts, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-    """Return for each token the sum of what its experts make of it, weighed by its gates.
+    """Return for each token the sum of its experts' outputs, weighted by its gates.
 
-    Every expert is called once, with all tokens that chose it, sorted as they come; also with none, so that its
-    gradients are zeros then. The same call gives the same bits.
+    Every expert is called once, with all tokens that chose it, in their order; also with none, so that its gradients
+    are zeros then. The same call gives the same bits.
 
     Args:
         x_TD: The tokens, floating-point.
@@ -96,13 +96,13 @@ def spread(x_TD: Tensor, order: Order) -> Tensor:
 
 
 def combine(rows_ND: Tensor, gates_TK: Tensor, order: Order) -> Tensor:
-    """Return for each token the sum (T, D) of its choices' rows, weighed by its gates."""
+    """Return for each token the sum (T, D) of its choices' rows, weighted by its gates."""
     out: Tensor = _Combine.apply(rows_ND, gates_TK.to(rows_ND.dtype), order)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Spread(torch.autograd.Function):
-    """``spread``; torch's own backward of it is a sum in another order, and not the same one every time on GPUs."""
+    """``spread``. Torch's backward of it sums in another order, which varies on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: Order) -> Tensor:
@@ -117,7 +117,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """``combine``, which keeps no rows in the order of the tokens."""
+    """``combine``, which saves no rows in the order of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, gates_TK: Tensor, order: Order) -> Tensor:
@@ -140,7 +140,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _sums(rows_ND: Tensor, weights_TK: Tensor, order: Order) -> Tensor:
-    """Return for each token the weighed sum (T, D) of its rows, added up in the order of its choices."""
+    """Return for each token the weighted sum (T, D) of its rows, added up in the order of its choices."""
     if not len(rows_ND):
         return rows_ND.new_zeros((len(order.rows), rows_ND.shape[1]))
     if order.kept is not None:

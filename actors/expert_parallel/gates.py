@@ -1,11 +1,14 @@
-"""Gates: which experts a token chooses, and with what weights. One function for each paper's.
+"""Gates: the experts that a token chooses, their weights, and the choices that are dropped at an expert's capacity.
 
-Shapes: T tokens, E experts, K choices of a token. All take fp32 and are differentiable through the weights.
+One function for each paper. Gates take fp32 and are differentiable through the weights.
+
+Shapes: T tokens, E experts, K choices of a token.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,13 +17,13 @@ from torch import Tensor
 
 
 class ExpertChoice(NamedTuple):
-    """What a gate returns.
+    """The result of a gate.
 
     Attributes:
         chosen: The experts of each token, (T, K) int64, the best first.
         gates: Their weights, (T, K).
         probs: Probabilities of all experts, (T, E), from which losses are computed; those of a token add up to 1.
-        skipped: (T, K), which choices are not made by chance; None if all are made.
+        skipped: (T, K), which choices are left out at random; None if none are.
     """
 
     chosen: Tensor
@@ -62,7 +65,7 @@ def top_k_softmax(logits_TE: Tensor, choices: int) -> ExpertChoice:
 
 
 def learned_noise(normal_TE: Tensor, widths_TE: Tensor) -> Tensor:
-    """Return the noise of Shazeer's gate (T, E): normal numbers, each times the softplus of what x W_noise is.
+    """Return the noise of Shazeer's gate (T, E): normal numbers, each times softplus(x W_noise).
 
     Args:
         normal_TE: Numbers of the standard normal distribution.
@@ -74,11 +77,11 @@ def learned_noise(normal_TE: Tensor, widths_TE: Tensor) -> Tensor:
 
 
 def gshard_top_2(logits_TE: Tensor, uniform_T: Tensor | None, *, normalise: bool = True) -> ExpertChoice:
-    """Choose the two best experts; the second one by chance, in proportion to its gate.
+    """Choose the two best experts; the second one at random, in proportion to its gate.
 
     Args:
         logits_TE: The router's logits.
-        uniform_T: Numbers between 0 and 1, one a token; None leaves nothing to chance, as in an evaluation.
+        uniform_T: Random numbers between 0 and 1, one a token; None always uses both, as in an evaluation.
         normalise: Whether the gates of a token are divided by their sum, as in the paper.
 
     Source: Lepikhin et al. 2020, "GShard", algorithm 1: the second expert is used if 2 g2 > rnd, with normalised g2.
@@ -136,7 +139,7 @@ def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
 
     Args:
         bias_E: The bias before.
-        load_E: How many choices fell on each expert in the whole step, on all replicas.
+        load_E: Number of choices of each expert in the whole step, on all replicas.
         rate: The paper's bias update speed, gamma.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
@@ -152,3 +155,46 @@ def _best(probs_TE: Tensor, choices: int, bias_E: Tensor | None) -> Tensor:
 
 def _normalised(gates: Tensor) -> Tensor:
     return gates / gates.sum(-1, keepdim=True)
+
+
+def capacity_of(factor: float, tokens: int, choices: int, num_experts: int) -> int:
+    """Return the capacity of an expert for a group of tokens: its even share times the factor, rounded up.
+
+    Args:
+        factor: The capacity factor.
+        tokens: Tokens of a group.
+        choices: Choices of a token.
+        num_experts: Number of experts.
+    """
+    return math.ceil(factor * tokens * choices / num_experts - 1e-9)  # 1.1 x 10 is not 11 in floating point
+
+
+def over_capacity(chosen_TK: Tensor, num_experts: int, capacities: Sequence[int]) -> Tensor:
+    """Return which choices are over the capacity of their expert.
+
+    In a group, the first choices of all tokens come before the second ones, each in the order of the tokens.
+
+    Args:
+        chosen_TK: The experts that each token chose, int64; -1 for padding, which takes no capacity.
+        num_experts: Number of experts.
+        capacities: Capacity of an expert for each group of consecutive tokens. Their number is a divisor of T.
+
+    Returns:
+        Booleans (T, K).
+
+    Source: Lepikhin et al. 2020, "GShard", algorithm 1: counters c_e go on from first choices to second ones.
+    """
+    (tokens, choices), groups = chosen_TK.shape, len(capacities)
+    if not chosen_TK.numel():
+        return torch.zeros_like(chosen_TK, dtype=torch.bool)
+    bins = num_experts + 1  # of a group: padding, and the experts
+    group = torch.arange(groups, device=chosen_TK.device).view(groups, 1, 1) * bins
+    by_rank = (chosen_TK.view(groups, -1, choices).transpose(1, 2) + 1 + group).flatten()  # (groups, K, tokens)
+    order = by_rank.argsort(stable=True)
+    counts = torch.bincount(by_rank, minlength=groups * bins)
+    starts = counts.cumsum(0) - counts
+    positions = torch.arange(len(by_rank), device=chosen_TK.device) - starts[by_rank[order]]
+    limits = torch.tensor([(tokens, *[each] * num_experts) for each in capacities], device=chosen_TK.device).flatten()
+    over = torch.empty_like(by_rank, dtype=torch.bool)
+    over[order] = positions >= limits[by_rank[order]]
+    return over.view(groups, choices, -1).transpose(1, 2).reshape(tokens, choices)

@@ -2,7 +2,7 @@
 
 It is E times the sum of f_e P_e, where f_e is the mean number of choices of expert e and P_e the mean of its
 probabilities, both over the tokens of all layers of a microbatch. The gradient of a layer's probabilities is f, which
-is complete when the last layer has chosen. So f is read in the backward, where all forwards of the microbatch are over.
+is complete when the last layer has chosen. So f is read in the backward, after all forwards of the microbatch.
 
 Shapes: T tokens of this actor, E experts, K choices of a token.
 
@@ -20,7 +20,7 @@ from raypar.actors.expert_parallel.losses import Sums, counted, load_of, num_cou
 
 
 class LoadTally:
-    """What the layers of a microbatch have counted until now.
+    """The sums over the layers of a microbatch so far.
 
     Args:
         num_experts: Number E of experts of each layer.
@@ -32,10 +32,10 @@ class LoadTally:
         self._tokens, self.loss = like.new_zeros(()), like.new_zeros(())
 
     def add(self, sums: Tensor) -> Tensor:
-        """Count another layer; return by how much the loss is larger with it.
+        """Add a layer; return the increase of the loss.
 
         Args:
-            sums: By expert the choices, by expert the sum of its probabilities, and the number of tokens: (2 E + 1,).
+            sums: The choices of each expert, the sum of each expert's probabilities, the number of tokens: (2 E + 1,).
         """
         choices_E, probs_E, tokens_1 = sums.split((len(self._choices), len(self._choices), 1))
         self._choices, self._probs = self._choices + choices_E, self._probs + probs_E
@@ -51,7 +51,7 @@ class LoadTally:
 class JointLoss:
     """The loss of the microbatches of an actor, shared by its layers of experts.
 
-    A microbatch has its forwards in the order of the layers. A layer that is computed again counts nothing.
+    The forwards of a microbatch come in the order of the layers. A recomputed layer is not added again.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class JointLoss:
         is_first: bool,
         again: bool,
     ) -> Tensor:
-        """Return a scalar: by how much the loss of a microbatch is larger with a layer.
+        """Return a scalar: the increase of a microbatch's loss by a layer.
 
-        Its gradient is that of the whole loss by the layer's probabilities.
+        Its gradient is that of the whole loss with respect to the layer's probabilities.
 
         Args:
             probs_TE: Probabilities of the experts, fp32.
             chosen_TK: The experts that each token chose, before any is dropped; -1 for those of padding.
-            microbatch: Its number.
+            microbatch: Number of the microbatch.
             sums: Sums over the actors that have tokens of the same sequences.
             real_T: Which tokens are not padding, bool; None if all are.
             is_first: Whether it is the first layer with experts.

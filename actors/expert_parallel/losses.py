@@ -2,8 +2,8 @@
 
 Shapes: T tokens of this actor, E experts, K choices of a token, G groups.
 
-If the tokens of one sequence are on several actors, ``sums`` adds up a tensor over these in the forward, and passes the
-gradient on in the backward, which gives each actor the part of the gradient that comes from its own tokens.
+If the tokens of one sequence are on several actors, ``sums`` adds up a tensor over these in the forward, and returns
+the gradient unchanged in the backward, so that each actor gets the part of the gradient of its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Sums = Callable[[Tensor], Tensor]
 
 
 def alone(own: Tensor) -> Tensor:
-    """Return a tensor as it is: all tokens are on this actor."""
+    """Return a tensor unchanged: all tokens are on this actor."""
     return own
 
 
@@ -27,12 +27,12 @@ def counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
 
 
 def num_counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return how many of some tokens are not padding, (1,) in the dtype of their values."""
+    """Return the number of tokens that are not padding, (1,) in the dtype of their values."""
     return values_Tn.new_tensor([len(values_Tn)]) if real_T is None else real_T.sum(0, keepdim=True).to(values_Tn)
 
 
 def load_of(chosen_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how many choices fell on each expert: (E,) int64. Dropped ones do not count."""
+    """Return the number of choices of each expert: (E,) int64. Dropped ones do not count."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen_TK.device)
     flat = (chosen_TK + 1).flatten()
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]

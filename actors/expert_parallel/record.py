@@ -1,4 +1,4 @@
-"""What routers and other modules tell of a step beside their outputs: auxiliary losses, and the load of each expert."""
+"""The record of a step by routers and other modules: auxiliary losses, and the load of each expert."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Attach = Callable[[Tensor, Tensor], Tensor]  # an output and an auxiliary loss -
 
 
 class RouterRecord:
-    """What the modules of one actor tell in a training step.
+    """The values that the modules of one actor record in a training step.
 
-    It listens only between ``open`` and ``close``, in the first forward of a microbatch. So what a recomputation tells
-    once more does not count twice, while a module that is called twice in a forward counts twice.
+    It records only between ``open`` and ``close``, in the first forward of a microbatch. So a recomputation is not
+    counted again, while a module that is called twice in a forward counts twice.
 
     Args:
         attach: Adds an auxiliary loss to the objective of the step, and returns the output. By default the backward of
@@ -37,14 +37,14 @@ class RouterRecord:
         self.weight = 1.0
         self.microbatch: int | None = None
         self._microbatches = set[int]()
-        # By layer: microbatches, and what was told of them. The values are on the device and were not read yet.
+        # By layer: (microbatch, value). The values are on the device and not read yet.
         self._losses: defaultdict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)  # by layer and kind
         self._scores: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         self._loads: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._shadows: dict[str, Shadowed] = {}
 
     def begin(self, weight: float) -> None:
-        """Begin a step, and drop what the one before has left.
+        """Begin a step, and drop the values of the previous one.
 
         Args:
             weight: The ``weight`` of the step.
@@ -56,18 +56,18 @@ class RouterRecord:
             table.clear()
 
     def open(self, microbatch: int) -> None:
-        """Listen from now on: the first forward of a microbatch begins."""
+        """Start to record: the first forward of a microbatch begins."""
         self.microbatch = microbatch
         self._microbatches.add(microbatch)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop to record."""
         self.microbatch = None
 
-    # --- what modules tell ---
+    # --- called by modules ---
 
     def loss(self, layer: str, kind: str, value: Tensor) -> None:
-        """Tell an auxiliary loss as it is added to the objective: with its coefficient, without the weight.
+        """Record an auxiliary loss as it is added to the objective: with its coefficient, without the weight.
 
         Args:
             layer: Logical name of the module.
@@ -78,38 +78,38 @@ class RouterRecord:
             self._losses[layer, kind].append((self.microbatch, value.detach().float()))
 
     def scores(self, layer: str, scores: Tensor) -> None:
-        """Tell the scores of a router, of any shape: if one is NaN, the step's error names the layer."""
+        """Record the scores of a router, of any shape: if one is NaN, the step's error names the layer."""
         if self.microbatch is not None:
             self._scores[layer].append((self.microbatch, scores.detach().sum(dtype=torch.float32)))
 
     def tokens(self, layer: str, asked_E: Tensor, dropped_E: Tensor) -> None:
-        """Tell how many of this actor's tokens have chosen each expert, and how many of those were dropped.
+        """Record how many of this actor's tokens chose each expert, and how many of these choices were dropped.
 
         Args:
             layer: Logical name of the router.
-            asked_E: (E,) integers: choices, those that were dropped included.
+            asked_E: (E,) integers: choices, including dropped ones.
             dropped_E: (E,) integers: choices over the capacity.
         """
         if self.microbatch is not None:
             self._loads[layer].append((asked_E.detach(), dropped_E.detach()))
 
     def shadows(self, layer: str, experts: int, choice: ShadowChoice) -> None:
-        """Tell which experts of a list are shadowed.
+        """Record which experts of a list are shadowed.
 
         Args:
             layer: Logical name of the list.
             experts: Number of experts.
-            choice: Which are, and the predicted seconds.
+            choice: The shadowed experts, and the predicted seconds.
         """
         if self.microbatch is not None:
             _, times, *seconds = self._shadows.get(layer, Shadowed(layer, (0,) * experts, 0.0, 0.0))
             times = tuple(count + (slot in choice.slots) for slot, count in enumerate(times))
             self._shadows[layer] = Shadowed(layer, times, seconds[0] + choice.without, seconds[1] + choice.having)
 
-    # --- what comes of it ---
+    # --- results of the step ---
 
     def shadowed(self) -> tuple[Shadowed, ...]:
-        """Return which experts were shadowed, and how often."""
+        """Return the number of times that each expert was shadowed, and the predicted seconds, by layer."""
         return tuple(self._shadows.values())
 
     def losses(self) -> tuple[AddedLoss, ...]:
@@ -117,35 +117,38 @@ class RouterRecord:
         m = max(1, len(self._microbatches))
         read = _read(self._losses)
         return tuple(
-            AddedLoss(layer, kind, float_sum(value for _, value in told) / m) for (layer, kind), told in read.items()
+            AddedLoss(layer, kind, float_sum(value for _, value in values) / m)
+            for (layer, kind), values in read.items()
         )
 
     def loads(self) -> tuple[ExpertLoad, ...]:
         """Return the tokens of each expert."""
-        sums = {layer: torch.stack([torch.stack(pair) for pair in told]).sum(0) for layer, told in self._loads.items()}
+        sums = {
+            layer: torch.stack([torch.stack(pair) for pair in loads]).sum(0) for layer, loads in self._loads.items()
+        }
         if not sums:
             return ()
         numbers = iter(torch.cat([each.flatten() for each in sums.values()]).tolist())
-        loads = []
+        found = []
         for layer, each in sums.items():
             asked, dropped = (tuple(int(next(numbers)) for _ in range(each.shape[1])) for _ in range(2))
-            loads.append(ExpertLoad(layer, asked, dropped))
-        return tuple(loads)
+            found.append(ExpertLoad(layer, asked, dropped))
+        return tuple(found)
 
     def asked(self, layer: str, experts: int) -> Tensor:
-        """Return how many tokens have chosen each expert of a layer: (E,) int64 on the CPU, zeros if none were told."""
-        told = self._loads.get(layer)
-        if not told:
+        """Return how many tokens chose each expert of a layer: (E,) int64 on the CPU; zeros without a record."""
+        loads = self._loads.get(layer)
+        if not loads:
             return torch.zeros(experts, dtype=torch.int64)
-        return torch.stack([asked for asked, _ in told]).sum(0).to("cpu", torch.int64)
+        return torch.stack([asked for asked, _ in loads]).sum(0).to("cpu", torch.int64)
 
     def not_finite(self) -> tuple[str, int] | None:
         """Return the first router whose scores had NaN or infinity, in the order of the calls, and the microbatch."""
         return next(
             (
                 (layer, microbatch)
-                for layer, told in _read(self._scores).items()
-                for microbatch, total in told
+                for layer, scores in _read(self._scores).items()
+                for microbatch, total in scores
                 if not math.isfinite(total)
             ),
             None,
@@ -159,7 +162,7 @@ class RouterRecord:
 
 
 class Routed:
-    """Mixin for modules that tell something of a step: a stage gives them the record and their name.
+    """Mixin for modules that write to the record of a step: a stage sets the record and their name.
 
     Attributes:
         record: The record; None outside of a stage.
@@ -179,7 +182,7 @@ class Balanced(Routed):
 
     Attributes:
         num_experts: Number of experts E.
-        is_balanced: Whether it is changed so.
+        is_balanced: Whether the router is changed.
     """
 
     num_experts: int
@@ -189,7 +192,7 @@ class Balanced(Routed):
         """Change the router, which must be a function of its buffers and of the argument only.
 
         Args:
-            asked_E: (E,) int64 on the CPU: how many tokens of the step, over all replicas, have chosen each expert.
+            asked_E: (E,) int64 on the CPU: number of tokens of the step, over all replicas, that chose each expert.
         """
         raise NotImplementedError
 
@@ -198,13 +201,13 @@ def attach_loss(x: Tensor, loss: Tensor, record: RouterRecord | None) -> Tensor:
     """Add an auxiliary loss to the objective of the step.
 
     The objective is the loss plus the sum of all auxiliary losses, each a mean over the microbatches of the step. The
-    backward that goes through the returned tensor gives ``loss`` the gradient ``record.weight``, as an extra root of
-    the stage's backward would. So the gradient of the loss comes about where a microbatch's backward passes: with
-    recomputation, with split backwards, and on any pipeline stage.
+    backward through the returned tensor gives ``loss`` the gradient ``record.weight``, like an additional root of the
+    stage's backward. So the gradient of the loss is computed in a microbatch's backward: with recomputation, with split
+    backwards, and on any pipeline stage.
 
     Args:
         x: An output of the module, of any shape and floating dtype, that the loss of the model depends on.
-        loss: The auxiliary loss, a scalar, best in fp32. For a microbatch.
+        loss: The auxiliary loss of a microbatch, a scalar, best in fp32.
         record: The module's record; None outside of a stage, where nothing is added.
 
     Returns:
@@ -219,7 +222,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, record: RouterRecord) -> Tensor:
         ctx.record, ctx.like = record, (loss.shape, loss.device)
-        return x.detach()  # no view of x for autograd, which would forbid to write into it
+        return x.detach()  # not a view of x for autograd, which would forbid writing into it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -229,6 +232,6 @@ class _Attach(torch.autograd.Function):
 
 def _read(table: Mapping[Any, list[tuple[int, Tensor]]]) -> dict[Any, list[tuple[int, float]]]:
     """Read the values of a table all at once, because on a GPU reading waits for the computation."""
-    values = [value.reshape(()) for told in table.values() for _, value in told]
+    values = [value.reshape(()) for pairs in table.values() for _, value in pairs]
     numbers = iter(torch.stack(values).tolist() if values else ())
-    return {key: [(microbatch, next(numbers)) for microbatch, _ in told] for key, told in table.items()}
+    return {key: [(microbatch, next(numbers)) for microbatch, _ in pairs] for key, pairs in table.items()}

@@ -1,7 +1,7 @@
-"""An exchange in rounds: while rows travel to some of the experts and back, others compute.
+"""An exchange in rounds: rows are sent to some experts and back while other experts compute.
 
-Source: He et al. 2022, "FasterMoE", section 4.2; there rounds are groups of actors, here they are groups of each
-actor's experts, so that an expert has all of its rows at once, and the same bits come of it.
+Source: He et al. 2022, "FasterMoE", section 4.2. There rounds are groups of actors; here they are groups of each
+actor's experts, so that an expert has all of its rows at once, and the bits are those of one round.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from raypar.actors.collective.group import Group, Handle
 
 
 class Trip:
-    """Rows that travel while something else is computed, and their gradients, which travel back likewise.
+    """An all-to-all of rows during other computation, and the all-to-all of their gradients back.
 
     Args:
         group: The members, all of which begin the same trips in the same order.
-        there: Rows that go to each member.
-        here: Rows that come from each member.
+        there: Number of rows to each member.
+        here: Number of rows from each member.
     """
 
     def __init__(self, group: Group, there: Sequence[int], here: Sequence[int]) -> None:
@@ -30,12 +30,12 @@ class Trip:
         self._coming: tuple[Handle, Tensor] | None = None
 
     def begin(self, rows_ND: Tensor) -> Tensor:
-        """Send rows, and return the tensor into which others come: its values are undefined until ``end``."""
+        """Start to send rows, and return the tensor of received rows: its values are undefined until ``end``."""
         came: Tensor = _Begin.apply(rows_ND, self)  # type: ignore[no-untyped-call]
         return came
 
     def end(self, came_ND: Tensor) -> Tensor:
-        """Return the rows that came. The backward through this begins to send their gradients."""
+        """Return the received rows. The backward through this starts to send their gradients."""
         arrived: Tensor = _End.apply(came_ND, self)  # type: ignore[no-untyped-call]
         return arrived
 
@@ -46,7 +46,7 @@ class Trip:
         return came
 
     def arrive(self) -> Tensor:
-        """Wait for the all-to-all that ``depart`` started, and return what it filled."""
+        """Wait for the all-to-all that ``depart`` started, and return its tensor."""
         assert self._coming is not None, "a trip that ends has begun"
         (handle, came), self._coming = self._coming, None
         handle.wait()
@@ -58,16 +58,16 @@ def in_rounds(
 ) -> list[Tensor]:
     """Exchange rows with the experts of each round in turn.
 
-    The rows of the next round, and what came of the round before, travel while a round is computed. Autograd runs what
-    was called last first: the backward begins to send all gradients to the experts, and computes the last round first.
+    While a round is computed, the rows of the next round and the outputs of the previous one are sent. Autograd runs
+    the backwards in reverse order: it starts to send all gradients to the experts, and computes the last round first.
 
     Args:
-        parts: The rows of each round, in the order of the members that they go to.
-        trips: Of each round, the way to the experts and the way back.
-        compute: Called with a round and the rows that came, returns what this member's experts make of each.
+        parts: The rows of each round, sorted by receiver.
+        trips: For each round, the trip to the experts and the trip back.
+        compute: Called with a round and its received rows, returns the outputs of this member's experts.
 
     Returns:
-        What became of each round's rows, in their order.
+        The outputs of each round's rows, in their order.
     """
     coming, going = [trips[0][0].begin(parts[0])], []
     for number, (there, back) in enumerate(trips):
@@ -100,4 +100,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         trip: Trip = ctx.trip
         trip.depart(gradient, trip.here, trip.there)
-        return gradient, None  # ``_Begin`` takes the trip's gradients from the trip: this only makes it run
+        return (
+            gradient,
+            None,
+        )  # ``_Begin`` gets the gradients from the trip; this return value only triggers its backward

@@ -1,4 +1,4 @@
-"""The router: which experts compute a token, and with what weights.
+"""The router: the experts that compute a token, and their weights.
 
 Shapes: T tokens, D width of a token, E experts, K choices of a token.
 """
@@ -25,14 +25,14 @@ from raypar.actors.specs.moe import MoE
 
 
 class Routing(NamedTuple):
-    """What a router decides.
+    """The result of a router.
 
     Attributes:
         chosen: The experts of each token, (T, K) int64, the best first, before any is dropped.
         gates: Their weights, (T, K) fp32.
         probs: Probabilities of all experts, (T, E) fp32, for the auxiliary loss.
         logits: The logits without noise, (T, E) fp32, for the z-loss.
-        skipped: (T, K), which choices are not made by chance; None if all are made.
+        skipped: (T, K), which choices are left out at random; None if none are.
     """
 
     chosen: Tensor
@@ -46,8 +46,8 @@ class TokenNoise(nn.Module):
     """Random numbers for tokens, from torch's generator. It has no weights.
 
     Attributes:
-        sharding: Which part of the tokens (B, S) this actor has. The numbers of all tokens are drawn, so that every
-            layout draws the same.
+        sharding: This actor's part of the tokens (B, S). The numbers of all tokens are drawn, so that every layout
+            draws the same.
     """
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class Router(nn.Module):
     """Chooses experts for tokens: (..., D) -> Routing. It computes in fp32, whatever the dtype of the tokens.
 
     Args:
-        moe: Which gate, and its settings.
+        moe: The gate and its settings.
         hidden: Width D of a token.
         num_experts: Number E of experts.
 
     Attributes:
-        weight: Of the logits, (E, D).
-        noise_weight: Of the size of Shazeer's noise, (E, D); None with other gates.
-        bias: Added to scores for the choice, (E,), a buffer that no gradient changes; None if there is none.
+        weight: Weight of the logits, (E, D).
+        noise_weight: W_noise of Shazeer's gate, (E, D); None with other gates.
+        bias: Added to scores for the choice, (E,), a buffer without a gradient; None if there is none.
         noise: Draws the random numbers of a training step; an evaluation draws none.
     """
 

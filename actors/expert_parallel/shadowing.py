@@ -1,7 +1,7 @@
-"""Shadowing: popular experts visit the actors for a pass, so that their tokens stay where they are.
+"""Shadowing: popular experts are copied to all actors for a pass, so that their tokens are not sent.
 
-Source: He et al. 2022, "FasterMoE", section 4.1, whose model of costs this is: the slowest actor's products, three
-times those of a forward, and four exchanges of tokens; of a shadow, its weights to all actors and its gradients back.
+Source: He et al. 2022, "FasterMoE", section 4.1, with its cost model: the slowest actor's products, three times those
+of a forward, and four exchanges of tokens; for a shadow, its weights to all actors and its gradients back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Group
 
-# Of one CPU core and of shared memory (docs/decisions/experts.md, 2026-11-25). Only their ratio decides.
+# For one CPU core and for shared memory (docs/decisions/experts.md, 2026-11-25). Only their ratio decides.
 FLOPS = 40e9  # operations a second
 BYTES = 2e9  # bytes a second, into or out of an actor
 
@@ -24,12 +24,12 @@ Weights = tuple[Tensor, ...]
 
 
 class ShadowChoice(NamedTuple):
-    """Which experts are shadowed, and why.
+    """The shadowed experts, and the predicted seconds.
 
     Attributes:
-        slots: Their numbers, as actors divide them: ``experts of an actor * owner + expert``.
-        without: Predicted seconds of the layer for a microbatch, if none is.
-        having: Those with these.
+        slots: Positions of the shadowed experts: ``experts of an actor * owner + expert``.
+        without: Predicted seconds of the layer for a microbatch, without shadows.
+        having: Predicted seconds with these shadows.
     """
 
     slots: tuple[int, ...]
@@ -39,11 +39,11 @@ class ShadowChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Shadowing:
-    """Chooses the experts of a layer that are shadowed: as many of the most popular ones as are predicted to be best.
+    """Chooses the experts of a layer to shadow: the n most popular ones, with n by the predicted seconds.
 
     Attributes:
-        most: The most experts that are shadowed at a time.
-        weights: Parameters of an expert, of which each row takes two operations in a forward.
+        most: Largest number of shadowed experts.
+        weights: Number of parameters of an expert; each costs two operations a row in a forward.
         row_bytes: Bytes of a token.
         weight_bytes: Bytes of an expert's parameters.
     """
@@ -68,11 +68,11 @@ class Shadowing:
         return ShadowChoice(tuple(sorted(popular[:best])), seconds[0], seconds[best])
 
     def seconds(self, asked: Asked, shadows: Sequence[int]) -> float:
-        """Predict how long the layer takes for a microbatch, forward and backward.
+        """Return the predicted seconds of the layer for a microbatch, forward and backward.
 
         Args:
-            asked: The rows.
-            shadows: The experts that are shadowed.
+            asked: The number of rows.
+            shadows: Positions of the shadowed experts.
         """
         members, each = range(len(asked)), len(asked[0][0])
         away = [[[0 if owner * each + expert in shadows else count for expert, count in enumerate(asked[sender][owner])]
@@ -91,20 +91,20 @@ class Shadowing:
 def dispatch(
     rows_ND: Tensor, group: Group, ins: Sequence[int], outs: Sequence[int], visits: Sequence[tuple[int, Weights]]
 ) -> tuple[Tensor, list[Weights]]:
-    """Send rows to their experts, and experts that are shadowed to all members.
+    """Send rows to their experts, and the weights of shadowed experts to all members.
 
-    One function of autograd does both, so that all members issue its collectives in one order in the backward, too.
+    One autograd function does both, so that all members issue its collectives in one order in the backward, too.
 
     Args:
-        rows_ND: The rows that travel, in the order of the members that they go to. If a member's have a gradient, so
-            must those of all, or the backward does not come here everywhere.
+        rows_ND: The rows to send, sorted by receiver. If one member's rows need a gradient, those of all members must,
+            so that all run this backward.
         group: The members.
-        ins: Rows that go to each member.
-        outs: Rows that come from each member.
-        visits: The owner of each expert that is shadowed, and its weights there; elsewhere tensors like them.
+        ins: Number of rows to each member.
+        outs: Number of rows from each member.
+        visits: The owner of each shadowed expert, and its weights; on other members, tensors of their shapes.
 
     Returns:
-        The rows that came, and the weights of each expert that is shadowed. The backward sums their gradients.
+        The received rows, and the weights of each shadowed expert. The backward sums their gradients.
     """
     counts = [len(weights) for _, weights in visits]
     given = [weight for _, weights in visits for weight in weights]

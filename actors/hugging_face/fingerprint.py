@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from raypar.actors.files import checkpoint_errors, open_named
 from raypar.actors.hugging_face.folder import model_type_of, tensors_in
+from raypar.actors.machine.files import checkpoint_errors, open_named
 from raypar.actors.safetensors_header import ITEM
 
 _SAMPLE = 32  # elements that are read of a tensor, at its beginning and in its middle

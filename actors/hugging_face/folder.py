@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, checkpoint_errors, open_named
 from raypar.actors.hugging_face.conversions import TABLES
+from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, open_named
 from raypar.actors.safetensors_header import ITEM, FileTensor, read_beginning
 from raypar.schedules.schedule import first_faults
 

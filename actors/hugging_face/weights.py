@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, checkpoint_errors
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, adapters_converted, converted
 from raypar.actors.hugging_face.folder import adapters_in, model_type_of, tensors_in
+from raypar.actors.machine.files import AT_ONCE, checkpoint_errors
 from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.sharding import Shard
 

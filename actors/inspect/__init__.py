@@ -1,1 +1,1 @@
-"""What can be seen of a step: values, norms, recordings."""
+"""Inspection of a step: values, norms, recordings."""

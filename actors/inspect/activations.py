@@ -1,4 +1,4 @@
-"""Keep the activations of a stage's layers and their gradients in a step, to compare them with another layout's."""
+"""Copies of the activations of a stage's layers and their gradients, to compare them with another layout's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Spot(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """An actor's part of a logical tensor, and which part it is."""
+    """An actor's part of a logical tensor, with its sharding."""
 
     tensor: Tensor
     sharding: Sharding
@@ -50,17 +50,17 @@ class Sight(NamedTuple):
 class OutputWatch:
     """Keep copies, on the host, of the outputs of modules and of their gradients.
 
-    A Watch is a Listener of a stage, as a Tape is. A plain process without stages uses the context ``of`` instead. If
-    recomputation computes a tensor again, the first one is kept. A module that is used in several places is left out.
+    It is a Listener of a stage, like a Tape. A plain process without stages uses the context ``of`` instead. If a
+    tensor is recomputed, the first one is kept. A module that has several names is left out.
 
     Args:
-        layers: The layers by logical name. Kept are their outputs, and the outputs of the modules inside them that are
-            in ``outputs``.
+        layers: The layers by logical name. Their outputs are copied, and those of the modules inside them that are in
+            ``outputs``.
         outputs: Sharding of a module's outputs, by logical name. Other modules' outputs are whole.
-        keeps_loss: Whether the stage ends in the loss, which is to be kept too.
+        keeps_loss: Whether the stage ends in the loss, which is copied too.
 
     Attributes:
-        seen: What was kept, in the order in which it was computed.
+        seen: The copies, in the order in which the tensors were computed.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class OutputWatch:
             for name, layer in layers.items()
             for inner, module in layer.named_modules(remove_duplicate=False)
         }
-        places = Counter(map(id, every.values()))
+        uses = Counter(map(id, every.values()))
         self._modules = {
             name: module
             for name, module in every.items()
-            if (name in layers or name in outputs) and places[id(module)] == 1
+            if (name in layers or name in outputs) and uses[id(module)] == 1
         }
         self._outputs, self._keeps_loss = outputs, keeps_loss
         self.seen: dict[Spot, Sight] = {}
@@ -86,7 +86,7 @@ class OutputWatch:
         return tuple(self._modules)
 
     def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """Call a stage's forward, keep what it computes, and return its outputs."""
+        """Call a stage's forward, copy the tensors that it computes, and return its outputs."""
         with self.of(microbatch):
             outputs = call(step, microbatch, inputs, target)
         if self._keeps_loss:
@@ -94,7 +94,7 @@ class OutputWatch:
         return outputs
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Call a stage's backward, keep the gradients that it computes, and return what it returns."""
+        """Call a stage's backward, copy the gradients that it computes, and return its result."""
         if self._keeps_loss:
             self.keep(Spot(LOSS, microbatch, backward=True), gradients[0])
         with self.of(microbatch):
@@ -102,9 +102,9 @@ class OutputWatch:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Keep what the modules compute within the context, as tensors of this microbatch."""
+        """Return a context that copies the modules' outputs and gradients, as tensors of this microbatch."""
         hooks = [
-            module.register_forward_hook(partial(self._made, name, microbatch))
+            module.register_forward_hook(partial(self._keep_outputs, name, microbatch))
             for name, module in self._modules.items()
         ]
         try:
@@ -114,12 +114,12 @@ class OutputWatch:
                 hook.remove()
 
     def keep(self, spot: Spot, tensor: Tensor) -> None:
-        """Keep a copy of a tensor, unless one of this name was kept already."""
+        """Keep a copy of a tensor, unless there is one of this name."""
         if spot not in self.seen:
             sharding = self._outputs.get(spot.module, Sharding()).for_dims(tensor.dim())
             self.seen[spot] = Sight(tensor.detach().cpu().clone(), sharding)
 
-    def _made(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:
+    def _keep_outputs(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:
         for number, value in enumerate(as_values(output)):
             self.keep(Spot(name, microbatch, number=number), value)
             if value.requires_grad:

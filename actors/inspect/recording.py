@@ -1,4 +1,4 @@
-"""Record one stage in one step, its state, inputs and outputs, so that it can be replayed alone in one process."""
+"""A recording of one stage in one step: state, inputs and outputs, with which one process can replay it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Backward = Callable[[int, int, Values], Values]  # step, microbatch, gradients o
 
 
 class Listener(Protocol):
-    """Observer that a stage calls instead of its own forward and backward."""
+    """Observer that a stage calls instead of its forward and backward."""
 
     def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """Call ``call`` with the other arguments, and return what it returns."""
+        """Call ``call`` with the remaining arguments, and return its result."""
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Call ``call`` with the other arguments, and return what it returns."""
+        """Call ``call`` with the remaining arguments, and return its result."""
 
 
 class Tape:
@@ -30,13 +30,13 @@ class Tape:
     number after ``F`` (forward) or ``B`` (backward) is the microbatch's number in the whole step.
 
     Args:
-        state: Name and tensor of everything in the state of the stage's modules.
+        state: The state of the stage's modules: pairs of a name and a tensor.
         parameters: The stage's parameters by logical name. Their gradients are copied after the last backward.
         microbatches: Number of backwards in the step.
 
     Attributes:
         tensors: The copies by name.
-        actions: The calls in the order in which they were done, such as ``F3`` and ``B3``.
+        actions: The calls in their order, such as ``F3`` and ``B3``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Tape:
         return outputs
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Call a stage's backward and record the gradients that go in and come out."""
+        """Call a stage's backward and record the gradients of its outputs and of its inputs."""
         name = f"B{microbatch}"
         self._keep_all(f"{name}/inputs", gradients)
         outputs = call(step, microbatch, gradients)

@@ -1,4 +1,4 @@
-"""What can be seen of a step that is taken by hand: the figures of tensors, and what an actor holds."""
+"""Inspection of a step in the REPL: the figures of tensors, and the memory of an actor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raypar.schedules.action import Action
 
 
 class Notes:
-    """What one actor remembers of a step by hand, so that the step can be inspected and undone.
+    """The values and the saved state of one actor in a step of the REPL, to inspect and undo the step.
 
     Attributes:
-        made: The values that the performed actions made.
-        updated: Whether the weights were remembered, because they are about to change.
+        made: The values that actions computed, by action.
+        updated: Whether the weights are saved, because they will change.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Notes:
         self._state |= {name: copied(tensor.detach()) for name, tensor in tensors}
 
     def read(self, weight: str, kept: str = "") -> Tensor | None:
-        """Return what was remembered of a weight or its optimizer state, or None."""
+        """Return the saved tensor of a weight or its optimizer state, or None."""
         return self._state.get(logical_name(weight, kept))
 
 
@@ -47,12 +47,12 @@ class Look:
     """The figures of one tensor.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype as torch spells it, without ``torch.``.
-        norm: Its 2-norm, computed in fp64.
-        low: Its least element; NaN if it has none, or if one is NaN.
-        high: Its largest element, likewise.
-        finite: Whether all its elements are finite.
+        shape: The shape.
+        dtype: The dtype in torch's spelling, without ``torch.``.
+        norm: The 2-norm, computed in fp64.
+        low: The least element; NaN if there is none, or if one is NaN.
+        high: The largest element; NaN if there is none, or if one is NaN.
+        finite: Whether all elements are finite.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Look:
             return cls(shape, dtype, 0.0, math.nan, math.nan, finite=True)
         exact = tensor.detach().double()
         low, high = (float(bound) for bound in torch.aminmax(exact))
-        # one pass more would do, but an infinite or NaN element always shows in a bound
+        # an infinite or NaN element always appears in a bound, so no further pass is needed
         return cls(shape, dtype, float(exact.norm()), low, high, math.isfinite(low) and math.isfinite(high))
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class Look:
 
 @dataclass(frozen=True, repr=False)
 class ComputedValue:
-    """What an action computed: an output, the loss, or the gradient that goes back.
+    """The result of an action: an output, the loss, or the gradient of the inputs.
 
     Attributes:
         actor: The actor's coordinates.
         action: The action.
         looks: The figures of each tensor.
-        in_flight: Number of microbatches whose forward the actor has done, and whose backward it has not.
-        memory: The most memory that the actor has held in this step, in bytes.
-        tensors: The tensors themselves, on the host, if they were asked for.
+        in_flight: Number of microbatches between their forward and their backward on the actor.
+        memory: Peak memory of the actor in this step, in bytes.
+        tensors: The tensors, on the host, if they were requested.
     """
 
     actor: str
@@ -138,20 +138,20 @@ class ComputedValue:
 
 @dataclass(frozen=True)
 class ActorContents:
-    """What an actor holds in the middle of a step, or after it.
+    """The memory of an actor during a step, or after it.
 
     Attributes:
         actor: The actor's coordinates.
-        now: Bytes by kind: weights, gradients and the state of the optimizer; where these come and go also weights that
-            are gathered, and gradients in buckets on their way; and what is offloaded.
-        most: The same at the most in this step so far.
-        values: Bytes of what its actions computed or received and other actions still need, by action.
+        now: Bytes by kind: weights, gradients and the state of the optimizer; if these are temporary, also gathered
+            weights and gradients in buckets; and offloaded tensors.
+        most: Peak bytes by kind in this step so far.
+        values: Bytes of the values that later actions still need, by the action that computed or received them.
         in_flight: By stage, the microbatches between their forward and their backward.
-        memory: The most memory that it has held in this step, in bytes.
-        has_trained: Whether it has begun or taken a training step. If so, ``most`` and ``memory`` are those of the
-            latest one, whatever evaluations came after it.
-        process: Bytes that its process had before its first run, on a CPU; 0 if that is not known.
-        sequences: Of each group of a generation under way, their number and the positions of their caches.
+        memory: Peak memory in this step, in bytes.
+        has_trained: Whether it has begun a training step. If so, ``most`` and ``memory`` are those of the latest one,
+            not those of evaluations after it.
+        process: Bytes of its process before its first run, on a CPU; 0 if unknown.
+        sequences: For each group of a running generation, the number of sequences and the positions of their caches.
     """
 
     actor: str

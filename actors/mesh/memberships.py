@@ -14,13 +14,13 @@ class Membership(NamedTuple):
 
     Attributes:
         key: The group's name among those of this rank: ``pp``, ``dp`` (all ranks with the same weights, including those
-            along cp), ``shard`` (those of them among which weights are sharded), ``replicate`` (those that own the same
-            weights), ``gather`` (the members of ``shard`` or ``dp`` once more, for weights, whose order is not that of
+            along cp), ``shard`` (the replicas among which weights are sharded), ``replicate`` (those that own the same
+            weights), ``gather`` (the members of ``shard`` or ``dp`` again, for weights, which have another order than
             gradients), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``ep`` (ranks with different experts),
             ``edp`` (all ranks with the same experts), ``edp.gather`` (as ``gather``, for experts), ``mesh`` (all
             workers that together update one model, or one tensor rank's part of it), ``ps0`` (replicas and a parameter
             server) or ``servers``.
-        axis: Axis under which the ledger counts the group's bytes.
+        axis: Axis of the group's bytes in the ledger.
         name: Unique in the run.
         members: Ranks, in the order of the group.
     """
@@ -42,7 +42,7 @@ def memberships(world: World, rank: int) -> Iterator[Membership]:
     if rank < world.mesh.size:
         for axis in AXES:
             index, members = world.mesh.replicas(rank) if axis == "dp" else world.mesh.group_of(axis, rank)
-            # With servers, replicas do not talk to each other.
+            # With servers, replicas do not communicate with each other.
             if len(members) > 1 and not (axis == "dp" and world.servers):
                 yield Membership(axis, axis, f"{axis}/{index}", members)
             if axis == "dp" and world.sharded:
@@ -51,8 +51,8 @@ def memberships(world: World, rank: int) -> Iterator[Membership]:
             yield from _expert_groups(world, rank)
         tp = world.mesh.tensor_ranks
         if world.mesh.grid is not None:
-            for line, places in world.mesh.grid.lines(rank % tp):
-                members = tuple(rank - rank % tp + place for place in places)
+            for line, offsets in world.mesh.grid.lines(rank % tp):
+                members = tuple(rank - rank % tp + offset for offset in offsets)
                 yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
         if world.updaters == "mesh":
             yield _updaters(world, rank)
@@ -88,14 +88,14 @@ def _shard_groups(world: World, rank: int, index: int, replicas: tuple[int, ...]
 
 
 def _updaters(world: World, rank: int) -> Membership:
-    """Return the group of all who update one model, or a tensor rank's part of it, where no other group is theirs.
+    """Return the group of all ranks that update one model, or a tensor rank's part of it, if no other group has them.
 
-    Where tensor ranks have different experts, or experts actors of their own, one norm is that of all of them.
+    If tensor ranks have different experts, or there are expert actors, all of them have one gradient norm.
     """
-    copy, apart = world.copy_of(rank), 1 if world.mesh.folds_experts else world.mesh.tensor_ranks
-    ranks = range(rank % apart, world.mesh.actors, apart)
+    copy, stride = world.copy_of(rank), 1 if world.mesh.folds_experts else world.mesh.tensor_ranks
+    ranks = range(rank % stride, world.mesh.actors, stride)
     members = tuple(one for one in ranks if world.copy_of(one) == copy)
-    return Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
+    return Membership("mesh", "mesh", f"mesh/{copy * stride + rank % stride}", members)
 
 
 def _expert_groups(world: World, rank: int) -> Iterator[Membership]:

@@ -19,9 +19,9 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 @known_fields()
 @dataclass(frozen=True)
 class Mesh:
-    """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors, and those of experts.
+    """The size of each axis: ``pp * dp * cp * tp`` actors, and expert actors.
 
-    Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp. Expert actors follow them.
+    Ranks are numbered with tp innermost (neighbours on the fastest links), then cp, dp and pp. Expert actors follow.
     """
 
     pp: Count = 1
@@ -48,7 +48,7 @@ class Mesh:
     """with each pipeline rank, so many more actors that hold its experts and nothing else; 0: ranks hold experts too"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
-        """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
+        """Yield the faults of the axes; ``right`` returns whether all fields with these paths in a run are valid."""
         if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.expert_actors", "mesh.shard"):
             yield from self._expert_actor_faults() if self.expert_actors else self._expert_faults()
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
@@ -57,9 +57,9 @@ class Mesh:
             yield f"mesh.shard is {self.shard}, which does not divide {replicas} (dp x cp): set it to {near}, say"
 
     def count_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields with numbers for other pipeline ranks than there are, each with what is wrong with it.
+        """Yield (field, fault) for each field whose count of numbers is not the number of pipeline ranks.
 
-        Nothing else about a mesh can be said as long as there are some.
+        Other faults of a mesh can only be found if there are none of these.
         """
         for axis, counts in (("dp", self.rank_dp), ("tp", self.rank_tp)):
             if counts and len(counts) != self.pp:
@@ -99,12 +99,12 @@ class Mesh:
 
     @property
     def inner(self) -> int:
-        """Number of actors of one pipeline rank, without those of experts, if all have as many."""
+        """Number of actors of one pipeline rank, without expert actors, if all pipeline ranks have as many."""
         return self.dp * self.cp * self.tensor_ranks
 
     @property
     def is_uneven(self) -> bool:
-        """Whether replicas or tensor ranks are given for each pipeline rank: all actors are one ``pp`` group then."""
+        """Whether replicas or tensor ranks are given for each pipeline rank; then all actors are one ``pp`` group."""
         return bool(self.rank_dp or self.rank_tp)
 
     def dp_of(self, pp: int) -> int:
@@ -116,7 +116,7 @@ class Mesh:
         return self.rank_tp[pp] if self.rank_tp else self.tensor_ranks
 
     def ranks_of(self, pp: int) -> range:
-        """Return the ranks of a pipeline rank, without those of experts."""
+        """Return the ranks of a pipeline rank, without expert actors."""
         if not self.is_uneven:
             return range(pp * self.inner, (pp + 1) * self.inner)
         first = sum(self.dp_of(before) * self.tp_of(before) for before in range(pp))
@@ -131,7 +131,7 @@ class Mesh:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether actors have different experts of a layer, to which tokens travel."""
+        """Whether actors have different experts of a layer, to which tokens are sent."""
         return self.ep > 1 or self.expert_actors > 0
 
     @property
@@ -145,17 +145,17 @@ class Mesh:
         return self.divides_experts and self.expert_ranks < self.tensor_ranks
 
     def held_experts(self, count: int) -> int:
-        """Return how many of the ``count`` experts of a layer a rank holds; expert actors hold them all."""
+        """Return the number of a layer's ``count`` experts that a rank holds; 0 if there are expert actors."""
         return 0 if self.expert_actors else count // self.ep
 
     @property
     def size(self) -> int:
-        """Number of ranks with a coordinate on each axis: of all actors but those of experts."""
+        """Number of ranks with a coordinate on each axis: all actors except expert actors."""
         return self.ranks_of(self.pp - 1).stop
 
     @property
     def actors(self) -> int:
-        """Number of actors that train: those of the ranks, and those of experts."""
+        """Number of actors that train: ranks and expert actors."""
         return self.size + self.pp * self.expert_actors
 
     @property
@@ -170,18 +170,18 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Number of replicas among which sharded weights are shared out."""
+        """Number of replicas among which weights are sharded."""
         return self.dp * self.cp if self.shard is None else self.shard
 
     def ways(self, axis: Axis) -> int:
-        """Return how many ways an axis splits the work, on the pipeline rank where they are most."""
+        """Return the size of an axis; if pipeline ranks differ, the largest one."""
         if axis in ("dp", "tp") and self.is_uneven:
             return max(self.dp_of(pp) if axis == "dp" else self.tp_of(pp) for pp in range(self.pp))
         count: int = self.tensor_ranks if axis == "tp" else getattr(self, axis)
         return count
 
     def spelled(self, axis: Axis) -> str:
-        """Return how many ways an axis splits the work as a user writes it: 4, a grid, or 2-3-1 by pipeline rank."""
+        """Return the size of an axis as a user spells it: 4, a grid, or 2-3-1 by pipeline rank."""
         counts = {"dp": self.rank_dp, "tp": self.rank_tp}.get(axis)
         return "-".join(map(str, counts)) if counts else str(getattr(self, axis))
 
@@ -219,10 +219,9 @@ class Mesh:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the members of every group of an axis, each in the order of their position on it.
 
-        Expert groups (``ep``) are neighbours within a pipeline rank, which have different experts (of each expert, the
-        same tensor rank). ``edp`` groups join the ranks that hold the same part of the same experts. If experts are on
-        actors of their own, an expert group is all ranks of a pipeline rank and then its expert actors, each alone in
-        its ``edp``.
+        Expert groups (``ep``) are neighbours within a pipeline rank, which have different experts (the same tensor rank
+        of each). ``edp`` groups have the ranks that hold the same part of the same experts. With expert actors, an
+        expert group has all ranks of a pipeline rank and then its expert actors, each of which is alone in its ``edp``.
         """
         if self.is_uneven:
             return self._uneven_groups(axis)
@@ -254,9 +253,9 @@ class Mesh:
         return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
 
     def _uneven_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return what ``groups`` does, if pipeline ranks have different numbers of actors: along pp all are one group.
+        """Return ``groups`` for pipeline ranks with different numbers of actors: along pp all are one group.
 
-        Experts are not divided there, so that each rank is alone along ep, and along edp with its replicas.
+        Experts are not divided then, so each rank is alone along ep, and along edp with its replicas.
         """
         if axis == "pp":
             return (tuple(range(self.size)),)
@@ -264,7 +263,7 @@ class Mesh:
             return self._uneven_groups("dp")
         found = defaultdict[tuple[int, ...], list[int]](list)
         for rank in range(self.size):
-            found[tuple(place for other, place in self.coordinate(rank).items() if other != axis)].append(rank)
+            found[tuple(at for other, at in self.coordinate(rank).items() if other != axis)].append(rank)
         return tuple(map(tuple, found.values())) if axis != "ep" else tuple((rank,) for rank in range(self.size))
 
     def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
@@ -296,5 +295,5 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def _by_rank(mesh: Mesh, axis: Axis) -> Mapping[int, tuple[int, tuple[int, ...]]]:
-    """Return by rank the index and the members of its group of an axis: all ranks of a mesh are asked for."""
+    """Return the index and the members of the group of each rank on an axis, cached."""
     return {rank: (index, members) for index, members in enumerate(mesh.groups(axis)) for rank in members}

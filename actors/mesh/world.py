@@ -17,8 +17,8 @@ class ReplicaGroup(NamedTuple):
 
     Attributes:
         key: The key of their group.
-        shard_key: The key of the group of those among which these weights are shared out.
-        gather_key: The key of that group for messages about weights.
+        shard_key: The key of the group among which these weights are sharded.
+        gather_key: The key of that group for messages with weights.
         owners: Number of actors among which the update of these weights is divided.
     """
 
@@ -36,7 +36,7 @@ class World:
         mesh: The mesh of the workers.
         servers: Parameter servers per pipeline rank; 0 for none.
         zero: The ZeRO level: replicas share the update (1), also gradients (2), also weights (3), or nothing (0).
-        offload: What workers keep away from their devices: what the optimizer has, also the layers' weights, or none.
+        offload: The tensors that workers store off their devices: the optimizer's, also the layers' weights, or none.
     """
 
     mesh: Mesh
@@ -68,14 +68,14 @@ class World:
         return self.mesh.size <= rank < self.mesh.actors
 
     def at(self, rank: int) -> dict[Axis, int]:
-        """Return a worker's position on each axis; of an expert actor or a server only ``pp`` is not 0."""
+        """Return a worker's position on each axis; for an expert actor or a server only ``pp`` is not 0."""
         if rank < self.mesh.size:
             return self.mesh.coordinate(rank)
         return {axis: self.pp(rank) if axis == "pp" else 0 for axis in AXES}
 
     @property
     def replicas(self) -> int:
-        """Number of actors with the same weights, where they are most: dp x cp (context ranks train them together)."""
+        """Largest number of actors with the same weights: dp x cp (context ranks train them together)."""
         return self.mesh.ways("dp") * self.mesh.cp
 
     def replicas_at(self, pp: int) -> int:
@@ -83,17 +83,17 @@ class World:
         return self.mesh.dp_of(pp) * self.mesh.cp
 
     def reduces_at(self, pp: int) -> bool:
-        """Return what ``reduces`` says, of one pipeline rank."""
+        """Return ``reduces`` for one pipeline rank."""
         return self.replicas_at(pp) > 1 or self.servers > 0 or self.offload != "none"
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients must be summed over replicas, sent to servers, or moved away from the device."""
+        """Whether gradients must be summed over replicas, sent to servers, or moved off the device."""
         return self.replicas > 1 or self.servers > 0 or self.offload != "none"
 
     @property
-    def lends(self) -> bool:
-        """Whether a worker has gradients in buckets only until they are reduced or moved away."""
+    def frees_buckets(self) -> bool:
+        """Whether a worker frees gradient buckets as soon as they are reduced or moved off the device."""
         return self.zero > 1 or self.offload != "none"
 
     @property
@@ -103,12 +103,12 @@ class World:
 
     @property
     def gathers(self) -> bool:
-        """Whether workers hold only the weights that they own, and gather the others for a while."""
+        """Whether workers hold only the weights that they own, and gather all others temporarily."""
         return self.zero == 3
 
     @property
     def unshards(self) -> bool:
-        """Whether weights are on a worker's device only for a while: gathered from others, or read where they rest."""
+        """Whether weights are on a worker's device only temporarily: gathered, or read from their storage."""
         return self.gathers or self.offload == "parameters"
 
     @property
@@ -136,12 +136,12 @@ class World:
 
     @property
     def dense(self) -> ReplicaGroup:
-        """Those who hold the same weights, experts left out if they are divided over actors."""
+        """The actors that hold the same weights, without experts that are divided over actors."""
         return ReplicaGroup("dp", self.shard_key, "gather", self.owners)
 
     @property
     def experts(self) -> ReplicaGroup | None:
-        """Those who hold the same experts; None if experts are not divided over actors, but are as other weights."""
+        """The actors that hold the same experts; None if experts are not divided over actors."""
         if not self.mesh.divides_experts:
             return None
         return ReplicaGroup("edp", "edp", "edp.gather", self.expert_replicas if self.sharded else 1)
@@ -155,7 +155,7 @@ class World:
 
     @property
     def experts_stay(self) -> bool:
-        """Whether each expert is whole on its actor at all times, as no other actor holds it."""
+        """Whether each expert is always whole on its actor, because no other actor holds it."""
         return self.experts is not None and self.expert_replicas == 1 and self.offload != "parameters"
 
     @property
@@ -173,8 +173,8 @@ class World:
 
         Args:
             pp: The pipeline rank.
-            owner: The owner. Without sharding every replica updates all weights, and is asked for itself.
-            rank: The worker that asks: the owner is on its tensor rank.
+            owner: The owner. Ignored without sharding: every replica updates all weights.
+            rank: A worker on the owner's tensor rank; without sharding, the replica itself.
         """
         if not self.mesh.divides_experts:
             return pp * self.owners + owner
@@ -188,7 +188,7 @@ class World:
 
         Args:
             rank: The worker or expert actor.
-            expert: True asks about its experts, which are divided over actors; False about all other weights.
+            expert: Whether the weights are its experts, which are divided over actors; else all other weights.
         """
         if self.sharded:
             return self.copy_of(rank) == 0
@@ -197,10 +197,10 @@ class World:
         at = self.mesh.coordinate(rank)
         return at["dp"] == at["cp"] == 0
 
-    def tells(self, rank: int) -> bool:
-        """Return whether a worker brings what its replica counts into the group of all updaters.
+    def reports_ballot(self, rank: int) -> bool:
+        """Return whether a worker reports the sum of the replicas' ballots to the group of all updaters.
 
-        Of the replicas in such a group, the first one that has the sum over all replicas does.
+        The first replica in such a group that has the sum reports it.
         """
         at = self.at(rank)
         if self.is_expert(rank) or (self.mesh.folds_experts and at["tp"] > 0):
@@ -231,7 +231,7 @@ class World:
         return (rank - self.server_ranks.start) // self.servers
 
     def row(self, rank: int) -> int:
-        """Return the row of a schedule that a rank performs: its pipeline rank's, or that of its replica of it."""
+        """Return the row of a schedule that a rank performs: that of its pipeline rank, or of its replica."""
         pp = self.pp(rank)
         return sum(self.mesh.rank_dp[:pp]) + self.at(rank)["dp"] if self.mesh.rank_dp else pp
 
@@ -239,18 +239,18 @@ class World:
         """Return the workers and expert actors that perform a row, the workers first."""
         if not self.mesh.rank_dp:
             return self.trainers_of(row)
-        places = [(pp, dp) for pp, count in enumerate(self.mesh.rank_dp) for dp in range(count)]
-        pp, dp = places[row]
+        replicas = [(pp, dp) for pp, count in enumerate(self.mesh.rank_dp) for dp in range(count)]
+        pp, dp = replicas[row]
         return tuple(self.mesh.rank(pp=pp, dp=dp, tp=tp) for tp in range(self.mesh.tp_of(pp)))
 
     def worker(self, row: int, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the worker of a row at a coordinate; where replicas have rows of their own, dp does not matter."""
+        """Return the worker of a row at a coordinate; if each replica has a row, dp is ignored."""
         return self.trainers_in(row)[tp] if self.mesh.is_uneven else self.mesh.rank(row, dp, cp, tp)
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank reports for its tensor group, whose ranks all have the same to report.
+        """Return whether a rank reports for its tensor group, whose ranks have equal reports.
 
-        Expert actors and servers always do.
+        Expert actors and servers always report.
         """
         return rank >= self.mesh.size or self.mesh.coordinate(rank)["tp"] == 0
 
@@ -265,15 +265,16 @@ class World:
     def replica(self, dp: int) -> tuple[int, ...]:
         """Return the workers of one data-parallel replica by pipeline rank.
 
-        Of each tensor or context group, the first. Of pipeline ranks with fewer replicas, those that count on from 0.
+        It has the first rank of each tensor or context group. Pipeline ranks with fewer replicas use dp modulo their
+        number.
         """
         return tuple(self.mesh.rank(pp=pp, dp=dp % self.mesh.dp_of(pp)) for pp in range(self.mesh.pp))
 
     def holders(self, dp: int) -> tuple[int, ...]:
         """Return the workers that together hold the weights of one data-parallel replica.
 
-        Of each tensor group, the first, or all if they have different experts. With ZeRO stage 3 they are those of all
-        replicas that share the weights out, else those of the replica itself, and those that share its experts out.
+        They include the first rank of each tensor group, or all if they have different experts. With ZeRO stage 3 they
+        are those of all replicas that shard the weights, else those of the replica and of its expert groups.
         """
         if not self.gathers:
             own = self.replica(dp)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
 from raypar.actors.expert_parallel.experts import DROPPED, run_experts
-from raypar.actors.expert_parallel.gates import updated_bias
+from raypar.actors.expert_parallel.gates import capacity_of, over_capacity, updated_bias
 from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
 from raypar.actors.expert_parallel.record import Balanced, attach_loss

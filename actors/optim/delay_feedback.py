@@ -1,4 +1,4 @@
-"""Feedback against the delay of an asynchronous schedule: stale gradients are extended by their last change."""
+"""Delay feedback for asynchronous schedules: stale gradients are extrapolated by their last change."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 class DelayFeedback:
     """Replaces the gradients u(t) of a step by 2 u(t) - u(t-1), if they are those of older weights.
 
-    A gradient that is some steps behind is one of a trend, which this follows for a step. The first step of a stream
-    has none before it.
+    This extrapolates a delayed gradient linearly by one step. The first step of a stream has no gradient before it.
 
     Args:
         masters: The weights that this actor updates, by logical name.
@@ -28,7 +27,7 @@ class DelayFeedback:
 
     @torch.no_grad()
     def extend(self, *, is_stale: bool) -> None:
-        """Replace the gradients of a step, if they are stale; in any case keep what they are for the next step."""
+        """Replace the gradients of a step if they are stale, and store the original ones for the next step."""
         before, self._before = self._before, {}
         for name, master in self._masters.items():
             if master.grad is not None:

@@ -1,4 +1,4 @@
-"""Which optimizer updates a weight, at which share of the learning rate, and with how much weight decay."""
+"""The parameter group of a weight: its optimizer, share of the learning rate, and weight decay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raypar.actors.specs.optim import AnyOptimizer, Muon
 
 
 class Rule(NamedTuple):
-    """How a weight is updated. Weights of one rule are one parameter group.
+    """The rule by which a weight is updated. Weights with the same rule are one parameter group.
 
     Attributes:
-        kind: What updates it. With a Muon this is "muon" for the matrices of hidden layers, else "adamw".
-        rate: What the learning rate of the run is multiplied by.
-        weight_decay: Its weight decay.
+        kind: The optimizer. With a Muon this is "muon" for the matrices of hidden layers, else "adamw".
+        rate: Factor of the run's learning rate.
+        weight_decay: The weight decay.
     """
 
     kind: Literal["adamw", "sgd", "muon"]
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: AnyOptimizer, name: str, dims: int) -> Rule:
-    """Return how a weight is updated.
+    """Return the rule of a weight.
 
     Args:
         spec: The optimizer's settings.

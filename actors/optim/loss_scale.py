@@ -7,19 +7,19 @@ from torch import Tensor
 
 from raypar.actors.specs.precision import LossScale
 
-NUMBERS = 5  # that a checkpoint keeps
+NUMBERS = 5  # of the state in a checkpoint
 
 
 class LossScaler:
-    """The factor of the loss. Every actor has the same one, because all see the same steps overflow.
+    """The factor of the loss. It is the same on every actor, because all count the same overflows.
 
     Args:
-        spec: Its settings; None if the loss is not scaled, and the scale always 1.
+        spec: Its settings; None if the loss is not scaled, so that the scale is always 1.
 
     Attributes:
         scale: The factor of the next step.
         skipped: Steps since the run began that changed no weight. The learning rate does not count them.
-        left_out: Steps whose data a rewound run has left out: step n takes the data of step n + left_out.
+        left_out: Steps whose data a rewound run skips: step n reads the data of step n + left_out.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
@@ -33,7 +33,7 @@ class LossScaler:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no step was skipped or left out, so that a run that never does either need not save the counts."""
+        """Whether no step was skipped or left out; then a checkpoint need not have the counts."""
         return not self.skipped and not self.left_out
 
     @property
@@ -48,7 +48,7 @@ class LossScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller scale is left, so that the next step may have no overflow."""
+        """Whether the scale is above its floor, so that the next step may have no overflow."""
         return self._spec is not None and self.scale > self._spec.floor
 
     def grow(self) -> None:
@@ -60,7 +60,7 @@ class LossScaler:
             self._change(self.scale * self._spec.growth)
 
     def fall(self) -> None:
-        """Count an overflow. The scale falls if there were as many as the hysteresis says since it last changed."""
+        """Count an overflow. The scale falls after ``hysteresis`` overflows since it last changed."""
         if self._spec is None:
             return
         self._clean = 0
@@ -76,7 +76,7 @@ class LossScaler:
     def load(self, numbers: Tensor) -> None:
         """Restore the state that ``numbers`` returned.
 
-        A loss that is not scaled keeps the scale 1, and one that was not scaled begins with its first scale.
+        If the loss is not scaled now, the scale stays 1; if it was not scaled then, the scale starts as in a new run.
         """
         scale, *counts = numbers.tolist()
         clean, overflows, self.skipped, self.left_out = map(int, counts)

@@ -17,7 +17,7 @@ def lr_at(spec: OptimizerSettings, step: int, steps: int) -> float:
         steps: Number of steps of the whole run.
 
     Source:
-        The end of the decay is that of transformers' schedules (transformers/optimization.py), one step behind the run.
+        The decay ends as in transformers' schedules (transformers/optimization.py), one step after the run.
         Hu et al. 2024, "MiniCPM", section 4 (warm-up, stable, decay); Hägele et al. 2024, "Scaling laws and
         compute-optimal training beyond fixed training durations", section 3 (1 - sqrt).
     """

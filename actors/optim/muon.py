@@ -1,7 +1,7 @@
-"""Muon: momentum whose matrices are made orthogonal before they are added to the weights.
+"""Muon: an optimizer that orthogonalizes the momentum of matrices before it updates the weights.
 
 torch.optim.Muon is not used: its Newton-Schulz iterations are always in bfloat16. There a relative change of 1e-7 of a
-gradient, which another order of additions makes, changes the update by 6e-3 to 2e-2 of its norm, in float32 by 1e-6 to
+gradient, as from another order of additions, changes the update by 6e-3 to 2e-2 of its norm, in float32 by 1e-6 to
 2e-5 (2026-11-24, matrices of 256 x 256 to 3072 x 768, of full rank and of rank 16; float32 takes about twice as long on
 an AMD EPYC). With ``precision="bf16"`` the bits are those of torch.optim.Muon, which a test compares.
 """
@@ -27,19 +27,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class MuonWithAdamW:
     """Muon over matrices, and AdamW over all other weights, as one optimizer.
 
-    Of a matrix that a tensor-parallel group shards, each member keeps the momentum of its part. In every step the
-    members exchange their parts, each makes the whole matrix orthogonal, on its device, and adds its part of that to
-    its weight.
+    If a tensor-parallel group shards a matrix, each member keeps the momentum of its part. In every step the members
+    exchange their parts, and each orthogonalizes the whole matrix, on its device, and adds its part of that to its
+    weight.
 
     Args:
         spec: Settings of the optimizer.
         matrices: Parameter groups of matrices: dictionaries with ``params``, ``lr`` and ``weight_decay``.
-        others: AdamW over the other weights; None if there are none.
+        others: AdamW over all other weights; None if there are none.
         names: Logical names of the matrices.
-        tensors: Which of them a tensor-parallel group shards.
+        tensors: The matrices that a tensor-parallel group shards.
 
     Attributes:
-        param_groups: All parameter groups. A change of one counts from the next step on.
+        param_groups: All parameter groups. A change of one has effect from the next step on.
         state: The state of each parameter: for a matrix the ``momentum_buffer``, else what AdamW keeps.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
@@ -69,7 +69,7 @@ class MuonWithAdamW:
             self._others.step()
 
     def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        """Update one matrix, or this actor's part of one, in place from its gradient of the same shape."""
+        """Update a matrix, or this actor's part of one, in place from its gradient of the same shape."""
         momentum, state, name = self._spec.momentum, self.state[weight], self._names[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -82,7 +82,7 @@ class MuonWithAdamW:
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:
-    """Return what the orthogonal update of a matrix is multiplied by, besides the learning rate.
+    """Return the factor of the orthogonalized update of a matrix, in addition to the learning rate.
 
     Args:
         scale: The rule: "original" of Jordan et al. 2024; "match_rms_adamw" of Liu et al. 2025, equation 4.
@@ -101,9 +101,9 @@ def orthogonalized(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tenso
         dtype: Their dtype.
 
     Returns:
-        The matrix (rows, columns) in this dtype; zero if the given one is zero.
+        The matrix (rows, columns) in this dtype; zero if ``matrix`` is zero.
 
-    Source: Jordan et al. 2024, "Muon", section "Newton-Schulz"; the coefficients are theirs.
+    Source: Jordan et al. 2024, "Muon", section "Newton-Schulz"; with its coefficients.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(dtype, copy=True)

@@ -1,4 +1,4 @@
-"""An optimizer whose weights, gradients and states are away from the device: it updates a few weights at a time."""
+"""An optimizer whose weights, gradients and states are off the device: it updates a few weights at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.actors.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.groups import rule_of
-from raypar.actors.optim.optimizer import KEPT, Optimizer
+from raypar.actors.optim.optimizer import STATE_KEYS, Optimizer
 from raypar.actors.specs.optim import SGD, AnyOptimizer
 from raypar.actors.tensors import nbytes
 
@@ -18,14 +18,14 @@ _PORTION = 4 << 20  # bytes of weights that are updated at a time, unless one al
 
 
 class OffloadedOptimizer:
-    """Updates weights in portions, so that no more than a portion of all that it needs is at hand at a time.
+    """Updates weights in portions, so that only one portion's weights, gradients and states are mapped at a time.
 
-    Each weight is updated by itself in any case, so the results have the same bits. What the optimizer creates for a
-    weight in its first update is moved home.
+    Optimizers update each weight independently, so the results have the same bits. The states that the optimizer
+    creates in a weight's first update are moved to the storage.
 
     Args:
         optimizer: The optimizer of all weights.
-        home: Where weights, gradients and states are kept.
+        storage: Storage of weights, gradients and states.
 
     Attributes:
         param_groups: All parameter groups.
@@ -34,8 +34,8 @@ class OffloadedOptimizer:
     Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
     """
 
-    def __init__(self, optimizer: Optimizer, home: OffloadStorage) -> None:
-        self._optimizer, self._home = optimizer, home
+    def __init__(self, optimizer: Optimizer, storage: OffloadStorage) -> None:
+        self._optimizer, self._storage = optimizer, storage
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: defaultdict[Tensor, Any] = optimizer.state
 
@@ -55,34 +55,34 @@ class OffloadedOptimizer:
                 group["params"] = params
 
     def _update(self, weights: Sequence[nn.Parameter]) -> None:
-        kept = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]
+        states = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        with self._home.at_hand([*weights, *kept], writes=True), self._home.at_hand(gradients):
+        with self._storage.accessible([*weights, *states], writes=True), self._storage.accessible(gradients):
             self._optimizer.step()
         for weight in weights:
             state = self.state.get(weight, {})
             for key, value in state.items():
                 if _is_large(value):
-                    state[key] = self._home.moved(value)
+                    state[key] = self._storage.moved(value)
 
 
-def reserve_states(home: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Make sure that there will be room for the states that an optimizer creates in its first step.
+def reserve_states(storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Reserve space for the states that an optimizer creates in its first step.
 
     Args:
-        home: Where they are to be kept.
+        storage: Storage of the states.
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
 
     Raises:
-        OffloadError: There is none.
+        OffloadError: There is not enough space.
     """
     if isinstance(spec, SGD) and not spec.momentum:
         return
-    home.reserve(
+    storage.reserve(
         nbytes(parameter)
         for name, parameter in parameters.items()
-        for key in KEPT[rule_of(spec, name, parameter.dim()).kind]
+        for key in STATE_KEYS[rule_of(spec, name, parameter.dim()).kind]
         if key != "step"
     )
 
@@ -102,5 +102,5 @@ def _portions(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _is_large(value: object) -> bool:
-    """Return whether a value of a weight's state is as large as the weight, and not a number."""
+    """Return whether a value of a weight's state is a tensor with dims, and not a number."""
     return isinstance(value, Tensor) and value.dim() > 0

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tile_names import untiled
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
 from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense
 
-# State keys of a parameter, by what updates it: see ``Rule.kind``.
-KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
+# State keys of a parameter, by optimizer: see ``Rule.kind``.
+STATE_KEYS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 _UPDATERS = {"adamw": ("adamw",), "sgd": ("sgd",), "muon": ("muon", "adamw")}  # by kind of a run's optimizer
 
 
@@ -36,10 +36,10 @@ class _SGD(torch.optim.SGD):
 
 
 class Optimizer(Protocol):
-    """What updates parameters: an optimizer of torch's, or Muon with AdamW.
+    """The interface of torch's optimizers, which Muon with AdamW has too.
 
     Attributes:
-        param_groups: The parameter groups; each has its parameters, its learning rate, and its share of the run's.
+        param_groups: The parameter groups; each has ``params``, ``lr``, and ``rate``, the factor of the run's rate.
         state: The state of each parameter, by key.
     """
 
@@ -55,12 +55,12 @@ _WHOLE = ShardedGradients({}, {}, None, watched=False)
 def build_optimizer(
     spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], tensors: ShardedGradients = _WHOLE
 ) -> Optimizer | None:
-    """Build the optimizer for some parameters. Those that are updated alike (see ``Rule``) are one parameter group.
+    """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
     Args:
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
-        tensors: Which of them a tensor-parallel group shards; by default none.
+        tensors: The parameters that a tensor-parallel group shards; by default none.
 
     Returns:
         The optimizer, or None if there are no parameters.
@@ -93,21 +93,21 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the run's learning rate, from the next update on. Each parameter group takes its share of it."""
+    """Set the run's learning rate, from the next update on, times the factor of each parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
 
 
-def kept_by(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield every state tensor that an optimizer keeps: (parameter's logical name, state key, tensor)."""
+def state_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield every state tensor of an optimizer: (parameter's logical name, state key, tensor)."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield name, key, value
 
 
-def keep(
-    optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], home: OffloadStorage, read: Read
+def load_state(
+    optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], storage: OffloadStorage, read: Read
 ) -> None:
     """Replace an optimizer's state by a saved one.
 
@@ -115,31 +115,31 @@ def keep(
         optimizer: The optimizer whose state is replaced.
         kind: Kind of the run's optimizer: "adamw", "sgd" or "muon".
         parameters: Its parameters by logical name.
-        home: Where the state is kept.
+        storage: Storage of the state.
         read: Returns the saved tensor for (logical name, state key), or None if none was saved. A parameter without
             saved tensors starts without state.
     """
-    keys = [key for updater in _UPDATERS[kind] for key in KEPT[updater]]
+    keys = [key for updater in _UPDATERS[kind] for key in STATE_KEYS[updater]]
     for name, parameter in parameters.items():
         before, state = optimizer.state.pop(parameter, {}), {}
         for key in keys:
             if (value := read(name, key)) is not None:
                 state[key] = value.to(parameter.device) if key == "step" else laid_out(value, parameter)
-                if home.is_apart and key != "step":
-                    state[key] = home.moved(state[key], before.get(key))
+                if storage.is_off_device and key != "step":
+                    state[key] = storage.moved(state[key], before.get(key))
         if state:
             optimizer.state[parameter] = state
 
 
 def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a value with dtype, device and strides of a parameter: torch's fused kernels walk memory in its order."""
+    """Return a value with dtype, device and strides of a parameter; torch's fused kernels need equal strides."""
     if value.stride() == parameter.stride():
         return value.to(parameter)
     return torch.empty_like(parameter).copy_(value)
 
 
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient: () float32, on its device; of half precision it is summed in float32."""
+    """Return the 2-norm of a gradient: () float32, on its device; half precision is summed in float32."""
     is_half = gradient.dtype in (torch.bfloat16, torch.float16)
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32 if is_half else None).float()
     return norm

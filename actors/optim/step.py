@@ -1,4 +1,4 @@
-"""End a step: sum the gradients of tied weights, count the votes, clip by the global norm, run the optimizer."""
+"""The end of a step: sum the gradients of tied weights, count the votes, clip by the global norm, run the optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
-from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, keep, kept_by, set_lr
+from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, load_state, set_lr, state_tensors
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.specs.optim import AnyOptimizer
@@ -31,7 +31,7 @@ _TIE_TAG = 1 << 30  # tag of the first message about tied weights, above every t
 
 
 class ParameterUpdate(Protocol):
-    """What a worker does at the end of a step, once the gradients are summed over the replicas.
+    """The interface of the end of a step on a worker, after the gradients are summed over the replicas.
 
     The methods are those of ``Updater``.
     """
@@ -46,7 +46,7 @@ class ParameterUpdate(Protocol):
         """Load the optimizer's state from a checkpoint."""
 
     def use_averages(self, *, use: bool) -> None:
-        """Let the weights have their averages' values, or again their own."""
+        """Replace the weights by their averages, or restore them."""
 
 
 class Updater:
@@ -56,19 +56,19 @@ class Updater:
         masters: The weights that this actor updates.
         names: Names of all logical parameters of the model. Every layout sums the global norm in this order, so that it
             has the same bits.
-        ties: Tied weights whose home and copy are on different ranks. Both ends get the sum of the gradients and make
-            the same update.
+        ties: Tied weights whose two ends are on different ranks. Both ends get the sum of the gradients, and the same
+            update.
         group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
             only one.
-        tensors: Which parameters a tensor-parallel group shards, and what it must sum.
-        told: What of this actor's numbers counts.
+        tensors: The parameters that a tensor-parallel group shards, and the gradients that it must sum.
+        reports: The numbers that this actor reports to the group.
         optim: Kind and settings of the optimizer.
         clip: Largest global gradient norm; None for no clipping.
         steps: Number of steps of the whole run; the learning rate depends on it.
         scaler: The scale of the loss.
-        nonfinite: What becomes of a step that is not finite although the scale of the loss can't fall any more.
+        nonfinite: What to do with a step that is not finite although the scale of the loss can't fall any more.
         ema: Decay of the moving average of the weights; None for no average.
-        reached: Parameters that should have a gradient in the first update.
+        reached: Parameters that must have a gradient in the first update; others are reported.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Updater:
         ties: Sequence[Ends],
         group: Group | None,
         tensors: ShardedGradients,
-        told: ReportedGradients,
+        reports: ReportedGradients,
         optim: AnyOptimizer,
         clip: float | None,
         steps: int,
@@ -89,58 +89,56 @@ class Updater:
     ) -> None:
         self._masters, self._parameters = masters, masters.parameters
         self._names, self._ties, self._group = names, ties, group
-        self._scaler, self._nonfinite, self._told = scaler, nonfinite, told
+        self._scaler, self._nonfinite, self._reports = scaler, nonfinite, reports
         self._tensors = tensors
         self._spec = optim
         self._clip = clip
         self._steps = steps
-        self._places = {name: place for place, name in enumerate(names)}
+        self._positions = {name: position for position, name in enumerate(names)}
         self._optimizer: Optimizer | None = build_optimizer(optim, self._parameters, tensors)
-        if masters.home.is_apart and self._optimizer is not None:
-            self._optimizer = OffloadedOptimizer(self._optimizer, masters.home)
-            reserve_states(masters.home, optim, self._parameters)
+        if masters.storage.is_off_device and self._optimizer is not None:
+            self._optimizer = OffloadedOptimizer(self._optimizer, masters.storage)
+            reserve_states(masters.storage, optim, self._parameters)
         self._average = None if ema is None else WeightAverage(ema, masters)
         self._reached = reached
 
     def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
 
-        A step without targets changes nothing either: no weight, no state of the optimizer, no scale of the loss.
+        A step without targets changes nothing: no weight, no state of the optimizer, no scale of the loss.
 
         Args:
             step: Number of the step, from 0.
-            ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64, if this actor has it. Of exactly
-                one member of the group it counts.
-            change: Changes the gradients after their norm is known, right before the update; None: nothing does.
+            ballot: Sum of ``ballot_of`` over the replicas, (3,) float64, if this actor has it. Exactly one member of
+                the group reports it.
+            change: Changes the gradients after their norm is known, directly before the update; None for no change.
 
         Returns:
-            The global gradient norm before clipping, the learning rate of the update, and the scale of the loss; or
-            that the step is skipped.
+            The global gradient norm before clipping, the learning rate of the update, the scale of the loss, and
+            whether the step is skipped.
 
         Raises:
-            NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor has
-                changed a weight.
+            NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor changes
+                a weight.
         """
         self._prepare()
         return self._decide(step, ballot, self._count(ballot), change)
 
     def begin(self, ballot: Tensor | None) -> PendingReport:
-        """Tell the gradients' norms to the group, for a step whose outcome ``conclude`` says when all have told theirs.
+        """Start to sum the gradients' norms over the group. ``conclude`` ends the step with the sum.
 
         Args:
             ballot: As in ``step``.
         """
         self._prepare()
         known, numbers = self._numbers(ballot)
-        own = GradientTally.of(
-            known
-        )  # alike on all that share a stage, though one of them reports it: they update together
+        own = GradientTally.of(known)  # equal on all actors of a stage, so that all of them update, or none
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
         handle = None if self._group is None else self._group.host.all_reduce(numbers)
         return PendingReport(ballot, numbers, handle, is_plain)
 
     def apply(self, step: int) -> float:
-        """Update the parameters by their gradients as they are, and return the learning rate."""
+        """Update the parameters by their gradients, unchanged, and return the learning rate."""
         lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
@@ -148,22 +146,22 @@ class Updater:
         if self._average is not None:
             self._average.update()
         self._masters.publish()
-        self._masters.home.check()
+        self._masters.storage.check()
         return lr
 
     def conclude(self, step: int, vote: PendingReport, undo: Callable[[], object]) -> tuple[Updated, bool]:
-        """Wait for the votes of all, and let the weights be those that ``step`` would have made.
+        """Wait for the reports of all actors, and set the weights to those that ``step`` would compute.
 
         Args:
             step: Number of the step.
-            vote: What ``begin`` returned; the parameters were updated with ``apply`` if it ``is_plain``.
-            undo: Restores weights and states as they were before ``apply``.
+            vote: The result of ``begin``; the parameters were updated with ``apply`` if it ``is_plain``.
+            undo: Restores weights and states before ``apply``.
 
         Returns:
-            What ``step`` returns, and whether the weights are those of ``apply``.
+            The result of ``step``, and whether the weights are those of ``apply``.
 
         Raises:
-            NonFiniteError: As ``step`` does; no weight is changed then.
+            NonFiniteError: As ``step``; no weight is changed then.
         """
         if vote.handle is not None:
             vote.handle.wait()
@@ -178,13 +176,13 @@ class Updater:
         return self._decide(step, vote.ballot, tally), False
 
     def _prepare(self) -> None:
-        """Bring the gradients of masters together: unscaled, summed over tensor groups and ties."""
+        """Complete the gradients of masters: unscale them, and sum them over tensor groups and ties."""
         self._masters.take_gradients(1.0 / self._scaler.scale)
         self._tensors.complete(self._parameters)
         self._reduce_ties()
 
     def _is_plain(self, tally: GradientTally) -> bool:
-        """Return whether the update takes the gradients as they are: finite, uncorrected and within the clip."""
+        """Return whether the update uses the gradients unchanged: finite, uncorrected and within the clip."""
         total = torch.linalg.vector_norm(tally.norms)
         fits = self._clip is None or not bool(self._clip / (total + 1e-6) < 1.0)
         return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
@@ -192,7 +190,7 @@ class Updater:
     def _decide(
         self, step: int, ballot: Tensor | None, tally: GradientTally, change: Callable[[], object] | None = None
     ) -> Updated:
-        """Clip the gradients and update the parameters, or not, as all say; see ``step``."""
+        """Clip the gradients and update the parameters, or skip the step, by the sum of all reports; see ``step``."""
         scale = self._scaler.scale if self._scaler.is_on else None
         if tally.correction == 0.0:  # the step has no targets
             return Updated(float(torch.linalg.vector_norm(tally.norms)), None, scale, is_skipped=True)
@@ -222,8 +220,8 @@ class Updater:
 
     def _unreached(self) -> tuple[str, ...]:
         """Return, once, the parameters without a gradient that should have one."""
-        asked, self._reached = self._reached, ()
-        return tuple(name for name, parameter in self._parameters.items() if name in asked and parameter.grad is None)
+        names, self._reached = self._reached, ()
+        return tuple(name for name, parameter in self._parameters.items() if name in names and parameter.grad is None)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield this actor's parameters and their optimizer state: (logical name, key, tensor).
@@ -232,7 +230,7 @@ class Updater:
         """
         yield from ((name, "", parameter) for name, parameter in self._parameters.items())
         if self._optimizer is not None:
-            yield from kept_by(self._optimizer, self._parameters)
+            yield from state_tensors(self._optimizer, self._parameters)
         if self._average is not None:
             yield from self._average.state()
 
@@ -243,15 +241,15 @@ class Updater:
             read: Returns the saved tensor for (logical name, state key), or None.
         """
         if self._optimizer is not None:
-            keep(self._optimizer, self._spec.kind, self._parameters, self._masters.home, read)
+            load_state(self._optimizer, self._spec.kind, self._parameters, self._masters.storage, read)
         if self._average is not None:
             self._average.load(read)
 
     def use_averages(self, *, use: bool) -> None:
-        """Let the weights have their averages' values, or again their own. No step may begin in between.
+        """Replace the weights by their averages, or restore them. No step may begin in between.
 
         Args:
-            use: Whether to use the averages; a second call with the same does nothing.
+            use: Whether to use the averages; a repeated call does nothing.
         """
         if self._average is not None:
             self._average.use(use=use)
@@ -271,8 +269,9 @@ class Updater:
         if tally.against:
             nor = f", nor are the gradients of {len(bad)} of {len(self._names)} parameters ({bad[0]})" if bad else ""
             or_lower = ", or lower the learning rate" if bad else ""
-            told = f"step {step + 1}: the loss is not finite{nor}; no weight was changed: look at the batch{or_lower}"
-            raise NonFiniteError(told)
+            raise NonFiniteError(
+                f"step {step + 1}: the loss is not finite{nor}; no weight was changed: look at the batch{or_lower}"
+            )
         fix = "lower the learning rate or clip"
         if self._scaler.is_on:
             fix = f"the scale of the loss, {self._scaler.scale:g}, is at its floor: lower loss_scale.floor, or {fix}"
@@ -301,34 +300,36 @@ class Updater:
         return GradientTally.of(numbers)
 
     def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what this actor knows and, in another tensor, what of that it reports to the group.
+        """Return the numbers of this actor, and those of them that it reports to the group.
 
-        Norms in the order of the names, correction, votes against, overflows; 0 where it knows, or reports, nothing.
+        Each tensor has the norms in the order of the names, correction, votes against and overflows; 0 where there is
+        none.
         """
         numbers = torch.zeros(len(self._names) + 3)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
             numbers[-3], numbers[-2] = correction(tokens, expected), against
-        made = {
+        own = {
             name: gradient_norm(gradient)
             for name, _, gradient in self._masters.with_gradients()
-            if name in self._places
+            if name in self._positions
         }
-        if made:
-            norms, numbers[-1] = self._tensors.norms(list(made), torch.stack(list(made.values())).cpu())
-            numbers[[self._places[name] for name in made]] = norms
+        if own:
+            norms, numbers[-1] = self._tensors.norms(list(own), torch.stack(list(own.values())).cpu())
+            numbers[[self._positions[name] for name in own]] = norms
         reported = numbers.clone()
-        if self._told.names is not None:
-            reported[[place for name, place in self._places.items() if name not in self._told.names]] = 0.0
-        if not self._told.ballot:
+        if self._reports.names is not None:
+            left_out = [at for name, at in self._positions.items() if name not in self._reports.names]
+            reported[left_out] = 0.0
+        if not self._reports.ballot:
             reported[-3:-1] = 0.0
         return numbers, reported
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.
 
-        Those that hold the home add the copies' gradients to their own, in the order of the ties, and send the sum back
-        to each.
+        The ranks with the original weight add the copies' gradients to theirs, in the order of the ties, and send the
+        sum back to each.
         """
         if self._group is None or not self._ties:
             return
@@ -337,9 +338,9 @@ class Updater:
             tag = _TIE_TAG + 2 * number
             if rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
-                    for place, home in enumerate(tie.homes):
-                        if tie.copy_for(place) == rank:
-                            group.send(gradient, home, tag, "send tied").wait()
+                    for index, owner in enumerate(tie.homes):
+                        if tie.copy_for(index) == rank:
+                            group.send(gradient, owner, tag, "send tied").wait()
             elif rank in tie.homes:
                 with self._gradient(tie.home, group) as gradient:
                     other = torch.empty_like(gradient)
@@ -349,8 +350,8 @@ class Updater:
             tag = _TIE_TAG + 2 * number + 1
             if rank in tie.homes:
                 with self._gradient(tie.home, group) as gradient:
-                    for place, copy in enumerate(tie.copies):
-                        if tie.home_for(place) == rank:
+                    for index, copy in enumerate(tie.copies):
+                        if tie.home_for(index) == rank:
                             group.send(gradient, copy, tag, "send tied").wait()
             elif rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
@@ -359,26 +360,26 @@ class Updater:
     def _used_ties(self, group: Group) -> list[tuple[int, Ends]]:
         """Return the ties (with their indices) of the weights for which some rank has a gradient.
 
-        The others are left out, so that a weight that no microbatch used keeps the gradient None on every rank.
+        All other ties are left out, so that a weight that no microbatch used keeps the gradient None on every rank.
         """
-        made = torch.zeros(len(self._ties), dtype=torch.int64)
+        counts = torch.zeros(len(self._ties), dtype=torch.int64)
         for number, tie in enumerate(self._ties):
             ends = (tie.homes, tie.home), (tie.copies, tie.copy)
-            made[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
-        group.host.all_reduce(made).wait()
-        used = {tie.home for tie, count in zip(self._ties, made.tolist(), strict=True) if count}
+            counts[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
+        group.host.all_reduce(counts).wait()
+        used = {tie.home for tie, count in zip(self._ties, counts.tolist(), strict=True) if count}
         return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
 
     @contextmanager
     def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:
-        """Yield a parameter's gradient on a group's device. What is written to it is the parameter's.
+        """Yield a parameter's gradient on a group's device, and write changes of it back.
 
-        If it is None, it is set to zeros first.
+        If the gradient is None, it is set to zeros first.
         """
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        with torch.no_grad(), self._masters.home.at_hand([parameter.grad], writes=True):
+        with torch.no_grad(), self._masters.storage.accessible([parameter.grad], writes=True):
             gradient = parameter.grad.to(group.device)
             yield gradient
             if gradient is not parameter.grad:

@@ -1,11 +1,11 @@
-"""What to do about a loss scale that has no room left."""
+"""Detection of a dynamic loss scale that is stuck, with remedies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-WINDOWS = 3  # growth windows after which a loss scale without room counts as stuck
+WINDOWS = 3  # growth windows without growth after which a loss scale is stuck
 
 REMEDIES = (
     "lower the learning rate, make the warm-up longer, choose another window for the scale, or a larger eps of the "
@@ -14,11 +14,10 @@ REMEDIES = (
 
 
 def stuck_scale(history: Sequence[tuple[float, bool]], floor: float, window: int) -> str | None:
-    """Say why a loss scale is stuck, and what helps.
+    """Return why a loss scale is stuck, and the remedies.
 
-    A healthy scale makes about one step overflow in every window, because it grows until one does. It is stuck if it
-    stayed at its floor for the last ``WINDOWS`` windows, or if it could not grow even once in them although each had an
-    overflow.
+    With a healthy scale about one step in every window overflows, because the scale grows until one does. It is stuck
+    if it stayed at its floor for the last ``WINDOWS`` windows, or if each of them had an overflow and it never grew.
 
     Args:
         history: The scale of each step and whether the step was skipped for an overflow, the latest last.

@@ -1,4 +1,4 @@
-"""What actors tell each other of a step's gradients and losses, so that all decide alike."""
+"""The gradient norms and votes that actors exchange after a step, so that all make the same decision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raypar.actors.collective.group import Handle
 
 
 class GradientTally(NamedTuple):
-    """What all actors say of a step's gradients.
+    """The reports of all actors on a step's gradients, summed.
 
     Attributes:
         norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
         correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``;
-            0 of a step without tokens.
+            0 for a step without tokens.
         against: Number of replicas whose loss is not finite.
         overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
     """
@@ -32,18 +32,18 @@ class GradientTally(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor) -> GradientTally:
-        """Read what one actor tells, or the sum of what all tell."""
+        """Read the report of one actor, or the sum of all reports."""
         return cls(numbers[:-3].clone(), *numbers[-3:].tolist())
 
 
 class PendingReport(NamedTuple):
-    """What an actor has told of a step's gradients, while the sum over all actors is under way.
+    """The report of an actor on a step's gradients, during the sum over all actors.
 
     Attributes:
-        ballot: The ballot that it brought.
-        numbers: What it told, and in the end the sum.
-        handle: The sum under way; None if there is no other actor.
-        is_plain: Whether, as far as this actor knows, the update takes the gradients as they are.
+        ballot: The ballot of the actor.
+        numbers: Its report, and after the all_reduce the sum of all reports.
+        handle: Handle of the all_reduce; None if there is no other actor.
+        is_plain: Whether, by this actor's report, the update uses the gradients unchanged.
     """
 
     ballot: Tensor | None
@@ -53,11 +53,11 @@ class PendingReport(NamedTuple):
 
 
 class ReportedGradients(NamedTuple):
-    """Which gradients this rank reports for the global norm, so that no copy is counted twice.
+    """The gradients that this rank reports for the global norm, so that no copy is counted twice.
 
     Attributes:
-        ballot: Whether it brings the ballot.
-        names: The parameters whose gradient norms it tells; None for all that it updates.
+        ballot: Whether it reports the ballot.
+        names: The parameters whose gradient norms it reports; None for all that it updates.
     """
 
     ballot: bool = True
@@ -70,7 +70,7 @@ def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
     Args:
         tokens: Number of target elements in this replica's part of the step.
         expected: Number of target elements that its losses were weighted for, see ``TokenMean``.
-        sound: Whether all its losses are finite. If not, the replica votes no.
+        sound: Whether all its losses are finite; if not, it votes no.
 
     Returns:
         (3,) float64 on the host: tokens, expected tokens, and 1 for a no vote.

@@ -17,14 +17,14 @@ class WeightAverage:
     """Keeps a + (1 - decay) (w - a) of every master w, from its value after the first update on.
 
     Args:
-        decay: Share of the average that an update leaves.
+        decay: Weight of the old average in an update.
         masters: The weights that this actor updates.
 
     Attributes:
-        is_used: Whether the masters have the averages' values at present, and the averages theirs.
+        is_used: Whether the values of the masters and of the averages are swapped now.
 
     Raises:
-        OffloadError: There is no room for the averages where masters are kept away from the device.
+        OffloadError: The storage off the device has no space for the averages.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging"; the numbers are those of
     torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay).
@@ -33,30 +33,30 @@ class WeightAverage:
     def __init__(self, decay: float, masters: Masters) -> None:
         self._decay, self._masters, self._averages = decay, masters, dict[str, Tensor]()
         self.is_used = False
-        if masters.home.is_apart:
-            masters.home.reserve(map(nbytes, masters.parameters.values()))
+        if masters.storage.is_off_device:
+            masters.storage.reserve(map(nbytes, masters.parameters.values()))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the masters as an update has left them."""
-        home = self._masters.home
+        """Update the averages by the masters, after an update of these."""
+        storage = self._masters.storage
         for name, master in self._masters.parameters.items():
             if name not in self._averages:
-                self._averages[name] = home.copied(master)
+                self._averages[name] = storage.copied(master)
                 continue
             average = self._averages[name]
-            with home.at_hand([master]), home.at_hand([average], writes=True):
+            with storage.accessible([master]), storage.accessible([average], writes=True):
                 average.lerp_(master.detach(), 1 - self._decay)
 
     @torch.no_grad()
     def use(self, *, use: bool) -> None:
-        """Let the masters have the averages' values, or again their own; before the first update both are the same."""
+        """Swap the values of masters and averages, or swap them back; they are equal before the first update."""
         if use == self.is_used:
             return
-        self.is_used, home = use, self._masters.home
+        self.is_used, storage = use, self._masters.storage
         for name, average in self._averages.items():
             master = self._masters.parameters[name]
-            with home.at_hand([master, average], writes=True):
+            with storage.accessible([master, average], writes=True):
                 before = master.detach().clone()
                 master.copy_(average)
                 average.copy_(before)
@@ -67,14 +67,14 @@ class WeightAverage:
         yield from ((name, AVERAGE, average) for name, average in self._averages.items())
 
     def load(self, read: Read) -> None:
-        """Load saved averages. Of a weight without one the next update makes it. The masters are loaded elsewhere.
+        """Load saved averages. The next update creates missing ones. The masters are loaded elsewhere.
 
         Args:
             read: Returns the saved tensor for (logical name, state key), or None.
         """
-        self.is_used, home, before = False, self._masters.home, self._averages
+        self.is_used, storage, before = False, self._masters.storage, self._averages
         self._averages = {}
         for name, master in self._masters.parameters.items():
             if (value := read(name, AVERAGE)) is not None:
                 value = laid_out(value, master)
-                self._averages[name] = home.moved(value, before.get(name)) if home.is_apart else value
+                self._averages[name] = storage.moved(value, before.get(name)) if storage.is_off_device else value

@@ -14,10 +14,10 @@ from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, The
 from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
-from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES
 from raypar.actors.models.skip_connections import NO_SKIPS, Skipped

@@ -1,4 +1,4 @@
-"""Which actor takes which rank of another layout, so that all together lack the fewest bytes. Imports no torch."""
+"""The assignment of actors to the ranks of another layout that moves the fewest bytes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from raypar.actors.relayout.moves import Boxes, common, volume
 
 
 def lacking(held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, int]) -> list[list[int]]:
-    """Return the bytes that each actor would lack on each rank, by rank and then by actor.
+    """Return the bytes that each actor lacks for each rank, by rank, then by actor.
 
     Args:
-        held: By actor, what it has; its boxes of one tensor have no element in common.
-        wanted: By rank, what is needed there.
+        held: By actor, the boxes that it has; its boxes of one tensor are disjoint.
+        wanted: By rank, the boxes that it needs.
         sizes: Bytes of an element of each tensor.
     """
     costs = []
@@ -31,7 +31,7 @@ def lacking(held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, 
 
 
 def assigned(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Return by row a column, each another one, so that their costs are the least in all.
+    """Return a distinct column for each row, so that the sum of their costs is least.
 
     Args:
         costs: By row, the cost of each column; at least as many columns as rows.

@@ -1,4 +1,4 @@
-"""An actor's state on its way to another layout: what it has, what it needs, and the parts that arrive."""
+"""The transfer of an actor's state to another layout: the parts that it has and needs, and their exchange in chunks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,87 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
-from raypar.actors.relayout.exchange import exchange_tensors
 from raypar.actors.relayout.moves import Box, Boxes, HeldTensors, Kind, TensorMove
 from raypar.actors.sharding import Shape, Shard, Sharding
+from raypar.actors.tensors import nbytes
 
-Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, those that an actor needs, one behind the other
+Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, the spans that an actor needs, in order
+CHUNK = 8 << 20  # bytes of a message, unless one element has more
+
+
+def exchange_tensors(
+    group: Group, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+) -> None:
+    """Send tensors to other members of a group, and receive theirs. All members call it.
+
+    In round r a member sends to the r-th one after it and receives from the r-th one before it, one chunk at a time, so
+    that there is no circular wait.
+
+    Args:
+        group: The group.
+        sends: By member, the tensors to send: on the host, of any strides.
+        receives: By member, the tensors to receive into: on the host, of the same shapes and dtypes in the same order,
+            of any strides.
+
+    Raises:
+        GroupError: A member failed, or is late.
+    """
+    for distance in range(1, group.size):
+        to, by = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        outgoing, incoming = list(_chunks(sends.get(to, ()))), list(_chunks(receives.get(by, ())))
+        for number in range(max(len(outgoing), len(incoming))):
+            flat = None
+            handles = []
+            if number < len(incoming):
+                size = sum(map(nbytes, incoming[number]))
+                flat = torch.empty(size, dtype=torch.uint8, device=group.device)
+                handles.append(group.recv(flat, by, number))
+            if number < len(outgoing):
+                handles.append(group.send(_packed(outgoing[number]).to(group.device), to, number))
+            for handle in handles:
+                handle.wait()
+            if flat is not None:
+                group.synchronize()
+                _unpack(flat.cpu(), incoming[number])
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield views that make up all tensors, in groups for one message each."""
+    chunk, size = list[Tensor](), 0
+    for view in (view for tensor in _aligned(tensors) for view in _views(tensor)):
+        if size + nbytes(view) > CHUNK and chunk:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(view)
+        size += nbytes(view)
+    if chunk:
+        yield chunk
+
+
+def _aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in an order in which all are aligned when concatenated: widest elements first."""
+    return sorted(tensors, key=lambda tensor: -tensor.element_size())
+
+
+def _views(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield views of at most a chunk that make up a tensor."""
+    if nbytes(tensor) <= CHUNK or tensor.numel() == 1:
+        yield tensor
+        return
+    dim = next(dim for dim, length in enumerate(tensor.shape) if length > 1)
+    for half in tensor.tensor_split(2, dim):
+        yield from _views(half)
+
+
+def _packed(views: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of some tensors, concatenated."""
+    return torch.cat([view.contiguous().reshape(-1).view(torch.uint8) for view in views])
+
+
+def _unpack(flat: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy the bytes that ``_packed`` returned into some tensors."""
+    for view, part in zip(views, flat.split([nbytes(view) for view in views]), strict=True):
+        view.copy_(part.view(view.dtype).view(view.shape))
 
 
 class WantedTensor(NamedTuple):
@@ -25,8 +101,8 @@ class WantedTensor(NamedTuple):
     Attributes:
         weight: The actor's name of the weight, or of another tensor.
         kept: Its optimizer state, such as ``exp_avg``; "" for the weight itself.
-        tensors: Logical names; the first that there is is loaded.
-        sharding: Which part of it.
+        tensors: Logical names; the first that exists is loaded.
+        sharding: The part of the logical tensor to load.
     """
 
     weight: str
@@ -48,41 +124,41 @@ class TensorPart(NamedTuple):
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes that it is made of."""
+        """The boxes of the part."""
         return list(product(*self.spans))
 
-    def view_of(self, made: Tensor, box: Box) -> Tensor | None:
-        """Return the view of a box in a tensor that has this part; None if the box is not in it."""
+    def view_of(self, tensor: Tensor, box: Box) -> Tensor | None:
+        """Return the view of a box in a tensor with this part; None if the box is not in it."""
         index = []
         for spans, (start, stop) in zip(self.spans, box, strict=True):
-            place = 0
+            offset = 0
             for first, last in spans:
                 if first <= start and stop <= last:
-                    index.append(slice(place + start - first, place + stop - first))
+                    index.append(slice(offset + start - first, offset + stop - first))
                     break
-                place += last - first
-        return made[tuple(index)] if len(index) == len(box) else None
+                offset += last - first
+        return tensor[tuple(index)] if len(index) == len(box) else None
 
 
-def wanted_parts(wishes: Iterable[WantedTensor], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
-    """Return which parts of logical tensors an actor loads: by weight and optimizer state, as it asks for them.
+def wanted_parts(wanted: Iterable[WantedTensor], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
+    """Return the parts of logical tensors that an actor loads, by (weight, optimizer state).
 
     Args:
-        wishes: What it would load, if it is there.
-        shapes: The shapes of all logical tensors that there are, by name.
+        wanted: The tensors that the actor loads, if they exist.
+        shapes: The shapes of all existing logical tensors, by name.
     """
     found = dict[tuple[str, str], TensorPart]()
-    for wish in wishes:
-        tensor = next((name for name in wish.tensors if name in shapes), None)
+    for one in wanted:
+        tensor = next((name for name in one.tensors if name in shapes), None)
         if tensor is not None:
-            own = wish.sharding.for_dims(len(shapes[tensor]))
+            own = one.sharding.for_dims(len(shapes[tensor]))
             spans = tuple(tuple(own[dim].spans(length)) for dim, length in enumerate(shapes[tensor]))
-            found[wish.weight, wish.kept] = TensorPart(tensor, spans)
+            found[one.weight, one.kept] = TensorPart(tensor, spans)
     return found
 
 
 def boxes_of_parts(parts: Iterable[TensorPart]) -> Boxes:
-    """Return the boxes that parts of tensors are made of, each once, by the tensor's name."""
+    """Return the boxes of some parts of tensors, each once, by the tensor's name."""
     found: dict[str, dict[Box, None]] = {}
     for part in dict.fromkeys(parts):
         found.setdefault(part.tensor, {}).update(dict.fromkeys(part.boxes))
@@ -90,18 +166,18 @@ def boxes_of_parts(parts: Iterable[TensorPart]) -> Boxes:
 
 
 class Handover:
-    """The state of one actor, copied to the host for the actors of another layout, and what it gets from them.
+    """The state of one actor, copied to the host for the actors of another layout, and the state that it receives.
 
     Args:
-        pieces: What the actor has: logical name, which part of the logical tensor (None for all of it), and the tensor.
+        pieces: The actor's state: logical name, part of the logical tensor (None for all of it), and the tensor.
         at: Returns a context in which some tensors can be read.
     """
 
     def __init__(self, pieces: Iterable[tuple[str, Shard | None, Tensor]] = (), at: AtHand = nullcontext) -> None:
         self._pieces: dict[str, dict[Box, Tensor]] = {}
         self._kinds: dict[str, Kind] = {}
-        self._wishes: dict[tuple[str, str], TensorPart] = {}
-        self._made: dict[str, dict[TensorPart, Tensor]] = {}  # by logical name
+        self._wanted: dict[tuple[str, str], TensorPart] = {}
+        self._received: dict[str, dict[TensorPart, Tensor]] = {}  # by logical name
         for name, shard, tensor in pieces:
             shard = shard or Shard(tuple(tensor.shape))
             box = tuple(shard.span(dim) for dim in range(len(shard.whole)))
@@ -112,37 +188,36 @@ class Handover:
 
     @property
     def holding(self) -> HeldTensors:
-        """What the actor has."""
+        """The parts that the actor has."""
         return HeldTensors({name: tuple(boxes) for name, boxes in self._pieces.items()}, self._kinds)
 
-    def want(self, wishes: Iterable[WantedTensor], kinds: Mapping[str, Kind]) -> Boxes:
-        """Note what the actor loads in the new layout, and return the parts that this takes.
+    def want(self, wanted: Iterable[WantedTensor], kinds: Mapping[str, Kind]) -> Boxes:
+        """Set the tensors that the actor loads in the new layout, and return their boxes.
 
         Args:
-            wishes: What it would load, if it is there.
-            kinds: All logical tensors that there are.
+            wanted: The tensors that it loads, if they exist.
+            kinds: All existing logical tensors.
         """
         self._kinds = dict(kinds)
-        self._wishes = wanted_parts(wishes, {name: kind.shape for name, kind in kinds.items()})
-        return boxes_of_parts(self._wishes.values())
+        self._wanted = wanted_parts(wanted, {name: kind.shape for name, kind in kinds.items()})
+        return boxes_of_parts(self._wanted.values())
 
     def pass_on(self, moves: Sequence[TensorMove], group: Group | None) -> None:
-        """Give others what they need, and get what this actor needs. All actors of the group call it.
+        """Send the parts that other actors need, and receive those of this actor. All actors of the group call it.
 
         Args:
-            moves: All moves from or to this actor, in the same order as the others have them; their numbers are ranks
-                in the group.
-            group: The group of all actors that give or get something; None if nothing is sent.
+            moves: All moves from or to this actor, in the same order on all actors; actors are ranks in the group.
+            group: The group of all senders and receivers; None if nothing is sent.
 
         Raises:
             GroupError: Another actor failed, or is late.
         """
         rank = 0 if group is None else group.rank
-        for part in dict.fromkeys(self._wishes.values()):
+        for part in dict.fromkeys(self._wanted.values()):
             kind = self._kinds[part.tensor]
             shape = [sum(stop - start for start, stop in spans) for spans in part.spans]
-            made = torch.empty(shape, dtype=getattr(torch, kind.dtype))
-            self._made.setdefault(part.tensor, {})[part] = made
+            empty = torch.empty(shape, dtype=getattr(torch, kind.dtype))
+            self._received.setdefault(part.tensor, {})[part] = empty
         sends, receives = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for move in moves:
             if move.is_sent and move.source == rank:
@@ -161,12 +236,12 @@ class Handover:
         self._pieces = {}
 
     def read(self, weight: str, kept: str) -> Tensor | None:
-        """Return what was asked for under a name; None if there is no such tensor."""
-        part = self._wishes.get((weight, kept))
-        return None if part is None else self._made[part.tensor][part]
+        """Return a received tensor by weight and optimizer state; None if there is no such tensor."""
+        part = self._wanted.get((weight, kept))
+        return None if part is None else self._received[part.tensor][part]
 
     def _cut(self, move: TensorMove) -> Tensor:
-        """Return a view of what a move takes from this actor."""
+        """Return the view of the part that a move reads from this actor."""
         for box, tensor in self._pieces[move.tensor].items():
             part = TensorPart(move.tensor, tuple((span,) for span in box))
             if (view := part.view_of(tensor, move.box)) is not None:
@@ -174,7 +249,7 @@ class Handover:
         raise LookupError(f"{move.tensor!r} {list(move.box)} is not here")
 
     def _views(self, move: TensorMove) -> Iterator[Tensor]:
-        """Yield the places of what a move brings to this actor."""
-        for part, made in self._made[move.tensor].items():
-            if (view := part.view_of(made, move.box)) is not None:
+        """Yield the views into which a move to this actor writes."""
+        for part, tensor in self._received[move.tensor].items():
+            if (view := part.view_of(tensor, move.box)) is not None:
                 yield view

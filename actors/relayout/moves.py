@@ -1,8 +1,8 @@
-"""Who sends which part of which tensor to whom, when a run goes on in another layout. Imports no torch.
+"""The moves of tensors between actors when a run changes its layout. Imports no torch.
 
-What an actor has is a set of boxes of logical tensors, and so is what it needs. A part that it needs and has does not
-move; every other part moves once, from one of those that have it. So the bytes that move are the bytes that actors
-lack, and with these actors in these places no plan has fewer.
+An actor has, and needs, a set of boxes of logical tensors. A part that it needs and has does not move; every other part
+moves once, from one of the actors that have it. So the bytes that move are the bytes that actors lack, and with this
+assignment of actors to ranks no plan moves fewer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import NamedTuple
 from raypar.actors.sharding import Shape
 
 Box = tuple[tuple[int, int], ...]
-"""along each dim of a tensor, the first index and the one behind the last; of a scalar ()"""
+"""along each dim of a tensor, the first index and the one after the last; () for a scalar"""
 Boxes = Mapping[str, Sequence[Box]]
 """by logical name of a tensor, boxes of it"""
-
 
 _BITS = re.compile(r"[0-9]+")  # in the name of a dtype; bool has a byte
 
 
 class Kind(NamedTuple):
-    """What a logical tensor is.
+    """The dtype and shape of a logical tensor.
 
     Attributes:
-        dtype: In torch's spelling, such as "float32".
-        shape: Shape of the whole.
+        dtype: The dtype in torch's spelling, such as "float32".
+        shape: Shape of the whole tensor.
     """
 
     dtype: str
@@ -46,11 +45,11 @@ class Kind(NamedTuple):
 
 
 class HeldTensors(NamedTuple):
-    """What an actor has of the state.
+    """The parts of the state that an actor has.
 
     Attributes:
-        boxes: Its parts, by logical name.
-        kinds: The tensors that they are parts of, by logical name.
+        boxes: The parts, by logical name.
+        kinds: The logical tensors, by name.
     """
 
     boxes: Boxes
@@ -58,10 +57,10 @@ class HeldTensors(NamedTuple):
 
 
 class TransferGroup(NamedTuple):
-    """What one actor is told of the group of all actors that give or get something.
+    """One actor's view of the group of all senders and receivers.
 
     Attributes:
-        name: A name of no other group.
+        name: A unique name.
         size: Number of its members.
         rank: Rank of the actor in it.
         timeout: Deadline of a wait, in seconds.
@@ -80,7 +79,7 @@ class TensorMove(NamedTuple):
         source: Number of the actor that has it.
         destination: Number of the actor that needs it; if it is the source, nothing is sent.
         tensor: Logical name of the tensor.
-        box: Which part of it.
+        box: The part.
     """
 
     source: int
@@ -90,54 +89,54 @@ class TensorMove(NamedTuple):
 
     @property
     def is_sent(self) -> bool:
-        """Whether it goes from one actor to another."""
+        """Whether its source and destination differ."""
         return self.source != self.destination
 
 
 def moves_between(
-    held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, int], places: Sequence[str] = ()
+    held: Sequence[Boxes], wanted: Sequence[Boxes], sizes: Mapping[str, int], nodes: Sequence[str] = ()
 ) -> list[TensorMove]:
-    """Plan what each actor gets from whom: what it has itself, from itself; the rest from its node if that has it.
+    """Plan the source of each part that actors need: the actor itself, else one on its node, else any other.
 
-    Of several that have a part equally near, the one gives it that has given the fewest bytes so far.
+    Among equally near actors that have a part, the one that sends the fewest bytes so far is the source.
 
     Args:
-        held: By actor, what it has. Boxes of one tensor on several actors are copies of the same.
-        wanted: By actor, what it needs; as many actors.
+        held: By actor, the boxes that it has. Equal boxes of a tensor on several actors are copies.
+        wanted: By actor, the boxes that it needs; as many actors.
         sizes: Bytes of an element of each tensor.
-        places: By actor, what those of one node have in common; empty if all are on one.
+        nodes: By actor, the name of its node; empty if all are on one.
 
     Returns:
-        The moves, which cover each box that is wanted exactly once.
+        The moves, which cover each wanted box exactly once.
 
     Raises:
-        LookupError: Nobody has a part that an actor needs.
+        LookupError: No actor has a part that an actor needs.
     """
     moves, given = list[TensorMove](), Counter[int]()
-    place = places or [""] * len(held)
+    node = nodes or [""] * len(held)
     holders = defaultdict[str, dict[Box, _Holders]](dict)
     for actor, tensors in enumerate(held):
         for tensor, boxes in tensors.items():
             for box in dict.fromkeys(boxes):
-                holders[tensor].setdefault(box, _Holders(given)).add(actor, place[actor])
+                holders[tensor].setdefault(box, _Holders(given)).add(actor, node[actor])
     parts = {tensor: _Parts(of_one) for tensor, of_one in holders.items()}
     nothing = _Parts({})
     for actor, tensors in enumerate(wanted):
         for tensor, boxes in tensors.items():
             for box in dict.fromkeys(boxes):
-                for source, part in _sources(actor, place[actor], box, parts.get(tensor, nothing), tensor):
+                for source, part in _sources(actor, node[actor], box, parts.get(tensor, nothing), tensor):
                     moves.append(TensorMove(source, actor, tensor, part))
                     given[source] += (source != actor) * volume(part) * sizes[tensor]
     return moves
 
 
 def bytes_between(moves: Sequence[TensorMove], sizes: Mapping[str, int]) -> int:
-    """Return the bytes that go from one actor to another, given the bytes of an element of each tensor."""
+    """Return the bytes that are sent between actors, given the bytes of an element of each tensor."""
     return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
 
 
 def box_at(offset: Shape, shape: Shape) -> Box:
-    """Return the box that begins at some indices and has a shape."""
+    """Return the box with an offset and a shape."""
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
@@ -147,13 +146,13 @@ def volume(box: Box) -> int:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes of a tensor have in common; None if they have no element in common."""
+    """Return the intersection of two boxes of a tensor; None if it is empty."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return found if all(start < stop for start, stop in found) else None
 
 
 def without(box: Box, part: Box) -> Iterator[Box]:
-    """Yield boxes that make up a box without a part of it, each element once."""
+    """Yield disjoint boxes that cover a box without a part of it."""
     for dim, ((start, stop), (first, last)) in enumerate(zip(box, part, strict=True)):
         for span in ((start, first), (last, stop)):
             if span[0] < span[1]:
@@ -164,37 +163,37 @@ class _Holders:
     """The actors that have one box of a tensor.
 
     Args:
-        given: By actor, the bytes that it gives so far.
+        given: By actor, the bytes that it sends so far.
     """
 
     def __init__(self, given: Mapping[int, int]) -> None:
         self._given = given
-        self._actors, self._of_place = set[int](), defaultdict[str, list[tuple[int, int]]](list)
-        self._all = list[tuple[int, int]]()  # this and the lists by place are heaps of bytes given and actors
+        self._actors, self._on_node = set[int](), defaultdict[str, list[tuple[int, int]]](list)
+        self._all = list[tuple[int, int]]()  # this and the lists by node are heaps of (bytes sent, actor)
 
-    def add(self, actor: int, place: str) -> None:
-        """Note that an actor has the box; actors are added in their order, before anything is given."""
+    def add(self, actor: int, node: str) -> None:
+        """Add an actor that has the box. Actors are added in their order, before any move."""
         self._actors.add(actor)
         self._all.append((0, actor))
-        self._of_place[place].append((0, actor))
+        self._on_node[node].append((0, actor))
 
-    def distance(self, actor: int, place: str) -> int:
-        """Return how far the nearest of them is from an actor: 0 if it is itself, 1 on its node, 2 elsewhere."""
-        return 0 if actor in self._actors else 1 if place in self._of_place else 2
+    def distance(self, actor: int, node: str) -> int:
+        """Return the distance of the nearest holder from an actor: 0 if it is itself, 1 on its node, else 2."""
+        return 0 if actor in self._actors else 1 if node in self._on_node else 2
 
-    def nearest(self, actor: int, place: str) -> int:
-        """Return the actor from which another one gets the box: of the nearest, the one that gives least so far."""
-        distance = self.distance(actor, place)
+    def nearest(self, actor: int, node: str) -> int:
+        """Return the source of the box for an actor: among the nearest holders, the one that sends least so far."""
+        distance = self.distance(actor, node)
         if distance == 0:
             return actor
-        heap = self._of_place[place] if distance == 1 else self._all
-        while (now := self._given[heap[0][1]]) != heap[0][0]:  # it gives more than when it was noted
+        heap = self._on_node[node] if distance == 1 else self._all
+        while (now := self._given[heap[0][1]]) != heap[0][0]:  # it sends more than its entry in the heap says
             heapreplace(heap, (now, heap[0][1]))
         return heap[0][1]
 
 
 class BoxFinder:
-    """The boxes of one tensor, found by where they are. They are in arrays, so that a copy is made in no time.
+    """An index of the boxes of one tensor by position. It consists of arrays, which are fast to copy.
 
     Args:
         boxes: The boxes.
@@ -204,7 +203,7 @@ class BoxFinder:
         self._dims = len(next(iter(boxes), ()))
         self._bounds = array("q", [bound for box in boxes for span in box for bound in span])
         starts = [self._bounds[2 * dim :: 2 * self._dims] for dim in range(self._dims)]
-        self._dim = max(range(self._dims), key=lambda dim: len({*starts[dim]}), default=None)  # that divides it most
+        self._dim = max(range(self._dims), key=lambda dim: len({*starts[dim]}), default=None)  # with the most starts
         self._order, self._starts, self._longest = array("i", range(len(boxes))), array("q"), 0
         if self._dim is not None:
             own = starts[self._dim]
@@ -213,7 +212,7 @@ class BoxFinder:
             self._longest = max(box[self._dim][1] - box[self._dim][0] for box in boxes)
 
     def near(self, box: Box) -> Sequence[int]:
-        """Return the indices of the boxes that may have elements in common with this one; of all others none has."""
+        """Return the indices of a superset of the boxes that intersect this one."""
         if self._dim is None:
             return self._order
         start, stop = box[self._dim]
@@ -221,7 +220,7 @@ class BoxFinder:
         return self._order[first : bisect_left(self._starts, stop)]
 
     def common(self, box: Box) -> list[int]:
-        """Return the indices of the boxes that have elements in common with this one."""
+        """Return the indices of the boxes that intersect this one."""
         return [number for number in self.near(box) if common(box, self._box(number)) is not None]
 
     def _box(self, number: int) -> Box:
@@ -230,30 +229,30 @@ class BoxFinder:
 
 
 class _Parts:
-    """The boxes of one tensor that actors have, found by where they are.
+    """An index of the boxes of one tensor that actors have.
 
     Args:
-        holders: Who has each box.
+        holders: The holders of each box.
     """
 
     def __init__(self, holders: Mapping[Box, _Holders]) -> None:
         self._holders, self._boxes, self._finder = holders, list(holders), BoxFinder(holders)
 
-    def near(self, box: Box, actor: int, place: str) -> list[tuple[Box, _Holders]]:
-        """Return the boxes that may have elements in common with one, the nearest to an actor first."""
+    def near(self, box: Box, actor: int, node: str) -> list[tuple[Box, _Holders]]:
+        """Return a superset of the boxes that intersect one, the nearest to an actor first."""
         found = [(self._boxes[number], number) for number in self._finder.near(box)]
-        found.sort(key=lambda one: (self._holders[one[0]].distance(actor, place), one[1]))
+        found.sort(key=lambda one: (self._holders[one[0]].distance(actor, node), one[1]))
         return [(held, self._holders[held]) for held, _ in found]
 
 
-def _sources(actor: int, place: str, box: Box, parts: _Parts, tensor: str) -> Iterator[tuple[int, Box]]:
-    """Yield from whom an actor gets the parts of a box that it needs, the nearest first."""
+def _sources(actor: int, node: str, box: Box, parts: _Parts, tensor: str) -> Iterator[tuple[int, Box]]:
+    """Yield the sources and parts of a box that an actor needs, the nearest first."""
     missing = [box] if volume(box) else []
-    for held, holders in parts.near(box, actor, place) if missing else ():
+    for held, holders in parts.near(box, actor, node) if missing else ():
         for rest in list(missing):
             if (part := common(rest, held)) is None:
                 continue
-            yield holders.nearest(actor, place), part
+            yield holders.nearest(actor, node), part
             missing.remove(rest)
             missing += without(rest, part)
         if not missing:

@@ -1,4 +1,4 @@
-"""Which shares of a state have which parts of its tensors, so that an actor finds the shares that it needs.
+"""An index of the parts of tensors that the shares of a state have, by which an actor finds the shares that it needs.
 
 Imports no torch.
 """
@@ -16,11 +16,11 @@ from raypar.actors.sharding import Shape
 
 
 class StoredBoxes(NamedTuple):
-    """What a share has of a logical tensor.
+    """The parts of a logical tensor in a share.
 
     Attributes:
         whole: Shape of the logical tensor.
-        boxes: The parts of it.
+        boxes: The parts.
     """
 
     whole: Shape
@@ -28,11 +28,11 @@ class StoredBoxes(NamedTuple):
 
 
 ShareContents = Mapping[str, StoredBoxes]
-"""what a share has, by logical name"""
+"""the parts in a share, by logical name"""
 
 
 def contents_of(tensors: Mapping[str, Logical]) -> ShareContents:
-    """Return what logical tensors have that are stored in the files of one share."""
+    """Return the contents of a share, from the logical tensors that are stored in its files."""
     return {
         name: StoredBoxes(logical.shape, tuple(box_at(one.offset, one.shape) for one in logical.slices))
         for name, logical in tensors.items()
@@ -40,10 +40,10 @@ def contents_of(tensors: Mapping[str, Logical]) -> ShareContents:
 
 
 class ShareIndex:
-    """Finds the shares that have parts of tensors. The driver makes it once, and each actor looks its own parts up.
+    """Finds the shares that have parts of tensors. The driver creates it once, and each actor looks up its parts.
 
     Args:
-        contents: What each share of a layout has.
+        contents: The contents of each share of a layout.
 
     Attributes:
         shapes: Shapes of all logical tensors by name.
@@ -64,11 +64,11 @@ class ShareIndex:
         """Return the shares that have elements of some parts of tensors, in the order of their ranks.
 
         Args:
-            wanted: The parts, of tensors that there are.
+            wanted: The parts, of existing tensors.
         """
         found = set[int]()
         for name, boxes in wanted.items():
             finder, ranks = self._finders[name], self._ranks[name]
             having = {ranks[number] for box in boxes for number in finder.common(box)}
-            found |= having or {ranks[0]}  # of a part without elements, any share says that the tensor is there
+            found |= having or {ranks[0]}  # for a part without elements, any share of the tensor
         return [SnapshotOwner(self._layout, rank) for rank in sorted(found)]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from raypar.actors.process_identity import ProcessIdentity
+from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.schedules.action import Action
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]

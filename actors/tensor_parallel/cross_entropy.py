@@ -23,7 +23,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, g
         labels: Labels (T,) int64, the same on every member.
         shard: This member's part of the vocabulary, along dim 0.
         group: The members.
-        ignored: The label of tokens that are left out of the sum.
+        ignored: The label of tokens to leave out of the sum.
 
     Raises:
         RuntimeError: A label is not in the vocabulary (on a GPU the device fails, as with torch's own loss).
@@ -63,6 +63,6 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         softmax, where, own, counts = ctx.saved_tensors
-        made = softmax.scatter_add(-1, where, -own.unsqueeze(-1).to(softmax.dtype))
-        made = made.mul_((counts * gradient).unsqueeze(-1))
-        return made.to(ctx.dtype), None, None, None, None
+        of_logits = softmax.scatter_add(-1, where, -own.unsqueeze(-1).to(softmax.dtype))
+        of_logits = of_logits.mul_((counts * gradient).unsqueeze(-1))
+        return of_logits.to(ctx.dtype), None, None, None, None

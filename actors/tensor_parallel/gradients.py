@@ -11,23 +11,23 @@ from raypar.actors.collective.group import Group, Groups
 from raypar.actors.sharding import Shard
 
 _HOST = torch.device("cpu")
-_ALIKE = 1e-3  # relative difference of the squares of norms that counts as rounding
+_ROUNDING = 1e-3  # relative difference of squares of norms that counts as rounding
 _NOISE = 1e-10  # difference that counts as rounding, relative to the largest square
 
 
 class ShardedGradients:
-    """What the members of a tensor-parallel group must agree on at the end of a step.
+    """The gradients and norms of a tensor-parallel group at the end of a step, equal on all its members.
 
     Parameters that are not sharded are replicated: the same on all members.
 
     Args:
         shards: This member's part of each sharded parameter, by logical name.
-        partial: Groups over which the gradient of a parameter is to be summed, because all their members hold the same
-            part of the parameter; by logical name.
+        partial: By logical name, the groups over which to sum the gradient of a parameter, because all their members
+            hold the same part of the parameter.
         group: The tensor-parallel group; None if nothing is sharded.
         watched: Whether to compare the gradients of replicated parameters between members, which finds mistakes in a
             user's plan.
-        apart: Parameters that are neither sharded nor replicated over the group: each member has others of them.
+        private: Parameters that are neither sharded nor replicated over the group: each member has different ones.
         device: The device, whose tensors groups move. Gradients may be in other memory.
     """
 
@@ -38,10 +38,10 @@ class ShardedGradients:
         group: Group | None,
         *,
         watched: bool,
-        apart: Collection[str] = (),
+        private: Collection[str] = (),
         device: torch.device = _HOST,
     ) -> None:
-        self._apart, self._device = apart, device
+        self._private, self._device = private, device
         self._shards = shards
         self._group = group
         self._partial = partial
@@ -54,12 +54,12 @@ class ShardedGradients:
         Args:
             parameters: This member's parameters by logical name.
         """
-        made = {name: p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None}
-        for group in dict.fromkeys(group for name in made for group in self._partial[name]):
-            _sum([gradient for name, gradient in made.items() if group in self._partial[name]], group)
+        gradients = {name: p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None}
+        for group in dict.fromkeys(group for name in gradients for group in self._partial[name]):
+            _sum([gradient for name, gradient in gradients.items() if group in self._partial[name]], group)
 
     def norms(self, names: Sequence[str], norms: Tensor) -> tuple[Tensor, float]:
-        """Return the norms of whole gradients, and how many members' parts are not finite, the same on every member.
+        """Return the norms of whole gradients, and the number of parts that are not finite, the same on every member.
 
         Args:
             names: Logical names of the parameters.
@@ -71,14 +71,13 @@ class ShardedGradients:
         bad = (~norms.isfinite()).sum(dtype=torch.float64)
         if self._group is None:
             return norms, float(bad)
-        common = torch.tensor([name not in self._apart for name in names])
-        told = norms.clone()
-        together, votes = self._together([name for name in names if name not in self._apart], norms[common], bad)
-        told[common] = together
-        return told, votes
+        common = torch.tensor([name not in self._private for name in names])
+        whole = norms.clone()
+        whole[common], votes = self._common([name for name in names if name not in self._private], norms[common], bad)
+        return whole, votes
 
-    def _together(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
-        """Do what ``norms`` does, for parameters that the group shards or replicates, with its count of bad ones."""
+    def _common(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
+        """Return ``norms`` for parameters that the group shards or replicates; ``bad`` is this member's count."""
         sharded = torch.tensor([name in self._shards for name in names], dtype=torch.bool)
         counted = torch.tensor([name in self._counted for name in names], dtype=torch.bool)
         own = norms.double().square()
@@ -89,15 +88,15 @@ class ShardedGradients:
         squares = votes[:-1]
         if self._watched:
             whole = [name for name in names if name not in self._shards]
-            _demand_alike(whole, own[~sharded], squares[~sharded], self._group)
+            _demand_equal_norms(whole, own[~sharded], squares[~sharded], self._group)
         return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """Return a tensor that is sharded as a parameter is, whole. All members call it, in the same order.
+        """Gather a tensor that is sharded like a parameter. All members call it, in the same order.
 
         Args:
             name: Logical name of the parameter.
-            part: This member's part, of the shape of its part of the parameter, in any memory.
+            part: This member's part, in the shape of its part of the parameter, in any memory.
 
         Returns:
             The whole tensor, the same on every member, on the device; ``part`` if it is whole and there already.
@@ -108,7 +107,7 @@ class ShardedGradients:
         whole = part.new_zeros(shard.whole)
         if name in self._counted:
             shard.take(whole).copy_(part)
-        self._group.all_reduce(whole).wait()  # each element is one member's and zero on the others: exact
+        self._group.all_reduce(whole).wait()  # each element is nonzero on one member only: exact
         return whole
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class ShardedGradients:
         return whole if shard is None else shard.take(whole)
 
 
-def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
+def _demand_equal_norms(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
     """Raise ValueError if a gradient that should be the same on all members differs from their mean.
 
     Differences of rounding are allowed, because members may be machines of different kinds.
@@ -131,8 +130,8 @@ def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group
     if not names:
         return
     mean = total / group.size
-    apart = (own - mean).abs() > _ALIKE * mean + _NOISE * mean.max()
-    if wrong := [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]:
+    different = (own - mean).abs() > _ROUNDING * mean + _NOISE * mean.max()
+    if wrong := [name for name, differs in zip(names, different.tolist(), strict=True) if differs]:
         raise ValueError(
             f"the gradient of {wrong[0]}, which is whole on every actor of {group.axis}, differs among them "
             f"({len(wrong)} of {len(names)} do): the input of its module is divided. After a column linear layer the "
@@ -141,7 +140,7 @@ def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group
 
 
 def is_first_holder(groups: Groups) -> bool:
-    """Return whether this member is the first of those that hold the same part, the members of these groups."""
+    """Return whether this member is the first of the members of these groups, which hold the same part."""
     return all(group.rank == 0 for group in groups)
 
 

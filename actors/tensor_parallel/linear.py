@@ -23,10 +23,10 @@ from raypar.actors.tensor_parallel.plan_guard import mark
 
 
 class PostponableLinear(nn.Linear, Postponable):
-    """A linear layer of its own kind, of which a member has a part."""
+    """A linear layer of which a member has a part, and whose weight gradients may be deferred."""
 
     def later(self, x: Tensor) -> Postponer | None:
-        """Return what takes over the gradients of the weights for an input (..., in); None: the backward makes them."""
+        """Return what defers the gradients of the weights for an input (..., in); None: the backward computes them."""
         return self.postponer if self.postponer is not None and self.postponer.wants(x, self) else None
 
 
@@ -37,7 +37,7 @@ class ColumnParallelLinear(PostponableLinear):
 
     Args:
         whole: The layer to shard.
-        shard: This member's part of the weight (out, in), along dim 0; of the bias it has the same outputs.
+        shard: This member's part of the weight (out, in), along dim 0, and of the bias (out,).
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard) -> None:
@@ -49,13 +49,13 @@ class ColumnParallelLinear(PostponableLinear):
 
 
 class SharedLinear(nn.Linear):
-    """A linear layer that every member holds, and of which each computes some outputs: (..., in) -> (..., own outputs).
+    """A replicated linear layer, of which each member computes some outputs: (..., in) -> (..., own outputs).
 
     Several members may compute the same outputs. A member's gradient of the weight is partial.
 
     Args:
         whole: The layer that every member holds.
-        span: Index of the first output that this member computes, and the index behind its last.
+        span: Index of the first output that this member computes, and the index after its last.
     """
 
     def __init__(self, whole: nn.Linear, span: tuple[int, int]) -> None:
@@ -67,7 +67,7 @@ class SharedLinear(nn.Linear):
 
 
 class RowParallelLinear(PostponableLinear, SummedLinear):
-    """A linear layer sharded by inputs, whose products are summed over the members: (..., own inputs) -> (..., out).
+    """A linear layer sharded by inputs: Y = sum_i X_i W_i over the members, (..., own inputs) -> (..., out).
 
     Args:
         whole: The layer to shard.
@@ -86,7 +86,7 @@ class RowParallelLinear(PostponableLinear, SummedLinear):
         return self.with_added(input, None)
 
     def with_added(self, input: Tensor, added: Tensor | None) -> Tensor:
-        """Apply the layer; what an adapter adds to the products is summed with them, in the same message."""
+        """Apply the layer; an adapter's output ``added`` is summed with the products, in the same message."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
@@ -129,7 +129,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def own_product(layer: PostponableLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x (..., in) by this member's part of a layer's weight (out, in); its gradient may be left for later.
+    """Multiply x (..., in) by this member's part of a layer's weight (out, in), whose gradient may be deferred.
 
     Returns:
         The product (..., out), plus the bias (out,) if there is one.
@@ -142,7 +142,7 @@ def own_product(layer: PostponableLinear, x: Tensor, bias: Tensor | None) -> Ten
 
 
 def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weight (own out, in) and the bias (own out,) with which a layer computes its outputs."""
+    """Return the weight (own out, in) and the bias (own out,) of the outputs that a layer computes."""
     if not isinstance(linear, SharedLinear):
         return linear.weight, linear.bias
     return linear.weight[linear.span], None if linear.bias is None else linear.bias[linear.span]
@@ -160,7 +160,7 @@ def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
 
 
 class ColumnParallelFan(SharedInputLinears, Postponable, SelectiveRecompute):
-    """A Fan of layers that are sharded by outputs, with one message for the input of all of them.
+    """Layers of one input that are sharded by outputs, with one message for the input of all of them.
 
     With selective recomputation it keeps only its own part of a sharded input, and gathers it again in the backward
     (Korthikanti et al. 2022, section 4.2.2).
@@ -201,8 +201,8 @@ def column_parallel(
         layers: The weight (own out, in) and the bias (own out,) of each layer.
         group: The members.
         dim: The dim along which the input is sharded; None if it is replicated.
-        again: Keep only the part of the input, and gather it again in the backward.
-        later: Takes over the gradients of the weights; None computes them in the backward.
+        again: Save only the part of the input, and gather it again in the backward.
+        later: Defers the gradients of the weights; None computes them in the backward.
 
     Returns:
         The outputs (B, ..., own out) of each layer.

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
@@ -23,23 +24,97 @@ from raypar.actors.layers.adapter import LoraAdapter
 from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.models.base import IGNORED, Kind
+from raypar.actors.models.module_tree import replace_modules
+from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
-from raypar.actors.sharding import Pieces, Sharding
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.specs.lora import LORA
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from raypar.actors.tensor_parallel.experts import ShardedExperts
 from raypar.actors.tensor_parallel.linear import (
     ColumnParallelFan,
     ColumnParallelLinear,
+    PostponableLinear,
     RowParallelLinear,
     SharedLinear,
     VocabParallelEmbedding,
+    own_product,
     shard_of,
 )
 from raypar.actors.tensor_parallel.placed import placed_styles
 from raypar.actors.tensor_parallel.plan_guard import demand_whole_loss
 from raypar.actors.tensor_parallel.plan_styles import demand_whole_dropouts, plan_styles
 from raypar.actors.tensor_parallel.sequence import Gathering
+
+_COLUMNS = ("up", "gate")  # of an MLP
+_ROW = "down"
+
+
+class PartialRowLinear(PostponableLinear):
+    """A linear layer sharded by inputs, whose products are summed later: (..., own inputs) -> (..., out), partial.
+
+    Args:
+        whole: The layer to shard.
+        shard: This member's part of the weight (out, in), along dim 1.
+        has_bias: Whether this member adds the bias; one member does. Every member has it.
+    """
+
+    def __init__(self, whole: nn.Linear, shard: Shard, *, has_bias: bool) -> None:
+        outputs, inputs = shard.shape
+        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        self.has_bias = has_bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.bias is None or self.has_bias:
+            return own_product(self, input, self.bias)
+        return own_product(self, input, None) + self.bias * 0.0  # so that it has a gradient
+
+
+@dataclass(frozen=True)
+class ShardedExperts(ParallelStyle):
+    """Shard the MLPs of a layer of experts: up and gate by outputs, down by inputs.
+
+    Every member routes all tokens, and has some columns of every expert. The MLPs' outputs are partial sums, which are
+    weighted and added up before one sum over the members for the whole layer. So the gradients of the gates, the router
+    and all other replicated parameters are partial.
+
+    Attributes:
+        group: The tensor-parallel group.
+        enter: The style of a module whose input is the input of sharded layers in it.
+        leave: Sums the layer's partial output over the members.
+        flow: Sharding of the layer's output.
+    """
+
+    group: Group
+    enter: ParallelStyle
+    leave: Move
+    flow: Sharding
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Replace the linear layers of the MLPs, and sum the layer's output."""
+        assert isinstance(module, MixtureOfExperts)
+        self.enter.apply(name, module)
+        shards, replacements, is_first = dict[str, Shard](), dict[nn.Module, nn.Module](), self.group.rank == 0
+        for path, linear in module.named_modules():
+            last = path.rpartition(".")[2]
+            if not isinstance(linear, nn.Linear) or last not in (*_COLUMNS, _ROW):
+                continue
+            weight = shard_of(linear.weight.shape, 1 if last == _ROW else 0, self.group)
+            shards[f"{path}.weight"] = weight
+            if last == _ROW:
+                replacements[linear] = PartialRowLinear(linear, weight, has_bias=is_first)
+            else:
+                replacements[linear] = ColumnParallelLinear(linear, weight)
+                if linear.bias is not None:
+                    shards[f"{path}.bias"] = shard_of(linear.bias.shape, 0, self.group)
+        replace_modules(module, replacements)
+        module.attaches = is_first
+
+        def summed(_: nn.Module, inputs: tuple[Any, ...], partial_BSD: Tensor) -> Tensor:
+            return self.leave(partial_BSD)
+
+        module.register_forward_hook(summed)
+        whole = [inner for inner, _ in module.named_parameters() if inner not in shards]
+        return Applied(module, shards, dict.fromkeys(whole, (self.group,)), {"": self.flow})
 
 
 def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:

@@ -1,6 +1,6 @@
-"""Styles of a user's plan that redistribute what goes in and out of modules, or split them along samples or tokens.
+"""Styles of a user's plan that redistribute inputs and outputs of modules, or split them along samples or tokens.
 
-Each redistribution sends the fewest bytes that lead from one placement to another, in the forward and in the backward.
+Each redistribution sends the fewest bytes between two placements, in the forward and in the backward.
 
 Source: Xu et al. 2021, "GSPMD", section 3.5 and 4.5; MindSpore's semi-automatic mode inserts such redistributions.
 """
@@ -27,7 +27,7 @@ from raypar.actors.tensor_parallel.sequence import SharedCopy
 
 
 def placed_styles(group: Group) -> Callable[[PlacedStep], ParallelStyle]:
-    """Return what makes the styles of steps over a group, equal ones once.
+    """Return a function that returns the style of a step over a group; equal steps have one style.
 
     Args:
         group: The tensor-parallel group.
@@ -49,14 +49,14 @@ def placed_styles(group: Group) -> Callable[[PlacedStep], ParallelStyle]:
 
 
 def moved(x: Tensor, group: Group, step: PlacedStep) -> Tensor:
-    """Redistribute a tensor as a step says, and note whether this member then holds only a part of it."""
+    """Redistribute a tensor by a step, and mark whether this member then holds only a part of it."""
     before, after, gradient = (_of(placement, x) for placement in step[1:])
     out = redistribute(x, [group], [before], [after], [gradient])
     return mark(out, divided=after != "R")
 
 
 def _of(placement: str, x: Tensor) -> str:
-    """Return a placement of a tensor with the number of its last dim."""
+    """Return a placement in which "features" is replaced by the tensor's last dim."""
     return f"S{x.dim() - 1}" if placement == FEATURES else placement
 
 
@@ -71,7 +71,7 @@ class OutputTo(ParallelStyle):
 
     Attributes:
         group: The members.
-        step: From which placement to which.
+        step: The redistribution.
     """
 
     group: Group
@@ -85,18 +85,18 @@ class OutputTo(ParallelStyle):
 
 @dataclass(frozen=True)
 class SummedTo(ParallelStyle):
-    """Shard a linear layer by inputs, or an embedding by ids, and leave each member a part of the sum.
+    """Shard a linear layer by inputs, or an embedding by ids, and reduce-scatter its output.
 
     Attributes:
         group: The members.
-        step: From a partial sum to which placement.
+        step: The redistribution of the partial sum.
     """
 
     group: Group
     step: PlacedStep
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        """Replace the module. A bias is sharded if its features are, else gradients of it are partial."""
+        """Replace the module. A bias is sharded if the output's features are, else its gradients are partial."""
         leave, outputs = partial(moved, group=self.group, step=self.step), _sharding(self.group, self.step.after)
         if isinstance(module, nn.Embedding):
             table = shard_of(module.weight.shape, 0, self.group)
@@ -116,12 +116,12 @@ class SummedTo(ParallelStyle):
 
 
 def _note_part(_: nn.Module, inputs: Any, out: Tensor) -> None:
-    """Note that the sum is a part, which the layer itself does not know."""
+    """Mark the sum as a part, after the layer has marked it as whole."""
     mark(out, divided=True)
 
 
 def _note_split(_: nn.Module, inputs: Any, out: Tensor) -> None:
-    """Note that the output is a part, unless it was redistributed."""
+    """Mark the output as a part, unless it was redistributed."""
     mark(out, divided=True, anew=False)
 
 
@@ -129,8 +129,8 @@ def _note_split(_: nn.Module, inputs: Any, out: Tensor) -> None:
 class SplitAlong(ParallelStyle):
     """Let each member apply a module to its part of the input along a dim.
 
-    Weights are whole on every member, and each member's gradients of them are partial. A dropout drops what one process
-    would drop in the part.
+    Weights are whole on every member, and each member's gradients of them are partial. A dropout has the mask of one
+    process, of which a member takes its part.
 
     Attributes:
         group: The members.

@@ -1,7 +1,7 @@
-"""Find mistakes in a user's plan of tensor parallelism that cause no error of shapes.
+"""Detection of mistakes in a user's tensor-parallel plan that cause no error of shapes.
 
-Layers that shard a tensor, and layers that make it whole, note that in the autograd graph. Walking back through the
-graph tells whether this member holds only a part of a tensor.
+Layers that shard a tensor, and layers that gather it, mark that in the autograd graph. Searching the graph backwards
+finds whether this member holds only a part of a tensor.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ _KEY = "raypar.divided"
 
 
 def mark(tensor: Tensor, *, divided: bool, anew: bool = True) -> Tensor:
-    """Note in the autograd graph whether this member holds only a part of a tensor.
+    """Mark in the autograd graph whether this member holds only a part of a tensor.
 
     Args:
         tensor: The tensor.
-        divided: Whether it is a part, along whatever dim.
-        anew: Whether to note it in the place of an earlier note.
+        divided: Whether it is a part, along any dim.
+        anew: Whether to replace an earlier mark.
 
     Returns:
         The same tensor.
     """
-    for one in (
-        tensor,
-        viewed_tensor(tensor),
-    ):  # an in-place op on a view goes on in the graph of its base
+    for one in (tensor, viewed_tensor(tensor)):  # an in-place op on a view changes the graph of its base
         if one is not None and one.grad_fn is not None:
             notes = notes_of(one.grad_fn)
             notes[_KEY] = divided if anew else notes.get(_KEY, divided)
@@ -39,7 +36,7 @@ def mark(tensor: Tensor, *, divided: bool, anew: bool = True) -> Tensor:
 
 
 def is_divided(tensor: Tensor) -> bool | None:
-    """Return whether a tensor was computed from a part of another; None if the graph does not go back far enough."""
+    """Return whether a tensor was computed from a part of another; None if the graph does not reach a mark."""
     if tensor.grad_fn is None:
         return None
     nodes, seen, known = [tensor.grad_fn], set[Node](), True
@@ -59,11 +56,11 @@ def is_divided(tensor: Tensor) -> bool | None:
 
 
 def demand(module: nn.Module, *, divided: bool, otherwise: str) -> None:
-    """Let a module check the first tensor with a graph that it is given.
+    """Add a check of a module's inputs, until the first call with an autograd graph.
 
     Args:
-        module: The module; it raises ValueError if the tensor is not as it should be.
-        divided: Whether the member should hold only a part of the tensor.
+        module: The module; it raises ValueError if the check fails.
+        divided: Whether this member must hold only a part of the input; else it must be whole.
         otherwise: The error message, with the fix.
     """
 

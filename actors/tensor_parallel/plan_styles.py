@@ -1,4 +1,4 @@
-"""Styles of a user's plan between divided modules: what each does with inputs, outputs and modules that stay whole."""
+"""Styles of a user's plan for inputs and outputs of sharded modules, and for replicated modules between them."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def plan_styles(group: Group) -> dict[Kind, ParallelStyle]:
 
 @dataclass(frozen=True)
 class SharedInput(ParallelStyle):
-    """Copy or redistribute the input of a module over the members, once for all modules that take the same input.
+    """Copy or redistribute the input of a module over the members, once for all modules with the same input.
 
     Attributes:
-        copy: Does it, and in the backward brings the gradient back.
+        copy: Copies the input; its backward sums or redistributes the gradient.
     """
 
     copy: SharedCopy
 
     def apply(self, name: str, module: nn.Module) -> Applied:
-        """Register a hook that does it."""
+        """Register a hook that copies the input."""
 
         def entered(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -60,10 +60,10 @@ class SharedInput(ParallelStyle):
 
 @dataclass(frozen=True)
 class RedistributedInput(ParallelStyle):
-    """Redistribute the input of a linear layer along its last dim, between layers that are divided differently.
+    """Redistribute the input of a linear layer along its last dim, between layers that are sharded differently.
 
     Attributes:
-        copy: Redistributes it, once for all layers that take the same one in turn.
+        copy: Redistributes the input, once for all layers with the same input.
         kind: The kind in a plan.
         divided: Whether the input is a part of the features; else it is whole.
     """
@@ -86,7 +86,7 @@ def _gathered_input(x: Tensor, group: Group) -> Tensor:
 
 
 def _split_input(x: Tensor, group: Group) -> Tensor:
-    """Take this member's features of a whole tensor."""
+    """Return this member's features of a whole tensor."""
     return mark(redistribute(x, [group], ["R"], [f"S{x.dim() - 1}"]), divided=True)
 
 

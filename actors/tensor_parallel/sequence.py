@@ -1,4 +1,4 @@
-"""Inputs that a module needs whole: copied once for several layers, or gathered along the sequence."""
+"""Inputs of sharded modules: copied once for several layers, or gathered along the sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypar.actors.collective.group import Group
 
 
 class SharedCopy:
-    """Copy a tensor to a group, once for all layers that are given the same tensor one after the other.
+    """Copy a tensor to a group, once for all layers that take the same tensor in succession.
 
     The layers' gradients are added up before they are summed over the group, so that one message serves all of them
     (the projections to queries, keys and values, for example). The last tensor is kept until another one comes.
@@ -31,7 +31,7 @@ class SharedCopy:
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the copy of a tensor. A tensor that was written to meanwhile gets a new one."""
+        """Return the copy of a tensor. A tensor that was written to since its last copy is copied again."""
         state = num_writes(x), x.requires_grad, torch.is_grad_enabled()
         if self._last is None or self._last[0] is not x or self._last[1] != state:
             self._last = x, state, self._copy(x)
@@ -39,7 +39,7 @@ class SharedCopy:
 
 
 class GatheredView(NamedTuple):
-    """What autograd saves instead of a view of the gathered input.
+    """A view of the gathered input, as autograd saves it.
 
     Attributes:
         part: This member's part of the input.
@@ -57,7 +57,7 @@ class GatheredView(NamedTuple):
 class Gathering(nn.Module, SelectiveRecompute):
     """Gathers the input of the module that it is attached to, along one dim.
 
-    With selective recomputation only the member's own part is kept, and the backward gathers it again (Korthikanti et
+    With selective recomputation only the member's part is saved, and the backward gathers it again (Korthikanti et
     al. 2022, section 4.2.2). It is a child of its module, without parameters, so that a stage finds it.
 
     Args:
@@ -68,7 +68,7 @@ class Gathering(nn.Module, SelectiveRecompute):
     def __init__(self, group: Group, dim: int) -> None:
         super().__init__()
         self._group, self._dim = group, dim
-        self._open: list[ExitStack] = []  # the module's calls under way: it may be entered again before it returns
+        self._open: list[ExitStack] = []  # of the module's running calls, which may be nested
 
     def attach(self, module: nn.Module) -> None:
         """Gather the first input of every call of a module."""
@@ -98,7 +98,7 @@ class Gathering(nn.Module, SelectiveRecompute):
             whole: The gathered input.
         """
         memory, wanted = whole.untyped_storage().data_ptr(), 0
-        made: Tensor | None = None
+        gathered: Tensor | None = None
 
         def pack(tensor: Tensor) -> Tensor | GatheredView:
             nonlocal wanted
@@ -107,13 +107,13 @@ class Gathering(nn.Module, SelectiveRecompute):
             wanted += 1
             return GatheredView(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-        def unpack(kept: Tensor | GatheredView) -> Tensor:
-            nonlocal made, wanted
-            if isinstance(kept, Tensor):
-                return kept
-            here = all_gather(part, self._group, self._dim) if made is None else made
+        def unpack(saved: Tensor | GatheredView) -> Tensor:
+            nonlocal gathered, wanted
+            if isinstance(saved, Tensor):
+                return saved
+            again = all_gather(part, self._group, self._dim) if gathered is None else gathered
             wanted -= 1
-            made = here if wanted else None
-            return here.as_strided(kept.shape, kept.stride, kept.offset)
+            gathered = again if wanted else None
+            return again.as_strided(saved.shape, saved.stride, saved.offset)
 
         return pack, unpack

@@ -21,17 +21,17 @@ from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Snapsh
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.device import (
+from raypar.actors.machine.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
     SMALL_BLOCKS,
+    device_of,
     keep_freed_memory,
-    place_of,
     resident_memory,
 )
-from raypar.actors.last_action import LastAction
+from raypar.actors.machine.last_action import LastAction
+from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.mesh.memberships import memberships
-from raypar.actors.process_identity import own_identity
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove, TransferGroup
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
@@ -87,7 +87,7 @@ class RayparActor:
         keep_freed_memory(SMALL_BLOCKS)
         ledger, place, faults = (
             Ledger(),
-            place_of(plan.device),
+            device_of(plan.device),
             FaultInjector(plan.faults, partial(count_fault, plan.job)),
         )
         place.enter()
@@ -106,7 +106,7 @@ class RayparActor:
         self._plan = plan
         if plan.run.max_failures and plan.run.snapshot_every:
             self.keep_snapshots()
-        keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
+        keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.frees_buckets else ALL_BLOCKS)
         return self._member.state.holds()
 
     def leave(self, comes_back: bool = False) -> None:
@@ -306,7 +306,7 @@ class RayparActor:
         """Copy what this actor has of the state to the host, for the actors of another layout; return what it is."""
         member = there(self._member)
         with member.probe.idle():
-            self._handover = Handover(member.state.pieces(), member.state.home.at_hand)
+            self._handover = Handover(member.state.pieces(), member.state.home.accessible)
         return self._handover.holding
 
     def want(self, kinds: Mapping[str, Kind]) -> Boxes:

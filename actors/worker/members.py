@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.parameter_server import Server

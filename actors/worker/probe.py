@@ -168,24 +168,24 @@ class Probe:
         gradients = sum(nbytes(p.grad) for p in own if p.grad is not None)
         if self._reducer is not None:
             gradients += self._reducer.num_bytes
-        away = {id(one) for one in (*held, *masters, *states) if home.is_apart and home.holds(one)}
+        away = {id(one) for one in (*held, *masters, *states) if home.is_off_device and home.holds(one)}
         offloaded = sum(nbytes(one) for one in (*held, *masters, *states) if id(one) in away)
         found: dict[Kind, int] = {
             "weights": sum(nbytes(one) for one in held if id(one) not in away),
-            "gradients": 0 if home.is_apart else gradients,
+            "gradients": 0 if home.is_off_device else gradients,
             "optimizer": sum(nbytes(one) for one in (*states, *masters) if id(one) not in away),
             **{kind: held.now for kind, held in self._passing()},
         }
         if self.cache_bytes:
             found["cache"] = self.cache_bytes
-        return found | ({"offloaded": offloaded + gradients} if home.is_apart else {})
+        return found | ({"offloaded": offloaded + gradients} if home.is_off_device else {})
 
     def most(self) -> dict[Kind, int]:
         """Return the same at the most within the training step that was taken, in which every weight has a gradient."""
         gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
         if self._reducer is not None:
             gradients += self._reducer.num_bytes
-        whole: dict[Kind, int] = {} if self._state.home.is_apart else {"gradients": gradients}
+        whole: dict[Kind, int] = {} if self._state.home.is_off_device else {"gradients": gradients}
         return self.memory() | whole | self._memory_of_training()[1]
 
     def _memory_of_step(self) -> tuple[int, dict[Kind, int]]:

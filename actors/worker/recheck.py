@@ -210,7 +210,7 @@ def compare_weights(seat: RankContext, part: ModelPart, when: str | None) -> Non
     """
     if when is not None and part.weights:  # only shards are always there, and only hybrid sharding has copies of them
         if seat.world.hybrid and seat.world.offload != "parameters":
-            with part.home.at_hand(list(part.masters.parameters.values())):
+            with part.home.accessible(list(part.masters.parameters.values())):
                 seat.compare(("replicate",), [digest(part.masters.parameters)], when)
         return
     for owner in range(part.owners.count):

@@ -18,7 +18,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.optimizer import KEPT
+from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.actors.optim.step import ParameterUpdate, Updater
 from raypar.actors.optim.votes import PendingReport
 from raypar.actors.pipeline.stage import Stage
@@ -232,7 +232,7 @@ class WorkerState:
         """Take a snapshot of this actor's share of the state after ``step`` steps; see ``Slots.take``."""
         self._seat.place.enter()
         tensors, shards = self._share()
-        slots.take(step, tensors.items(), shards, self.home.at_hand, copied)
+        slots.take(step, tensors.items(), shards, self.home.accessible, copied)
 
     def load(self, source: ShardSource, tensors: Mapping[str, Logical]) -> None:
         """Load the weights, optimizer state and buffers of a checkpoint or a snapshot.
@@ -282,7 +282,7 @@ class WorkerState:
     def wanted_tensors(self) -> Iterator[WantedTensor]:
         """Yield all that ``adopt`` asks for, if it is there."""
         updated = [weight for weight, kept, _ in self.update.state() if not kept]
-        every = dict.fromkeys([*(key for keys in KEPT.values() for key in keys), AVERAGE])
+        every = dict.fromkeys([*(key for keys in STATE_KEYS.values() for key in keys), AVERAGE])
         asked = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
         for weight, kept in asked:
             yield WantedTensor(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
@@ -377,7 +377,7 @@ class WorkerState:
             weight = read(name, "")
             assert weight is not None, "the driver has looked at names and shapes"
             for each in {id(one): one for one in (parameter, self.masters.get(name, parameter))}.values():
-                with self.home.at_hand([each], writes=True):
+                with self.home.accessible([each], writes=True):
                     each.copy_(weight)
         self._publish()
         self.update.load(read)

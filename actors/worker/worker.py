@@ -13,10 +13,10 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
-from raypar.actors.device import ComputeDevice
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
-from raypar.actors.last_action import LastAction
+from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.last_action import LastAction
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.moves import moves_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.specs.types import DeviceKind
 from raypar.calibration.kernels import GROUP_BYTES, GROUP_OPS, LENGTHS, ROWS, WEIGHTS, Meter, slowest
 from raypar.calibration.probes import probed

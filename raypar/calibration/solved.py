@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of

@@ -8,9 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.files import checkpoint_errors, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import adapters_converted, converted
 from raypar.actors.hugging_face.folder import ADAPTER, ADAPTER_CONFIG, BASE
+from raypar.actors.machine.files import checkpoint_errors, whole_folder, write_whole
 from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.find import VerifiedCheckpoint

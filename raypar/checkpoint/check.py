@@ -10,7 +10,7 @@ from pathlib import Path
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, read_header
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors, plain_size, read_plain, sha256_of
+from raypar.actors.machine.files import checkpoint_errors, plain_size, read_plain, sha256_of
 from raypar.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode
 from raypar.config.fields import short_repr
 from raypar.paths import step_of

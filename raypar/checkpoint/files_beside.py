@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import open_named, write_whole
 from raypar.actors.hugging_face.folder import read_json
+from raypar.actors.machine.files import open_named, write_whole
 from raypar.actors.specs.run import Run
 
 _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"

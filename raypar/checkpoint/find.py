@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors
+from raypar.actors.machine.files import checkpoint_errors
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
 from raypar.paths import checkpoints, checkpoints_in, step_of

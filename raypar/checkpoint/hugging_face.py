@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, converted, is_zero
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
+from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.specs.lora import LORA

@@ -291,7 +291,7 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
     from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, buffer_name, logical_name
     from raypar.actors.optim.groups import rule_of
     from raypar.actors.optim.loss_scale import NUMBERS
-    from raypar.actors.optim.optimizer import KEPT
+    from raypar.actors.optim.optimizer import STATE_KEYS
 
     weights = skeleton.weights
     wanted = {name: (DTYPES[str(p.dtype).removeprefix("torch.")], tuple(p.shape)) for name, p in weights.items()}
@@ -318,7 +318,7 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
         if head == "buffers":
             fits = (shapes | moved).get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
-            keys = KEPT[rule_of(run.optim, weight, weights[weight].dim()).kind] if weight in weights else ()
+            keys = STATE_KEYS[rule_of(run.optim, weight, weights[weight].dim()).kind] if weight in weights else ()
             known = kept in keys or (kept == AVERAGE and weight in weights)
             fits = known and logical.shape == (() if kept == "step" else wanted[weight][1])
             fits = fits and (kept == AVERAGE or all(logical_name(weight, other) in beside for other in keys))

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors, swap_paths, sync_folder, write_whole
+from raypar.actors.machine.files import checkpoint_errors, swap_paths, sync_folder, write_whole
 from raypar.checkpoint.check import file_faults
 from raypar.checkpoint.manifest import MANIFEST, Manifest, decode, encode
 from raypar.paths import aside_of, checkpoints, is_aside, step_folder_name

@@ -13,8 +13,8 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from raypar.actors.data.example_batches import IGNORED, Mixture, Row, example_faults, open_sequences
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.examples.example_batches import IGNORED, Mixture, Row, example_faults, open_sequences
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Learned
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.examples import named_examples

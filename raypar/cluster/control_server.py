@@ -15,8 +15,8 @@ from pathlib import Path
 
 import ray
 
-from raypar.actors.process_identity import own_identity, process_began
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.process_identity import own_identity, process_began
+from raypar.actors.machine.system_features import has_feature
 from raypar.cluster.ray_private import dead_servers, own_raylet
 
 _LOOK = 1.0  # seconds between two checks

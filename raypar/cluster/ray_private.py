@@ -26,8 +26,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raypar.actors.process_identity import own_identity
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.process_identity import own_identity
+from raypar.actors.machine.system_features import has_feature
 
 log = logging.getLogger(__name__)
 

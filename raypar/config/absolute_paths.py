@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raypar.actors.files import expanded
+from raypar.actors.machine.files import expanded
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raypar.actors.data.example_batches import open_sequences
-from raypar.actors.data.text_files import TextError
+from raypar.actors.data.examples.example_batches import open_sequences
+from raypar.actors.data.text.text_files import TextError
 from raypar.actors.hugging_face.folder import read_config
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora

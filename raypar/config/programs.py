@@ -86,7 +86,7 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
 def zero_actions_of(run: Run) -> ZeroActions:
     """Return when the replicas of a run reduce gradients and gather weights."""
     world = world_of(run)
-    each = world.zero > 1 or (world.replicas == 1 and world.lends)
+    each = world.zero > 1 or (world.replicas == 1 and world.frees_buckets)
     return ZeroActions(
         reduce=(run.zero_reduce or ("microbatch" if each else "step")) if world.reduces else None,
         gather=run.zero_gather if world.unshards else None,

@@ -314,7 +314,7 @@ def load(
             return build(str(schedule), ranks, microbatches, chunks, steps, costs=costs, replicas=counts)
 
         return Loaded(generate(ranks, microbatches, chunks), generate)
-    from raypar.actors.files import read_named
+    from raypar.actors.machine.files import read_named
 
     try:
         return Loaded(_with_replicas(from_csv(read_named(path, MOST_BYTES).decode(), path.stem), replicas))

@@ -25,8 +25,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from raypar.actors.files import read_named
 from raypar.actors.known_fields import COMMON_NAMES, is_none
+from raypar.actors.machine.files import read_named
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.process_identity import open_process, own_identity, process_began
-from raypar.actors.system_features import has_feature
+from raypar.actors.machine.process_identity import open_process, own_identity, process_began
+from raypar.actors.machine.system_features import has_feature
 from raypar.cluster.ray_private import OWNER_FILE, ray_folder
 from raypar.doctor.finding import Finding
 

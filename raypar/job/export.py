@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from uuid import uuid4
 
-from raypar.actors.files import checkpoint_errors
+from raypar.actors.machine.files import checkpoint_errors
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.check import verified
 from raypar.checkpoint.find import VerifiedCheckpoint

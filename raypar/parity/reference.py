@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
-from raypar.actors.device import ComputeDevice, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
+from raypar.actors.machine.device import ComputeDevice, device_of
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import Skipped
-from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of
@@ -166,7 +166,7 @@ class _Plain:
         self._record = RouterRecord(self._add)
         self._routers = self._routed()
         self._parameters = _named(self.model.names, self.layers, {copy: owner for owner, copy in self.model.ties})
-        self._masters = masters_of(run.precision, DeviceHome(self._device.device), self.layers, self._parameters)
+        self._masters = masters_of(run.precision, DeviceStorage(self._device.device), self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
         self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp
@@ -342,7 +342,7 @@ class _MeasuredSums:
 
 def _device_of(run: Run) -> ComputeDevice:
     try:
-        return place_of("cuda" if run.device == "cuda" else "cpu")
+        return device_of("cuda" if run.device == "cuda" else "cpu")
     except RuntimeError as error:
         raise ConfigError([f"device is 'cuda', and the plain process has no GPU ({error}): verify on 'cpu'"]) from error
 

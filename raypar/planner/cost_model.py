@@ -76,7 +76,7 @@ def _exchanges(
         part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
         moved = units.gathered if world.offload == "none" else units.whole
         gradients = each.gradient * moved
-        buckets = max(units.count if world.lends else 1, gradients / (run.bucket_mb * 2**20))
+        buckets = max(units.count if world.frees_buckets else 1, gradients / (run.bucket_mb * 2**20))
         found[stage, Op.UNSHARD] = rates.message(part * each.weight * moved, units.count)
         found[stage, Op.REDUCE_GRAD] = rates.message(twice * part * gradients, buckets)
     return found

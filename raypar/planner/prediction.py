@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer

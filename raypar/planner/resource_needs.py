@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from raypar.actors.files import expanded
+from raypar.actors.machine.files import expanded
 from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.tile_names import tile_patterns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from raypar.actors.process_identity import ProcessIdentity
+from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors, read_named
 from raypar.actors.known_fields import unknown_faults
+from raypar.actors.machine.files import checkpoint_errors, read_named
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
 from raypar.actors.specs.run import Run

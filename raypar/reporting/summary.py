@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.data.example_batches import open_sequences
-from raypar.actors.data.stretches import TokenWindows
-from raypar.actors.data.token_batches import open_corpus
+from raypar.actors.data.examples.example_batches import open_sequences
+from raypar.actors.data.text.stretches import TokenWindows
+from raypar.actors.data.text.token_batches import open_corpus
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Examples, Text

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raypar.actors.device import place_of
+from raypar.actors.machine.device import device_of
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
@@ -79,7 +79,7 @@ def replay(
     recorded, tensors = read_recording(Path(path))
     with _as_it_was(recorded):
         stage = _build(recorded, tensors, _model_of(recorded, model))
-        device = place_of(recorded.device)
+        device = device_of(recorded.device)
         differences: list[str] = []
         for action in recorded.actions:
             if on is not None:
@@ -138,7 +138,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         raise ConfigError(faults)
     modules = model.materialize(recorded.layers, recorded.seed)
     try:
-        device = place_of(recorded.device)
+        device = device_of(recorded.device)
     except RuntimeError as error:
         raise ConfigError([f"the recording is of a GPU ({error}): play it on a machine that has one"]) from error
     device.enter()

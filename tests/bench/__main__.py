@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import raypar as rp
-from raypar.actors.data.token_batches import open_corpus
+from raypar.actors.data.text.token_batches import open_corpus
 from tests.bench.arguments import parse_words, parser_of
 from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.group_speed import NBYTES, measure_groups

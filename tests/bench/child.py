@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from raypar.actors.device import ComputeDevice, Cuda, Host
+from raypar.actors.machine.device import ComputeDevice, Cuda, Host
 from tests.bench.contestants import CONTESTANTS, Contestant
 from tests.bench.trainer import LocalTrainer, Trainer, serve
 from tests.bench.workload import SIZES, Size, run_of

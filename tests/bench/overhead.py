@@ -25,7 +25,7 @@ from tests.bench.tables import Table
 
 _WARM = 20  # steps before those that count
 _TIMEOUT = 60.0  # seconds
-_MEMORY = "import torch; from raypar.actors.device import PeakMemory; print(PeakMemory().read())"
+_MEMORY = "import torch; from raypar.actors.machine.device import PeakMemory; print(PeakMemory().read())"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Idle:
     """An actor that has imported torch and does nothing."""
 
     def memory(self) -> int:
-        from raypar.actors.device import PeakMemory
+        from raypar.actors.machine.device import PeakMemory
 
         return PeakMemory().read()
 

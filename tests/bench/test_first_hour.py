@@ -14,7 +14,7 @@ import raypar as rp
 from raypar.actors.collective import connect, nccl
 from raypar.actors.collective.gpu import ring
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.device import Host
+from raypar.actors.machine.device import Host
 from raypar.parity.verify import train_plainly
 from raypar.planner.formulas.flops import training_flops
 from tests.bench.peers.whole import whole_model

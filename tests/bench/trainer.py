@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from raypar.actors.device import ComputeDevice, Host
+from raypar.actors.machine.device import ComputeDevice, Host
 
 Step = Callable[[int], float | None]  # takes a step by its number; its mean loss, None where it is not known
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import raypar as rp
-from raypar.actors.data.token_batches import TokenBatches, open_corpus
+from raypar.actors.data.text.token_batches import TokenBatches, open_corpus
 from raypar.actors.models.base import Model
 from raypar.actors.models.build import build_model
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import raypar as rp
 from raypar.actors.collective.staged import StagedGroup
-from raypar.actors.device import Cuda
+from raypar.actors.machine.device import Cuda
 from tests.support.team import Team, linears
 
 CPU = torch.device("cpu")

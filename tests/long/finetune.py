@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "finetune.md"
 COMMAND = [sys.executable, "-c", "from raypar.cli.main import run_command as main; raise SystemExit(main())"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import version
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.planner.calibrated.calibration import (
     FORMAT,
     AttentionTime,

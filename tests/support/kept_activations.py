@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from raypar.actors.device import Host
+from raypar.actors.machine.device import Host
 from raypar.actors.models.base import unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage

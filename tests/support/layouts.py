@@ -18,9 +18,9 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import raypar as rp
-from raypar.actors.device import Host
 from raypar.actors.expert_parallel.router import TokenNoise
 from raypar.actors.layers import attention
+from raypar.actors.machine.device import Host
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.types import Context
 from raypar.config.run import check_run

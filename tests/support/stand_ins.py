@@ -25,7 +25,7 @@ from raypar.actors.checkpoint.logical import Logical, Stored
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import ActionError
-from raypar.actors.process_identity import ProcessIdentity
+from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.relayout.moves import HeldTensors, Kind, volume
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.safetensors_header import beginning_of

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from raypar.actors.device import place_of
-from raypar.actors.last_action import LastAction
+from raypar.actors.machine.device import device_of
+from raypar.actors.machine.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import join_shards
@@ -53,7 +53,7 @@ class Local(RayparActor):
         return getattr(self._member.probe, name)
 
     def join(self, plan, groups, place=None):
-        place = place or place_of(plan.device)
+        place = place or device_of(plan.device)
         place.enter()
         self._joined = groups
         self._member = member_of(plan, groups, place)

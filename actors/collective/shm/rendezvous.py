@@ -26,7 +26,7 @@ from torch.distributed import Store
 
 from raypar.actors.collective.exchange import gather_objects, left, ranks
 from raypar.actors.collective.shm.links import PeerConnection
-from raypar.actors.process_identity import own_identity
+from raypar.actors.machine.process_identity import own_identity
 
 log = logging.getLogger(__name__)
 

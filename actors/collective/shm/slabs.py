@@ -18,7 +18,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from raypar.actors.memory_files import reserve
+from raypar.actors.machine.memory_files import reserve
 
 SLAB = 1 << 20  # bytes of data; untouched pages take no memory
 _SEMAPHORE = 64  # bytes for each: a cache line, of which glibc and musl use 32

@@ -82,7 +82,7 @@ def cube_styles(groups: Mapping[str, Group]) -> AxisStyles:
     gathered input that a linear layer keeps for its backward, 1/l^2, unless it is recomputed selectively.
 
     Outside of attention and MLP the batch is sharded over x, then y, and features over z. A linear layer gathers its
-    inputs along y and its weights along x, and sums its products along z: behind it y and z have swapped. The next
+    inputs along y and its weights along x, and sums its products along z: after it y and z have swapped. The next
     linear layer swaps them back.
 
     Args:

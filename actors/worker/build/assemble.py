@@ -15,17 +15,17 @@ from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, S
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import ComputeDevice
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.offload_storage import storage_of
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model, first_learning
 from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
-from raypar.actors.offload_storage import storage_of
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.compiled import compile_layers
@@ -233,7 +233,7 @@ def assemble(seat: RankContext) -> Assembly:
         compile_layers([module for stage in part.stages.values() for module in stage.modules])
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(seat, part, scaler)
-    if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_apart):
+    if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_off_device):
         return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
@@ -242,7 +242,7 @@ def assemble(seat: RankContext) -> Assembly:
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
     sums = GradientSums(buckets, here, part.home, part.masters.parameters)
-    reducer = Reducer(buckets, channels, place, sums, rounds, frees_buckets=plan.world.lends)
+    reducer = Reducer(buckets, channels, place, sums, rounds, frees_buckets=plan.world.frees_buckets)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.gradient_views(number))
     return Assembly(part, update, flow, reducer, scaler)
@@ -295,5 +295,5 @@ def _reduced(plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group]) -> d
 
     If gradients are moved away from the device, these are among them.
     """
-    alone = plan.world.experts is not None and "edp" not in groups and not part.home.is_apart
+    alone = plan.world.experts is not None and "edp" not in groups and not part.home.is_off_device
     return {name: p for name, p in part.parameters.items() if not (alone and name in part.owners.experts)}

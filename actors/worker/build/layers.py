@@ -11,11 +11,11 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
-from raypar.actors.device import ComputeDevice
-from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
+from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
+from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import tie_parameters
-from raypar.actors.offload_storage import DeviceHome, OffloadStorage
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
@@ -74,7 +74,7 @@ class LayerMaker:
                 same=same,
                 owners=owners,
                 groups=self._groups,
-                shard_storage=self._home if run.offload == "parameters" else DeviceHome(self._place.device),
+                shard_storage=self._home if run.offload == "parameters" else DeviceStorage(self._place.device),
                 master_storage=self._home,
                 layers=run.zero_units,
                 precision=run.precision,

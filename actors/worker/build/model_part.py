@@ -16,9 +16,9 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends
-from raypar.actors.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import Masters
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
@@ -67,7 +67,7 @@ class ModelPart:
     @property
     def home(self) -> OffloadStorage:
         """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
-        return self.masters.home
+        return self.masters.storage
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
@@ -84,7 +84,7 @@ class ModelPart:
     @property
     def summed(self) -> Mapping[str, nn.Parameter]:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
-        return self.masters.parameters if self.home.is_apart else self.parameters
+        return self.masters.parameters if self.home.is_off_device else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
-from raypar.actors.device import ComputeDevice
 from raypar.actors.errors import ActionError, StaleError, described, user_traceback
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.mesh.memberships import Membership, memberships
 from raypar.actors.mesh.world import World
 from raypar.actors.models.tied_weights import Ends

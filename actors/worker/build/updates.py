@@ -14,7 +14,7 @@ from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
-from raypar.actors.flat_memory import flat_empty
+from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate, Updater
@@ -74,10 +74,12 @@ def updater_of(
         scaler: The scale of the loss.
     """
     run, world, names = plan.run, plan.world, part.model.parameter_names()
-    apart = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
+    private = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
     watched = isinstance(run.model, Layers)
-    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=watched, apart=apart, device=device)
-    told = ReportedGradients(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
+    tensors = ShardedGradients(
+        part.shards, part.partial, groups.get("tp"), watched=watched, private=private, device=device
+    )
+    told = ReportedGradients(ballot=plan.rank in world.server_ranks or world.reports_ballot(plan.rank))
     if world.experts is not None:
         first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
         tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
@@ -135,8 +137,10 @@ def shared_update(
         servers = [groups[f"ps{index}"] for index in range(world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
         return channels, ServedUpdate(buckets, servers)
-    lent = partial(flat_empty, device=device) if world.lends else None
-    replicas = [one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.lends)]
+    lent = partial(flat_empty, device=device) if world.frees_buckets else None
+    replicas = [
+        one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.frees_buckets)
+    ]
     channels = [channel for one in replicas for channel in _channels(plan, one, groups, lent)]
     updater = updater_of(plan, part, groups, device, scaler)
     if not world.sharded:

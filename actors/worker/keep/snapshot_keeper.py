@@ -10,7 +10,7 @@ from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, Sna
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
-from raypar.actors.process_identity import own_identity
+from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.build.plan import ActorPlan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
-from raypar.actors.files import read_named
+from raypar.actors.machine.files import read_named
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import Offload, World
 from raypar.actors.specs.model import GPT, Llama, Transformer

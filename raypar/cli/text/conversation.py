@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 
 
 class Conversation:

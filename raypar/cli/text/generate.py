@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import tyro
 
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.optim import SGD

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from raypar.actors.data.text_files import is_converted
-from raypar.actors.files import expanded
+from raypar.actors.data.text.text_files import is_converted
+from raypar.actors.machine.files import expanded
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.config.fields import field_faults, right_fields

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
-from raypar.actors.data.example_sets import missing_files
+from raypar.actors.data.examples.example_sets import missing_files
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raypar.actors.files import WholeFile
+from raypar.actors.machine.files import WholeFile
 from raypar.errors import ConfigError, JobError
 from raypar.schedules.drawing.files import is_stream
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.last_action import last_action_in
-from raypar.actors.process_identity import open_files, open_process
+from raypar.actors.machine.last_action import last_action_in
+from raypar.actors.machine.process_identity import open_files, open_process
 from raypar.actors.specs.results import Located
 from raypar.cluster.deaths.worker_logs import log_of
 

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy, Resources
 from raypar.actors.specs.types import DeviceChoice

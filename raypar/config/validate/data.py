@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from raypar.actors.data.example_batches import example_faults
-from raypar.actors.data.example_sets import are_converted
-from raypar.actors.data.text_files import is_converted
-from raypar.actors.data.token_batches import text_faults as text_faults
+from raypar.actors.data.examples.example_batches import example_faults
+from raypar.actors.data.examples.example_sets import are_converted
+from raypar.actors.data.text.text_files import is_converted
+from raypar.actors.data.text.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

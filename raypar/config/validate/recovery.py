@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from raypar.actors.system_features import REQUIREMENTS, Feature
+from raypar.actors.machine.system_features import REQUIREMENTS, Feature
 
 _NEEDS: tuple[Feature, ...] = ("memory_files", "process_handles")  # for snapshots; to end an actor that hangs
 

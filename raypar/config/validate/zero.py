@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from raypar.actors.files import expanded
+from raypar.actors.machine.files import expanded
 from raypar.actors.specs.worlds import world_of
 from raypar.config.rules import Conflict, Examined, RunRule, Setting, several, unusual
 from raypar.config.validate.settings import EXPERT_ACTORS, OFFLOAD, SERVERS, SHARDED_WEIGHTS

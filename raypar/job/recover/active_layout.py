@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypar.actors.process_identity import ProcessIdentity, own_identity
+from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind

@@ -10,7 +10,7 @@ from typing import Any
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import SILENCE
-from raypar.actors.process_identity import ProcessIdentity, own_identity
+from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls.calls import Calls

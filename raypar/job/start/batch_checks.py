@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from raypar.actors.data.batches import FunctionSource
-from raypar.actors.data.example_batches import open_sequences
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.examples.example_batches import open_sequences
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.run import Run

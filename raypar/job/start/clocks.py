@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from raypar.actors.process_identity import own_identity
+from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.specs.results import Located
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.together import together

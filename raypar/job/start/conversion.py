@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from raypar.actors.data.conversion import BlockConverter, Converted, by_size
-from raypar.actors.data.example_sets import example_sets
-from raypar.actors.data.text_files import TextError
-from raypar.actors.data.token_batches import open_corpus
+from raypar.actors.data.examples.example_sets import example_sets
+from raypar.actors.data.text.text_files import TextError
+from raypar.actors.data.text.token_batches import open_corpus
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.run import Run
 from raypar.cluster.lifecycle.ray_cluster import connected

@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors
+from raypar.actors.machine.files import checkpoint_errors
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, RUNS, absolute, checkpoints_in, holds_run

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from raypar.actors.data.example_shapes import ExampleError
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -37,7 +37,7 @@ def target_bytes(run: Run, steps: int, targets: int) -> int | None:
     if run.data.tokenizer is None:
         return None if isinstance(run.data, Text) and run.data.path.endswith(".bin") else targets
     from raypar.actors.data.batches import batch_source  # imports torch
-    from raypar.actors.data.tokenizer import Tokenizer
+    from raypar.actors.data.tokenizers.tokenizer import Tokenizer
     from raypar.actors.models.base import IGNORED
 
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.bounds import Count, NotNegative, Probability, Seed
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
 
 

@@ -100,7 +100,7 @@ def _last_backwards(
 ) -> dict[Action, float]:
     """Return the durations of the last backward of each stage whose gradients are summed over replicas, once a step."""
     found: dict[Action, float] = {}
-    if not world.reduces or world.lends:
+    if not world.reduces or world.frees_buckets:
         return found
     for stage, (blocks, units) in enumerate(zip(stages, counts.units, strict=True)):
         longer = len(blocks) * calibration.beside("reduced", units.gathered / len(blocks))[1]
@@ -167,7 +167,7 @@ def stage_seconds(
 
 def _moved_kinds(world: World) -> Iterator[Kind]:
     """Yield what takes time in a pass over a block because replicas share out gradients and weights."""
-    if world.lends:
+    if world.frees_buckets:
         yield "lent"
     if world.gathers:
         yield "gathered"

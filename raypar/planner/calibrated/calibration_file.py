@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from raypar.actors.files import WholeFile, expanded, read_named, sync_folder, write_whole
+from raypar.actors.machine.files import WholeFile, expanded, read_named, sync_folder, write_whole
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration import FORMAT, Calibration
 

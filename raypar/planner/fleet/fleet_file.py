@@ -14,7 +14,7 @@ from annotated_types import Ge, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from raypar.actors.bounds import Count, Share
-from raypar.actors.files import read_named
+from raypar.actors.machine.files import read_named
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import did_you_mean
 

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
 
 _LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores

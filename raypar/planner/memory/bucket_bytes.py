@@ -35,7 +35,7 @@ class BucketBytes:
         self._bucket = bucket
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
-        self.is_lent = world.reduces and (world.lends or len(set(ends)) < len(ends))
+        self.is_lent = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
 
     def most(self) -> int:
         """Return the most bytes of gradients in buckets at a time.

@@ -75,7 +75,7 @@ def _gradients(paper: StepModel, rank: int, own: float) -> float:
 
 def _in_buckets(paper: StepModel, rank: int) -> float:
     """Return the bytes of gradients on their way to their owners, where each owner has a bucket, or a larger matrix."""
-    if not paper.world.lends:
+    if not paper.world.frees_buckets:
         return 0.0
     element, owners = element_bytes(paper.run).gradient, paper.world.owners
     sizes = [element * paper.held[stage].all for stage in paper.stages_on(rank)]

@@ -47,7 +47,7 @@ def schedule_of(paper: StepModel, microbatches: int) -> Schedule:
     assert isinstance(run.schedule, str)
     schedule = build(run.schedule, run.mesh.pp, microbatches, run.chunks)
     if world.reduces:
-        schedule = reduce_gradients(schedule, _reduced(run, lends=world.lends))
+        schedule = reduce_gradients(schedule, _reduced(run, lends=world.frees_buckets))
     if world.gathers:
         schedule = gather_weights(schedule, run.zero_gather, reshard_after_forward=run.reshard_after_forward)
     return schedule

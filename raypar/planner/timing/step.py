@@ -206,7 +206,7 @@ def _of_replicas(paper: StepModel, rank: int, busy: StageSeconds) -> tuple[float
     beside = 1 - 1 / units
     if not paper.hides:
         return 0.0, reductions
-    if not paper.world.lends:  # one reduction a step, under the last backward
+    if not paper.world.frees_buckets:  # one reduction a step, under the last backward
         return 0.0, max(reductions - beside * busy.b, reductions / units)
     if paper.run.zero_gather == "step" and paper.world.gathers:
         gathers, once = 0.0, gathers

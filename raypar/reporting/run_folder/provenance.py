@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.files import read_plain
+from raypar.actors.machine.files import read_plain
 
 _MOST = 1 << 20  # bytes
 

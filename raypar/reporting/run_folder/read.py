@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import FailFast
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import read_plain
+from raypar.actors.machine.files import read_plain
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
 from raypar.config.schedule import MOST_BYTES

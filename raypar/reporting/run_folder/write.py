@@ -12,7 +12,7 @@ from typing import Any
 
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.errors import CheckpointError
-from raypar.actors.files import checkpoint_errors, read_plain, sync_folder, write_whole
+from raypar.actors.machine.files import checkpoint_errors, read_plain, sync_folder, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
-from raypar.actors.process_identity import own_identity, process_began
+from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
 from tests.support.descriptors import descriptors

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors import files as disk
 from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.checkpoint.shards import (
@@ -28,6 +27,7 @@ from raypar.actors.checkpoint.shards import (
     write_shard,
 )
 from raypar.actors.errors import CheckpointError
+from raypar.actors.machine import files as disk
 from raypar.actors.sharding import Pieces, Shard, Sharding
 
 

@@ -13,13 +13,13 @@ from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.inspect.step import Notes
-from raypar.actors.offload_storage import DeviceHome
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team, linears
 
-HOST = DeviceHome(torch.device("cpu"))
+HOST = DeviceStorage(torch.device("cpu"))
 
 LAYOUTS = {
     "alone": {},
@@ -183,7 +183,7 @@ def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
 @pytest.mark.parametrize("slowest", [1e-3, 1e12])
 def test_beside_steps_the_same_is_written(slowest, tmp_path, monkeypatch):
     monkeypatch.setattr("raypar.actors.checkpoint.snapshot._SLOWEST", slowest)
-    monkeypatch.setattr("raypar.actors.files._PIECE", 1000)
+    monkeypatch.setattr("raypar.actors.machine.files._PIECE", 1000)
     copies, weights = Copies(HOST), {"w": torch.randn(1234), "b": torch.randn(3)}
     written = []
     for folder, beside in ((tmp_path / "alone", False), (tmp_path / "beside", True)):
@@ -201,7 +201,7 @@ def test_a_full_disk_beside_steps_leaves_nothing(tmp_path, monkeypatch):
     copies = Copies(HOST)
     copies.take([("w", torch.ones(1000000))])
     with monkeypatch.context() as patched:
-        patched.setattr("raypar.actors.files.os.write", full)
+        patched.setattr("raypar.actors.machine.files.os.write", full)
         with pytest.raises(CheckpointError, match="free some space"):
             copies.write(tmp_path, "a.safetensors", beside=True)
     assert not list(tmp_path.iterdir())

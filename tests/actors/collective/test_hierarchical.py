@@ -18,7 +18,7 @@ from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.rendezvous import introduce
-from raypar.actors.process_identity import ProcessIdentity
+from raypar.actors.machine.process_identity import ProcessIdentity
 from tests.actors.collective.test_group import REDUCED
 from tests.gpu.ops import together
 

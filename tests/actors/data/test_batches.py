@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.data.stretches import Stretches, TokenWindows, drawn_blocks
-from raypar.actors.data.token_batches import Corpus, TokenBatches, _mix, open_corpus, shuffled, text_faults
+from raypar.actors.data.text.stretches import Stretches, TokenWindows, drawn_blocks
+from raypar.actors.data.text.token_batches import Corpus, TokenBatches, _mix, open_corpus, shuffled, text_faults
 from raypar.actors.specs.data import Text
 
 

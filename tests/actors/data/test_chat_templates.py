@@ -10,8 +10,8 @@ from datetime import datetime
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_shapes import ExampleError, example_as_text
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.example_shapes import ExampleError, example_as_text
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.job.start.batch_checks import warn_of_batches
 from tests.support.examples import made_jsonl, made_tokenizer
 

@@ -16,8 +16,8 @@ import raypar as rp
 from raypar.actors.data import conversion, conversion_progress
 from raypar.actors.data.conversion import ConversionError, by_size, in_processes
 from raypar.actors.data.conversion_progress import conversion_progress as progress
-from raypar.actors.data.example_files import open_examples
-from raypar.actors.data.text_files import TextError, open_tokens
+from raypar.actors.data.examples.example_files import open_examples
+from raypar.actors.data.text.text_files import TextError, open_tokens
 from tests.support.examples import TALK, made_jsonl, made_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -118,7 +118,7 @@ def test_small_data_stays_in_this_process(upper, monkeypatch):
 
 def test_examples_are_the_same_bytes_in_any_number_of_processes(tmp_path, monkeypatch):
     folder = made_tokenizer(tmp_path / "tokenizer")
-    monkeypatch.setattr("raypar.actors.data.example_blocks._EXAMPLES", 7)
+    monkeypatch.setattr("raypar.actors.data.examples.example_blocks._EXAMPLES", 7)
     records = [{"text": "x" * (i % 30)} if i % 3 else {"messages": TALK} for i in range(60)]
     path = str(made_jsonl(tmp_path / "data.jsonl", records))
     facts = set()
@@ -133,7 +133,7 @@ def test_examples_are_the_same_bytes_in_any_number_of_processes(tmp_path, monkey
 
 
 def test_faults_of_later_blocks_know_their_lines_and_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr("raypar.actors.data.example_blocks._EXAMPLES", 4)
+    monkeypatch.setattr("raypar.actors.data.examples.example_blocks._EXAMPLES", 4)
     path = made_jsonl(tmp_path / "data.jsonl", [{"text": "x"}] * 20)
     lines = path.read_text().splitlines()
     lines[9:9], lines[15] = ["", "  "], "{"
@@ -150,7 +150,7 @@ def test_faults_of_later_blocks_know_their_lines_and_nothing_is_left(tmp_path, m
 
 def test_text_is_the_same_in_processes_and_one_that_dies_leaves_nothing(tmp_path, monkeypatch):
     folder = made_tokenizer(tmp_path / "tokenizer")
-    monkeypatch.setattr("raypar.actors.data.text_sources._CHUNK", 100)
+    monkeypatch.setattr("raypar.actors.data.text.text_sources._CHUNK", 100)
     (tmp_path / "a.txt").write_text("one two three\n" * 99)
     (tmp_path / "b.txt").write_text("vier fünf\n" * 99)
     path = str(tmp_path / "*.txt")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.data.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
-from raypar.actors.data.example_blocks import blocks_of_examples
-from raypar.actors.data.example_files import open_examples
-from raypar.actors.data.example_shapes import ExampleText
-from raypar.actors.data.mixing import mixed
-from raypar.actors.data.packing import pack_best_fit
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.examples.example_batches import IGNORED, ExampleBatches, example_faults, open_sequences
+from raypar.actors.data.examples.example_blocks import blocks_of_examples
+from raypar.actors.data.examples.example_files import open_examples
+from raypar.actors.data.examples.mixing import mixed
+from raypar.actors.data.examples.packing import pack_best_fit
+from raypar.actors.data.tokenizers.example_shapes import ExampleText
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from tests.support.examples import CHATML, MARKED, TALK, made_jsonl, made_tokenizer
 
 pytest.importorskip("tokenizers")

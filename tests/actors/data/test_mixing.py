@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from raypar.actors.data.mixing import LARGEST, mixed, shares_of
+from raypar.actors.data.examples.mixing import LARGEST, mixed, shares_of
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import json
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_batches import example_faults
-from raypar.actors.data.example_files import open_examples
-from raypar.actors.data.example_shapes import ExampleError
-from raypar.actors.data.saved_dataset import shards_of
+from raypar.actors.data.examples.example_batches import example_faults
+from raypar.actors.data.examples.example_files import open_examples
+from raypar.actors.data.examples.saved_dataset import shards_of
+from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from tests.support.examples import TALK, made_jsonl, made_tokenizer
 
 RECORDS = [{"text": "one"}, {"text": "two"}, {"text": "three"}, {"text": "four"}, {"text": "five"}]

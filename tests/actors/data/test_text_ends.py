@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_shapes import ExampleText, example_as_text
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.example_shapes import ExampleText, example_as_text
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.specs.sampling import Sampling
 from raypar.job.text.generation import request_of
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypar.actors.data import text_files, text_sources
-from raypar.actors.data.text_files import TextError, open_tokens
-from raypar.actors.data.token_batches import text_faults
+from raypar.actors.data.text import text_files, text_sources
+from raypar.actors.data.text.text_files import TextError, open_tokens
+from raypar.actors.data.text.token_batches import text_faults
 from raypar.actors.specs.data import Text
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -238,7 +238,7 @@ def test_two_processes_convert_at_once(tmp_path):
     (tmp_path / "big.txt").write_text("0123456789\n" * 500_000)
     code = """
 import hashlib, pathlib, sys, time
-from raypar.actors.data.text_files import open_tokens
+from raypar.actors.data.text.text_files import open_tokens
 assert "torch" not in sys.modules, "the driver must not need torch"
 here = pathlib.Path(sys.argv[1])
 (here / f"ready{sys.argv[2]}").touch()

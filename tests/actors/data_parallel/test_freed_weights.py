@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors import flat_memory
 from raypar.actors.errors import ActionError
+from raypar.actors.machine import flat_memory
 from raypar.errors import ConfigError
 from tests.support.replicas import agrees
 from tests.support.team import Team

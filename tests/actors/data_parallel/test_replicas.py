@@ -13,10 +13,10 @@ from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.device import Host
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.machine.device import Host
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
@@ -350,7 +350,7 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         return local_groups("dp", 1)[0].barrier()
 
     channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), gets_sum=True)
-    reducer = Reducer([bucket], [channel], Host(), GradientSums([bucket], [0], DeviceHome(Host.device), {}))
+    reducer = Reducer([bucket], [channel], Host(), GradientSums([bucket], [0], DeviceStorage(Host.device), {}))
     with reducer.watch(0, last=True):
         weight.sum().backward()
     reducer.flush(0)

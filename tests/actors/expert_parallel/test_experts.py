@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
 from raypar.actors.expert_parallel.experts import run_experts
-from raypar.actors.expert_parallel.gates import softmax_top_k
+from raypar.actors.expert_parallel.gates import capacity_of, over_capacity, softmax_top_k
 
 
 def experts_of(count, width=6, out=6, seed=0):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
+from raypar.actors.expert_parallel.gates import capacity_of, over_capacity
 from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.expert_parallel.losses import alone, gshard_loss, load_of, switch_loss, z_loss
 

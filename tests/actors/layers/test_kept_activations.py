@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raypar.actors.context_parallel.cores import context_styles
-from raypar.actors.device import Host
+from raypar.actors.machine.device import Host
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT, Llama

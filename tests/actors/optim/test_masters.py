@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.cast import cast
-from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer
 from raypar.actors.specs.optim import SGD, AdamW
@@ -17,7 +17,7 @@ from raypar.actors.specs.precision import Precision
 def made(precision, layer):
     layers = [layer]
     parameters = dict(layer.named_parameters())
-    return parameters, masters_of(precision, DeviceHome(torch.device("cpu")), layers, parameters)
+    return parameters, masters_of(precision, DeviceStorage(torch.device("cpu")), layers, parameters)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])

@@ -15,8 +15,8 @@ from raypar.actors.collective import nccl
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.nccl import NcclGroup
-from raypar.actors.device import Cuda, Host
 from raypar.actors.errors import ActionError
+from raypar.actors.machine.device import Cuda, Host
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.optim import AdamW

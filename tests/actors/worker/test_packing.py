@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.data.example_batches import open_sequences
+from raypar.actors.data.examples.example_batches import open_sequences
 from raypar.config.run import check_run
 from raypar.parity.reference import watch_plainly
 from raypar.reporting.report import losses_of, mean_loss

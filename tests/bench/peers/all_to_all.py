@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.moe import MixtureOfExperts
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import LocalTrainer
 from tests.bench.workload import batches_of, model_of

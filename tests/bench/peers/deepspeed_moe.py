@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.moe import MixtureOfExperts
 from tests.bench.peers.deepspeed_engine import deepspeed_engine
 from tests.bench.trainer import LocalTrainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from tests.bench.peers.deepspeed_engine import deepspeed_engine
 from tests.bench.trainer import LocalTrainer
 

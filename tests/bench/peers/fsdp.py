@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.tensors import dtype_of
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice, place_of
+from raypar.actors.machine.device import ComputeDevice, device_of
 from tests.bench.trainer import LocalTrainer, Trainer
 from tests.gpu.first_hour.kernels import KernelRecorder, StepKernels, begin_in_actor, end_in_actor
 from tests.gpu.first_hour.outcome import NotPossibleError
@@ -26,7 +26,7 @@ def build(contestant: str, run: rp.Run) -> Trainer:
         raise NotPossibleError("on a CPU raypar's compiler takes minutes, and a C++ compiler: its rows need a GPU")
     if contestant.startswith("raypar"):
         return _raypar(replace(run, compile=contestant.endswith("-compiled")))
-    place = place_of("cuda" if run.device == "cuda" else "cpu")
+    place = device_of("cuda" if run.device == "cuda" else "cpu")
     place.enter()
     return _PLAIN[contestant](run, place)
 

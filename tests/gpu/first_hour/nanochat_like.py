@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import raypar as rp
-from raypar.actors.device import ComputeDevice
+from raypar.actors.machine.device import ComputeDevice
 from tests.bench.peers.whole import training_loop
 from tests.bench.trainer import LocalTrainer
 

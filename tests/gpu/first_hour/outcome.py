@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from raypar.actors.files import WholeFile
+from raypar.actors.machine.files import WholeFile
 
 # cut off: at its deadline; what it had reported by then is there
 Status = Literal["done", "failed", "cut off", "not possible", "no time left"]

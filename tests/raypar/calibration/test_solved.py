@@ -56,7 +56,7 @@ def measured(run, calibration):
     forward, whole, later = (sum(one[op] for one in found) / stages for op in (Op.F, Op.B, Op.W))
     split = calibration.beside("split", 1)[0] * len(each[0])
     halves = run.backward == "split"
-    ends = calibration.beside("reduced", 1)[1] * layers if world.reduces and not world.lends else 0.0
+    ends = calibration.beside("reduced", 1)[1] * layers if world.reduces and not world.frees_buckets else 0.0
     return Measured(
         run,
         forward * slower,

@@ -11,15 +11,15 @@ import torch
 
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
+from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.offload_storage import DeviceHome
 from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
 from raypar.checkpoint.background_save import Saver
 from raypar.paths import checkpoints
 
-HOST = DeviceHome(torch.device("cpu"))
+HOST = DeviceStorage(torch.device("cpu"))
 
 
 class Actors:

@@ -16,7 +16,7 @@ from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import logical_name
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.groups import is_matrix
-from raypar.actors.optim.optimizer import KEPT
+from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.config.toml import as_begun, plain_of, recorded_run
@@ -217,7 +217,7 @@ def test_a_weight_that_goes_over_from_muon_to_its_adamw_is_told():
     weights = {name: (tuple(weight.shape), weight.dim()) for name, weight in skeleton_of(run).weights.items()}
     stored = {name: Logical("F32", shape, ()) for name, (shape, _) in weights.items()}
     for name, (shape, dims) in weights.items():
-        for key in KEPT["muon" if is_matrix(run.optim, name, dims) else "adamw"]:
+        for key in STATE_KEYS["muon" if is_matrix(run.optim, name, dims) else "adamw"]:
             stored[logical_name(name, key)] = Logical("F32", () if key == "step" else shape, ())
     assert not list(_tensor_faults(run, skeleton_of(run), stored))
     (fault,) = _tensor_faults(

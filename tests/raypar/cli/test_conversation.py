@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.actors.data.tokenizer import Tokenizer
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.cli.text.conversation import Conversation
 
 TEMPLATE = (

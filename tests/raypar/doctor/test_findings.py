@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypar.actors.process_identity import own_identity, process_began
+from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.cluster.nodes.nodes import package_version_faults, versions_collector
 from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.actors.process_identity import ProcessIdentity, own_identity
+from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.specs.results import Located
 from raypar.job.start import clocks
 

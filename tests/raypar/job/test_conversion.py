@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import raypar as rp
-from raypar.actors.data.example_files import open_examples
+from raypar.actors.data.examples.example_files import open_examples
 from raypar.job.start import conversion
 from raypar.job.start.conversion import convert_on_cluster
 from tests.support.examples import made_jsonl

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 def main(folder):
     import raypar as rp
-    from raypar.actors.system_features import has_feature
+    from raypar.actors.machine.system_features import has_feature
 
     base = rp.recipe("gpt-tiny", mesh=rp.Mesh(pp=2), steps=3, timeout=60.0)
     with rp.launch(base) as job:

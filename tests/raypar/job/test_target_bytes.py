@@ -11,7 +11,7 @@ import pytest
 
 import raypar as rp
 from raypar.actors.data.batches import batch_source
-from raypar.actors.data.tokenizer import bytes_of_ids
+from raypar.actors.data.tokenizers.tokenizer import bytes_of_ids
 from raypar.job.steps.evaluation import Evaluations, target_bytes
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import validation_told
@@ -125,7 +125,7 @@ def test_what_is_not_learned_stands_for_no_bytes(tmp_path):
 
 
 def zeros(folder):
-    from raypar.actors.data.tokenizer import Tokenizer
+    from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 
     return Tokenizer(str(folder)).id_bytes == 0
 

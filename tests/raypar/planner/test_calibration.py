@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from raypar.actors.host_cores import num_cores
+from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run

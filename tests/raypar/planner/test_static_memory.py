@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.flat_memory import FlatMemory
+from raypar.actors.machine.flat_memory import FlatMemory
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Llama

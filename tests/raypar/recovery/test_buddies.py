@@ -11,7 +11,7 @@ import pytest
 
 import raypar as rp
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
-from raypar.actors.process_identity import ProcessIdentity
+from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
 from raypar.config.validate.parallel import idle_fields
 from raypar.job.recover.snapshots import Snapshots

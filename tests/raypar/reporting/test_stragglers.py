@@ -10,9 +10,9 @@ import statistics
 import pytest
 
 import raypar as rp
+from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Located, Progress, Span
 from raypar.reporting.actor_table import Whereabouts, actor_of
 from raypar.reporting.stragglers import Stragglers, _medians_of_others

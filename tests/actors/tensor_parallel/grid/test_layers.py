@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from raypar.actors.collective import autograd as ops
+from raypar.actors.tensor_parallel.grid.base import NormOfShard
 from raypar.actors.tensor_parallel.grid.cube import CubeLinear
-from raypar.actors.tensor_parallel.grid.norm import NormOfShard
 from raypar.actors.tensor_parallel.grid.summa import SummaLinear
 from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
 from raypar.actors.tensor_parallel.sequence import Gathering

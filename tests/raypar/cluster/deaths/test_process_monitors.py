@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from raypar.actors.process_identity import own_identity, process_began
+from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster.deaths import process_monitors as module
 from raypar.cluster.deaths.process_monitors import ProcessMonitors

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from raypar.actors.last_action import LastAction, last_action_in
-from raypar.actors.process_identity import open_files, own_identity, process_began
+from raypar.actors.machine.last_action import LastAction, last_action_in
+from raypar.actors.machine.process_identity import open_files, own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster.deaths.processes import Exit, Processes
 from raypar.schedules.action import STEP, Action, Op

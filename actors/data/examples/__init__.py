@@ -1,0 +1,1 @@
+"""Examples for fine-tuning: their files, their conversion, their packing into sequences."""

@@ -1,0 +1,1 @@
+"""Text as tokens: its files, their conversion, the windows of a batch."""

@@ -1,0 +1,1 @@
+"""Tokenizers: examples as text, chat templates, token ids."""

@@ -1,0 +1,1 @@
+"""The machine of an actor and its process: devices, memory, files, identity."""

@@ -1,0 +1,285 @@
+"""The device on which an actor computes, a CPU or a GPU. All differences between the two are in this file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from raypar.actors.specs.results import Span
+from raypar.actors.specs.types import DeviceKind
+from raypar.actors.tensors import Values
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
+_HUGE = (1 << 31) - 1
+_MAXIMUM_UNIT = 1 if sys.platform == "darwin" else 1 << 10  # bytes; the unit of getrusage's ru_maxrss
+_VM_HWM = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+_STATUS = 1 << 14  # bytes of one read of /proc/self/status
+
+ALL_BLOCKS = 1 << 30  # for ``keep_freed_memory``
+SMALL_BLOCKS = 1 << 18
+BLOCKS_OF_A_STEP = 1 << 22  # with sharded weights or gradients, which are larger or few
+
+
+def keep_freed_memory(below: int) -> None:
+    """Make the C library keep freed blocks of memory that are smaller than a size (glibc only).
+
+    Every step allocates and frees the same activations. Returning them to the system in between costs a page fault per
+    page. But a kept block is divided into pieces, which are soon too small for another block of its size. A launch
+    allocates and frees each weight once, and a step with sharded weights or gradients frees large blocks often: then
+    large blocks are returned. There is one arena, because the thread that computes is not the main thread.
+
+    Args:
+        below: Size in bytes from which a freed block is returned at once. Blocks that are kept now are returned.
+    """
+    libc = ctypes.CDLL(None)
+    if (mallopt := getattr(libc, "mallopt", None)) is not None:
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, below), (_M_TRIM_THRESHOLD, _HUGE)):
+            mallopt(option, value)
+    if (trim := getattr(libc, "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def resident_memory() -> int:
+    """Return the resident bytes of this process; without /proc (macOS) the peak since its begin."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return largest_memory()
+
+
+def largest_memory() -> int:
+    """Return the peak of resident bytes of this process since its begin."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXIMUM_UNIT
+
+
+class PeakMemory:
+    """Peak resident memory of this process since a reset; without /proc (macOS) since its begin.
+
+    It keeps its two files open: every step uses them at its start and end, and opening them costs more than reading.
+    """
+
+    def __init__(self) -> None:
+        try:
+            files = os.open("/proc/self/clear_refs", os.O_WRONLY), os.open("/proc/self/status", os.O_RDONLY)
+        except OSError:
+            self._clear: int | None = None
+        else:
+            self._clear, self._status = files
+            weakref.finalize(self, _close, files)
+
+    def reset(self) -> None:
+        """Start a new peak."""
+        if self._clear is not None:
+            os.pwrite(self._clear, b"5", 0)
+
+    def read(self) -> int:
+        """Return the peak since the last reset, in bytes."""
+        if self._clear is None:
+            return largest_memory()
+        text = b""
+        while not (found := _VM_HWM.search(text)) and (more := os.pread(self._status, _STATUS, len(text))):
+            text += more  # the line comes after the groups of the process, of which there may be thousands
+        return int(found[1]) * 1024 if found else 0
+
+
+def _close(files: tuple[int, ...]) -> None:
+    for file in files:
+        os.close(file)
+
+
+class ComputeDevice(ABC):
+    """The device on which an actor computes.
+
+    Attributes:
+        kind: Kind of device, in a plan's spelling.
+        device: Device of the actor's tensors.
+        clock_offset: Seconds from this machine's clock to that of the driver's machine.
+    """
+
+    kind: DeviceKind
+    device: torch.device
+    clock_offset: float = 0.0
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Prepare the calling thread to compute on the device. An actor's calls may run on any thread."""
+
+    @abstractmethod
+    def to(self, values: Values) -> Values:
+        """Move values from the host to this device."""
+
+    @abstractmethod
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """Move modules from the host to this device, in place."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed the generators from which layers draw."""
+
+    @abstractmethod
+    def ahead(self, *, rehearsed: bool) -> int:
+        """Return the number of receives to post early, so that their peers need not wait.
+
+        Args:
+            rehearsed: Whether the same actions have run before.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start a step: reset its marks and its peak of memory."""
+
+    @abstractmethod
+    def mark(self) -> float:
+        """Return a mark of this moment, for ``seconds``: on a GPU, the completion of the work issued so far."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all work is complete. Afterwards ``seconds`` and ``spans`` can convert the step's marks."""
+
+    @abstractmethod
+    def seconds(self, mark: float) -> float:
+        """Return the time of a mark, in seconds of this machine's clock (``time.perf_counter``)."""
+
+    @abstractmethod
+    def spans(self, marked: list[Span]) -> list[Span]:
+        """Convert spans between marks to spans of time, by the clock of the driver's machine."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """Return the peak of memory since ``begin``, in bytes."""
+
+
+class Host(ComputeDevice):
+    """The CPUs of this machine. Work is complete when the call returns, so a mark is the time itself."""
+
+    kind: DeviceKind = "cpu"
+    device = torch.device("cpu")
+    mark = staticmethod(time.perf_counter)  # called twice per action, so without a wrapper
+
+    def __init__(self) -> None:
+        self._memory = PeakMemory()
+
+    def enter(self) -> None:
+        """Do nothing: every thread can compute on the CPU."""
+
+    def to(self, values: Values) -> Values:
+        return values
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """Do nothing: the modules are already on the host."""
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def ahead(self, *, rehearsed: bool) -> int:
+        return 2
+
+    def begin(self) -> None:
+        self._memory.reset()
+
+    def finish(self) -> None:
+        """Do nothing: all work is complete."""
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+    def spans(self, marked: list[Span]) -> list[Span]:
+        ahead = self.clock_offset
+        return [span._replace(start=span.start + ahead, end=span.end + ahead) for span in marked] if ahead else marked
+
+    def peak(self) -> int:
+        return self._memory.read()
+
+
+class Cuda(ComputeDevice):
+    """A GPU. It runs asynchronously, so marks are events in its stream, whose times are read at the end of a step.
+
+    Args:
+        index: Index among the GPUs that this process sees; Ray shows an actor only its own.
+    """
+
+    kind: DeviceKind = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        self._generator = self._demand_gpu(index)
+        self._marks: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def to(self, values: Values) -> Values:
+        return tuple([value if value.device == self.device else self._moved(value) for value in values])
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            module.to(self.device)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)  # layers may also draw on the host
+        self._generator.manual_seed(seed)
+
+    def ahead(self, *, rehearsed: bool) -> int:
+        """Return 1 once every kernel has been used, before that 0.
+
+        A posted receive occupies multiprocessors until it is complete. To load a kernel, CUDA waits for all running
+        kernels, including receives, so two ranks could wait for each other in their first pass.
+        """
+        return int(rehearsed)
+
+    def begin(self) -> None:
+        self._marks, self._times = [], []
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def mark(self) -> float:
+        self._marks.append(self._event())
+        return float(len(self._marks) - 1)
+
+    def finish(self) -> None:
+        now = self._event()
+        now.synchronize()
+        end = time.perf_counter()
+        self._times = [end - mark.elapsed_time(now) / 1e3 for mark in self._marks]
+
+    def seconds(self, mark: float) -> float:
+        return self._times[int(mark)]
+
+    def spans(self, marked: list[Span]) -> list[Span]:
+        times, ahead = self.seconds, self.clock_offset
+        return [span._replace(start=times(span.start) + ahead, end=times(span.end) + ahead) for span in marked]
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy a value to the GPU through pinned memory, so that the copy does not wait for the GPU's queued work."""
+        return (value.pin_memory() if value.device.type == "cpu" else value).to(self.device, non_blocking=True)
+
+    def _demand_gpu(self, index: int) -> torch.Generator:
+        """Return the GPU's generator. Raises RuntimeError if there is no GPU."""
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} finds no GPU in this process: see its CUDA build and driver")
+        torch.cuda.init()
+        return torch.cuda.default_generators[index]
+
+
+def device_of(kind: DeviceKind) -> ComputeDevice:
+    """Return this process's device of a kind. Raises RuntimeError if it has none."""
+    return Cuda() if kind == "cuda" else Host()
