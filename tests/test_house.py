@@ -414,14 +414,14 @@ MAY_IMPORT = {
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner/hardware schedules",
     "raypar/config": (
         "actors actors/data actors/hugging_face actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
-        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
-        "schedules/passes schedules/simulation"
+        "raypar raypar/cluster raypar/config/validate raypar/planner raypar/planner/hardware "
+        "raypar/planner/operators raypar/planner/sizes raypar/planner/timing schedules schedules/checking "
+        "schedules/generators schedules/passes schedules/simulation"
     ),
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/hugging_face "
-        "actors/mesh actors/models actors/optim actors/specs raypar raypar/config raypar/planner/hardware "
-        "schedules"
+        "actors/mesh actors/models actors/optim actors/specs actors/worker/build raypar raypar/config "
+        "raypar/planner/hardware schedules"
     ),
     "raypar/doctor": "actors actors/collective raypar raypar/cluster schedules",
     "raypar/job": (
@@ -432,7 +432,7 @@ MAY_IMPORT = {
     ),
     "raypar/job/layout": (
         "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
-        "raypar/job/start raypar/planner raypar/planner/hardware raypar/reporting schedules"
+        "raypar/planner raypar/planner/hardware raypar/reporting schedules"
     ),
     "raypar/job/look": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster raypar/config "
@@ -445,9 +445,8 @@ MAY_IMPORT = {
     ),
     "raypar/job/start": (
         "actors actors/data actors/data_parallel actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate raypar/job/layout "
-        "raypar/job/recover raypar/job/steps raypar/planner raypar/planner/hardware raypar/recovery "
-        "raypar/reporting schedules"
+        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/job/layout raypar/job/recover "
+        "raypar/job/steps raypar/planner/hardware raypar/recovery raypar/reporting schedules"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker/build raypar "

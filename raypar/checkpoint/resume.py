@@ -124,9 +124,6 @@ def prepared(
         convert: Converts the data of a run that has no faults otherwise.
         besides: Returns further faults of the run.
 
-    Returns:
-        The run, its lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
-
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """

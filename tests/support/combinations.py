@@ -117,7 +117,13 @@ def run_of(changes: Changes, data: rp.Text) -> rp.Run:
         part = getattr(run, head.split(".")[0]) if head else run
         if name == "kind":
             both = {one.name for one in fields(_KINDS[value])} & {one.name for one in fields(part)} - {"kind"}
-            run = changed(run, head, _KINDS[value](**{one: getattr(part, one) for one in both if head == "model"}))
+            run = changed(
+                run,
+                head,
+                _KINDS[value](
+                    **{one: getattr(part, one) for one in both if head == "model" or one in ("warmup", "decay")}
+                ),
+            )
         elif head.count(".") == 1:  # a part that the model has not yet
             run = changed(run, head, _PARTS[head.split(".")[1]](**{name: value}))
         elif "model" in changes and head == "model":
