@@ -49,7 +49,7 @@ class Refs:
             called.options = lambda name: called
             return called
 
-        return {name: method(name) for name in ("start_step", "act", "end_step", "run")}
+        return {name: method(name) for name in ("start_step", "act", "end_step", "train")}
 
     def waiting(self):
         return self
@@ -240,5 +240,5 @@ def test_only_actions_of_rows_are_tasks():
     calls = Refs(run)
     tasks = Tasks(loaded(run, calls))
     tasks.results(tasks.begin(0, 0, 4), "step 1")
-    assert calls.got[-1] == [("run", ("train", 0, 0, 4))], "a server's step is one action"
+    assert calls.got[-1] == [("train", (b"[0, 0, 4, 0]",))], "a server's step is one action"
     assert ("act", (Action.parse("STEP"),)) in calls.got[0]
