@@ -10,7 +10,7 @@ from pathlib import Path
 from raypar.cli.words.arguments import parse_command
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration import Calibration, Kind
-from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, place_faults, write_calibration
+from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, unwritable_faults, write_calibration
 from raypar.schedules.formatting import size
 
 _MOST = 3600.0
@@ -67,7 +67,7 @@ def run_calibrate(words: Sequence[str], say: Callable[[str], object]) -> str:
     path = default_path() if args.out is None else args.out
     if path is None:
         raise ConfigError(["RAYPAR_CALIBRATION is empty, so that nothing is used: give --out FILE"])
-    if faults := [*place_faults(path)]:
+    if faults := [*unwritable_faults(path)]:
         raise ConfigError(faults)
     os.environ[VARIABLE] = ""  # the short runs are predicted without the calibration that is being made
     from raypar.calibration.calibrate import calibrate  # imports torch and Ray, which --help does not

@@ -7,7 +7,7 @@ import re
 
 from raypar.actors.specs.model import Transformer
 from raypar.config.recipes import RECIPES
-from raypar.planner.resource_needs import actors_told
+from raypar.planner.resource_needs import actors_text
 from raypar.planner.sizes.parameters import num_parameters
 from raypar.schedules.formatting import short_count, text_table
 
@@ -22,7 +22,7 @@ def recipes() -> str:
         purpose = re.split(r"[:.,]( |$)| \(", inspect.getdoc(make) or "")[0].removeprefix("Return ")
         count = short_count(num_parameters(model))
         shape = f"{model.layers} x {model.hidden}"
-        rows.append([name, count, shape, f"{tokens:,}", f"{run.steps:,}", actors_told(run), purpose])
+        rows.append([name, count, shape, f"{tokens:,}", f"{run.steps:,}", actors_text(run), purpose])
     return "\n".join(
         [*text_table(rows), "", "raypar train RECIPE --dry-run says what a run needs; flags change any of it"]
     )

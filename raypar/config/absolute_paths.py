@@ -12,7 +12,7 @@ from raypar.actors.specs.run import Run
 
 
 def rooted(run: Run) -> Run:
-    """Return the run with absolute paths of what actors read and write, as theirs may be another working directory."""
+    """Return the run with absolute paths, as the actors' working directory may be another one."""
 
     def root(path: str | None) -> str | None:
         return path if path is None else str(expanded(path).absolute())

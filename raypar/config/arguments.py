@@ -27,7 +27,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function, so that wrong arguments raise one sentence each, with the fix, before the function begins.
 
     An annotation says the type, and with the types of ``actors/bounds.py`` the range. A name in it that only type
-    checkers import stands for anything. Arguments of ``*args`` and ``**kwargs`` are not looked at.
+    checkers import allows any value. Arguments of ``*args`` and ``**kwargs`` are not checked.
 
     Raises (when the function is called):
         TypeError: There is no argument of this name, or one is missing or too many.
@@ -68,7 +68,7 @@ def _demand(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def _unknown(function: str, name: str, names: list[str]) -> str:
-    """Say that a function has no such argument, and which one may be meant."""
+    """Return the fault of an unknown argument, with the nearest known one."""
     known = [one for one in names if one != "self"]
     guess = did_you_mean(name, known, f"it has {', '.join(known)}")
     return f"{function} has no argument {name!r}: {guess}"
@@ -89,7 +89,7 @@ def _arguments_of(function: Callable[..., Any]) -> type[Any]:
 
 
 class _Names(dict[str, Any]):
-    """The names in the annotations of a module, and what they stand for: of a named tuple its instances, no lists."""
+    """The names in a module's annotations, with their types; for a named tuple only its instances fit, no lists."""
 
     def __init__(self, module: str) -> None:
         self._known = vars(builtins) | vars(sys.modules[module])
@@ -97,6 +97,6 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         from pydantic import InstanceOf
 
-        found = self._known.get(name, Any)  # what only type checkers import may be anything
+        found = self._known.get(name, Any)  # a name that only type checkers import allows any value
         instances: Any = InstanceOf
         return instances[found] if hasattr(found, "_fields") and isinstance(found, type) else found

@@ -1,4 +1,4 @@
-"""The three modes of dividing a model: search all, search what is not annotated, or take what is given (MindSpore).
+"""The three modes of dividing a model: search all modules, search those without annotation, or search none (MindSpore).
 
 Source: MindSpore 1.1, "Distributed Training Design": automatic, semi-automatic and manual (hybrid) parallelism.
 """
@@ -28,11 +28,11 @@ Mode = Literal["auto", "semi", "manual"]
 
 @dataclass(frozen=True, repr=False)
 class Planned:
-    """A run with everything that was searched, as ``plan`` returns it.
+    """A run with the divisions that ``plan`` has found.
 
     Attributes:
         run: The run, which ``launch`` takes.
-        lines: What was found, and why.
+        lines: The table of modules, and why they are divided so.
     """
 
     run: Run
@@ -49,11 +49,11 @@ def plan(run: Run, mode: Mode = "semi", *, aim: Aim = "speed", gpu: str = "") ->
     """Find how the modules of the user's own layers are divided over tensor ranks.
 
     Args:
-        run: The run, with ``mesh.tp``. What its model's plan says of modules are annotations.
+        run: The run, with ``mesh.tp``. The entries of its model's plan are the annotations.
         mode: "semi": keep what is annotated, and search the rest; "auto": search all; "manual": search nothing.
-        aim: What is made small first: the time of a step, or the weights that an actor has.
-        gpu: The device on which time is counted: a100, a100-40gb, h100, h200, b200, l4 or cpu; "": cpu where actors
-            would compute on CPUs, else h100.
+        aim: What is minimised first: the time of a step ("speed"), or the weights of an actor ("memory").
+        gpu: The device whose data sheet gives the time: a100, a100-40gb, h100, h200, b200, l4 or cpu; "": cpu if
+            actors would compute on CPUs, else h100.
 
     Returns:
         The run, whose plan names every module that was searched, and a table of them.
@@ -105,8 +105,8 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
         values = tuple(value.to("meta") for value in inputs)
         chains = chains_of(skeleton.layers, values, model.plan, skeleton.model.skips)
     except Exception as error:
-        told = f"the layers can't be tried on the shapes of a first batch ({type(error).__name__}: {error})"
-        raise ConfigError([f"{told}: mend it, or give a plan, and mode 'manual'"]) from error
+        text = f"the layers can't be tried on the shapes of a first batch ({type(error).__name__}: {error})"
+        raise ConfigError([f"{text}: mend it, or give a plan, and mode 'manual'"]) from error
     cluster, half = found.cluster, run.precision.is_half
     prices = Prices(
         ranks=mesh.tensor_ranks,

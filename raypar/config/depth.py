@@ -13,13 +13,13 @@ from raypar.planner.sizes.parameters import num_parameters
 DEEPEST = 512
 _WIDTH, _HEAD, _SEQ = 64, 128, 2048
 _BATCH = 1 << 19  # tokens of a step of all replicas
-_TOKENS = 20  # of a parameter
-# learning rates, and the width at which they are so
+_TOKENS = 20  # for each parameter
+# learning rates at a width of _AT
 _MATRICES = 0.02
 _EMBEDDING = 0.2
 _HEAD_RATE = 0.004
 _AT = 768
-_COOLING = 0.2  # of the steps
+_COOLING = 0.2  # share of the steps
 
 
 @checked_arguments

@@ -1,6 +1,6 @@
-"""Find layers and losses that would share values with other processes by torch.distributed. Imports torch.
+"""Find layers and losses that use torch.distributed to share values with other processes. Imports torch.
 
-Actors do not initialize torch.distributed, so what asks whether it is there goes on alone without a word.
+Actors do not initialize torch.distributed, so code that checks ``is_initialized`` silently computes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIX = "a layer and a loss see one microbatch of one replica: compute within it,
 
 
 def shared_norm_faults(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield a fault for each module whose statistics are those of all replicas.
+    """Yield a fault for each module that computes statistics over all replicas.
 
     Args:
         layers: The layers of a run with several replicas, by name.
@@ -33,7 +33,7 @@ def shared_norm_faults(layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 @contextmanager
 def noticed_questions() -> Iterator[list[str]]:
-    """Within it calls of ``torch.distributed.is_initialized`` by the user's code are noticed.
+    """Record the calls of ``torch.distributed.is_initialized`` by the user's code while the context is open.
 
     Yields:
         The fault of each file and line that calls it.
@@ -41,7 +41,7 @@ def noticed_questions() -> Iterator[list[str]]:
     asked, ask = list[str](), torch.distributed.is_initialized
 
     def is_initialized() -> bool:
-        """Note who asks, and answer as torch does."""
+        """Record the caller, and return what torch returns."""
         caller = sys._getframe(1)
         if not caller.f_globals.get("__name__", "").startswith(("torch.", "raypar.")):
             place = f"{caller.f_code.co_filename}, line {caller.f_lineno}"

@@ -1,4 +1,4 @@
-"""Layouts of experts by name: ``ep2_dp2`` stands for a mesh, and ``ep2_dp2_zero3`` for a level of ZeRO besides."""
+"""Layouts of experts by name: ``ep2_dp2`` names a mesh, and ``ep2_dp2_zero3`` a mesh and a level of ZeRO."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_ZERO = 3
 
 @checked_arguments
 def layout(name: str) -> dict[str, Any]:
-    """Return the fields of a run that a layout's name stands for: ``mesh``, and ``zero`` if the name has it.
+    """Return the fields of a run that a layout's name sets: ``mesh``, and ``zero`` if the name has it.
 
-    A name is made of words with underscores between, each an axis and a number. ``ep`` is into how many parts experts
-    are divided, and ``dp`` how many actors hold the same part: ep x dp actors are a pipeline stage, or ep x dp x etp
-    with ``etp`` tensor ranks of an expert. ``tp`` and ``cp`` say how these divide the other weights and the sequence;
+    A name is words joined by underscores, each an axis and a number. ``ep`` is the number of parts of the experts, and
+    ``dp`` the number of actors that hold the same part: ep x dp actors are a pipeline stage, or ep x dp x etp
+    with ``etp`` tensor ranks of an expert. Over ``tp`` and ``cp`` they divide the other weights and the sequence;
     ``pp`` is the number of stages. With ``experts``, a number of actors of their own, ``dp`` is the number of replicas.
 
     Args:

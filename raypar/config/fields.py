@@ -56,7 +56,7 @@ _CLASSES = {
     "Sequence": "a list",
 }
 _BATCH = "batch, where def batch(step, microbatch, dp): returns (inputs, targets)"
-_FUNCTIONS = {  # what fields look like that are functions
+_FUNCTIONS = {  # examples for fields that take functions
     "model.fn": "lambda: [torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)]",
     "model.loss": "torch.nn.functional.mse_loss",
     "model.count": "lambda target: int((target != 0).sum())",
@@ -65,7 +65,7 @@ _FUNCTIONS = {  # what fields look like that are functions
     "data.lengths": "lambda inputs, targets: (inputs != 0).sum(1)",
     "on": "print",
 }
-_DICTIONARIES = {  # the same of dictionaries
+_DICTIONARIES = {  # examples for fields that take dictionaries
     "model.plan": "{'layers.0': 'column', 'layers.2': 'row'}",
     "model.metrics": "{'accuracy': lambda output, target: (output.argmax(1) == target).float().mean()}",
     "optim.rates": "{'head.*': 0.5}",
@@ -118,7 +118,7 @@ def field_faults(part: Any, below: str = "") -> Iterator[FieldFault]:
     wrong = _errors(part.__class__, values)
     for name, value in values.items():
         if name in wrong:
-            yield from _told(wrong[name], f"{below}{name}", mapping=_has_keys(part.__class__, name, value))
+            yield from _faults_of_field(wrong[name], f"{below}{name}", mapping=_has_keys(part.__class__, name, value))
         elif is_dataclass(value) and not isinstance(value, Schedule):  # a Schedule has its own check
             yield from field_faults(value, f"{below}{name}.")
 
@@ -128,11 +128,11 @@ def value_faults(kind: type, values: Mapping[str, Any]) -> Iterator[FieldFault]:
 
     Args:
         kind: The dataclass.
-        values: Values by the names of the fields. Fields without a value are not looked at.
+        values: Values by the names of the fields. Fields without a value are not checked.
     """
     for name, errors in _errors(kind, values).items():
         if name in values:
-            yield from _told(errors, name, mapping=_has_keys(kind, name, values[name]))
+            yield from _faults_of_field(errors, name, mapping=_has_keys(kind, name, values[name]))
 
 
 def _errors(kind: type, values: Mapping[str, Any]) -> dict[Any, list[ErrorDetails]]:
@@ -152,7 +152,7 @@ def _errors(kind: type, values: Mapping[str, Any]) -> dict[Any, list[ErrorDetail
 
 @cache
 def _whole(kind: type) -> frozenset[str]:
-    """Return the fields that are one of some whole numbers, for which pydantic also takes what is equal to one."""
+    """Return the fields whose type is a Literal of whole numbers; pydantic would also take True or 1.0 for 1."""
 
     def numbers(hint: Any) -> bool:
         values = get_args(hint)
@@ -192,7 +192,7 @@ def _strict(kind: type) -> type:
     )
 
 
-def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[FieldFault]:
+def _faults_of_field(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[FieldFault]:
     """Yield the faults of one field.
 
     pydantic reports an error for each member of a union. They become one sentence, and only the most specific ones are
@@ -219,7 +219,7 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
 
 
 def _shown(path: str) -> Iterator[tuple[str, str]]:
-    """Yield what a right value of a field looks like, if it is a function or a dictionary, by the type of the error."""
+    """Yield an example of a valid value, if the field takes a function or a dictionary, by the type of the error."""
     if path in _FUNCTIONS:
         yield "callable_type", _FUNCTIONS[path]
     if path in _DICTIONARIES:
@@ -230,6 +230,6 @@ def _word_of(error: ErrorDetails) -> str:
     """Return what a value must be, with the article of a class's name: an AdamW, an SGD, a GPT."""
     of_class = error.get("ctx", {}).get(_OF_CLASS.get(error["type"], ""))
     if of_class is None:
-        told = error["msg"].replace("'", "")  # some versions of pydantic quote the name of a predicate
-        return (_WORDS.get(error["type"]) or _WORDS.get(told, error["msg"])).format(**error.get("ctx", {}))
+        message = error["msg"].replace("'", "")  # some versions of pydantic quote the name of a predicate
+        return (_WORDS.get(error["type"]) or _WORDS.get(message, error["msg"])).format(**error.get("ctx", {}))
     return _CLASSES.get(of_class) or f"{'an' if of_class.startswith(('A', 'E', 'SGD')) else 'a'} {of_class}"

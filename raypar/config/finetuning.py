@@ -1,4 +1,4 @@
-"""The run that ``raypar sft`` begins with: a model of Hugging Face, examples, and settings that mostly do."""
+"""The run that ``raypar sft`` begins with: a model of Hugging Face, examples, and settings that suit most cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypar.config.hugging_face import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 
-_PASSES = 3  # over the examples, if nobody says how many steps to take
+_PASSES = 3  # over the examples, if no number of steps is given
 _RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
 _SEQ = 512
 
@@ -50,7 +50,7 @@ def finetuning(path: str | Mapping[str, float], folder: str, *, adapters: bool =
 
 
 def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) -> Run:
-    """Return a run that fine-tunes a model, with the settings that mostly do.
+    """Return a run that fine-tunes a model, with settings that suit most cases.
 
     Args:
         model: The model, with adapters if these learn.
@@ -68,11 +68,11 @@ def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) 
 
 
 def lasting(run: Run, steps: int | None) -> Run:
-    """Return a run that is as long as it takes to pass a few times over its examples, and validates five times.
+    """Return a run whose steps pass three times over its examples, with five validations.
 
     Args:
         run: The run.
-        steps: How many steps it takes; None for as many as the passes.
+        steps: The number of steps instead of that; None for three passes.
     """
     samples = max(1, run.mesh.dp * run.microbatches * run.micro_batch_size)
     train, val = _sequences(run)
@@ -101,7 +101,7 @@ def shortened_positions(run: Run) -> str | None:
 
 
 def _sequences(run: Run) -> tuple[int, int]:
-    """Return how many sequences there are to train and to validate with; 0 of faulty examples, which a check tells."""
+    """Return the number of sequences for training and validation; 0 if examples are faulty, which a check reports."""
     if not isinstance(run.data, Examples):  # a flag has made it text
         return 0, 0
     try:

@@ -1,4 +1,4 @@
-"""What is written in place of values that users give for a model, data or a mesh, and that are of another type."""
+"""Hints for common values of a wrong type for a model, data or a mesh: what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITTEN = {
 
 
 def hint(run: Run, path: str) -> str:
-    """Say what is written in place of a value that is often given for another one; "" where that is not known.
+    """Return what to write instead of a common wrong value; "" for other values.
 
     Args:
         run: The run.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @checked_arguments
-def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # noqa: N802  (it stands where a class would)
+def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # noqa: N802  (it is called like a class)
     """Return the model in a folder of Hugging Face, whose weights a run with it begins with.
 
     A type of model that raypar has not is one of Layers, made of the modules of transformers, which must be installed.
@@ -193,8 +193,8 @@ class ConfigReader:
         first = found[names[0]]
         if "dropout" in self._changes or all(value == first for value in found.values()):
             return float(first) if isinstance(first, int | float) else 0.0
-        told = ", ".join(f"{name} {value!r}" for name, value in found.items())
-        self.faults.append(f"dropout differs between places ({told}): give one for all, as dropout=0.0")
+        listed = ", ".join(f"{name} {value!r}" for name, value in found.items())
+        self.faults.append(f"dropout differs between places ({listed}): give one for all, as dropout=0.0")
         return 0.0
 
     def rope(self) -> dict[str, Any]:
@@ -246,8 +246,8 @@ class ConfigReader:
             first = slides.index(True) if True in slides else layers
             fitting = [every for every in (None, *range(2, layers + 1)) if slides == _slides(layers, first, every)]
             if not fitting:
-                told = "windows begin at one block, and leave out every n-th"
-                self.faults.append(f"layer_types do not change regularly: raypar's {told}")
+                limits = "windows begin at one block, and leave out every n-th"
+                self.faults.append(f"layer_types do not change regularly: raypar's {limits}")
             skips = fitting[0] if fitting else None
         if first >= layers:
             return {}

@@ -47,8 +47,8 @@ def type_of(model: GPT | Llama, preferred: str | None = None) -> tuple[str | Non
     if preferred in fitting:
         fitting = [preferred]
     if not fitting:
-        told = " and ".join(f"model.{name}" for name in sorted(has))
-        faults.append(f"no type of model has {told}: {', '.join(kinds)} were tried")
+        fields = " and ".join(f"model.{name}" for name in sorted(has))
+        faults.append(f"no type of model has {fields}: {', '.join(kinds)} were tried")
     if not faults and fitting[0] == "mixtral" and isinstance(model, Llama):
         faults = [*_unlike_mixtral(model)]
     return (None if faults else fitting[0]), faults

@@ -1,4 +1,4 @@
-"""The check of a run that is to be launched: all that is wrong with it here, before anything else happens with it."""
+"""Check a run before its launch: its fields, and this machine's memory, data and system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_launch(
     others: Sequence[str] = (),
     here: bool = True,
 ) -> Programs:
-    """Check a run as ``check_run`` does, and that its actors can begin: with the memory, data, model and system here.
+    """Check a run as ``check_run`` does, and that its actors can start with the memory, data, model and system here.
 
     Args:
         run: The run.
@@ -40,7 +40,7 @@ def check_launch(
         wrong: Faults that were found where the run was read.
         replaces: Whether another run on this machine ends first, with what it has in memory and on the disk.
         convert: Converts the run's data; called once, for a run without faults so far.
-        others: What else is wrong, which the caller has found.
+        others: Further faults, which the caller has found.
         here: Whether the run is to begin on this system; a plan may be for another one.
 
     Returns:
@@ -54,7 +54,7 @@ def check_launch(
     lacking = [*others, *(recovery_faults(run.max_failures) if here and is_sound else ())]
 
     def before_data(programs: Programs) -> None:
-        """Raise ConfigError for what is wrong here with a sound run, and else convert its data."""
+        """Raise ConfigError if the run does not fit this machine; else convert its data."""
         memory = memory_faults(run, programs["train"], skeleton, replaces=replaces) if here else ()
         if faults := [*lacking, *memory]:
             raise ConfigError(faults)

@@ -15,7 +15,7 @@ from raypar.actors.specs.run import Run
 
 
 def may_call(run: Run, skeleton: Skeleton) -> bool:
-    """Return whether a run's layers are the user's own, and compute on CPUs what shapes alone can show.
+    """Return whether a run's layers are the user's own, on CPUs, and can be built without weights.
 
     Args:
         run: The run, checked.
@@ -27,7 +27,7 @@ def may_call(run: Run, skeleton: Skeleton) -> bool:
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """Within it calls warn of nothing and print nothing, as the actors will, and leave random numbers as they are."""
+    """Suppress warnings and output of calls, and restore the state of random numbers at the end."""
     with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         yield

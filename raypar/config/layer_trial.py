@@ -2,10 +2,8 @@
 
 The layers of the skeleton, which have no memory, make shapes from shapes. Not every op can do that, so an error there
 is only a suspicion: the first batch is then computed as the actors will, with weights, up to the layer that raised it.
-
-Try whether own layers call their lists of experts as expert actors do, before these start. Imports torch.
-
-Try whether a loss takes derivatives by what another stage has made, whose graph it has not. Imports torch.
+It is also tried whether layers call their lists of experts in the order in which expert actors expect them, and whether
+the loss differentiates by a value whose graph is on another stage.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ def call_faults(run: Run, values: Values) -> list[str]:
     """Return which layers do not call each of their lists of experts once, in the order of registration.
 
     Expert actors have no code of the layer: they take part in one call of each list. The layers compute a batch, with
-    weights and in this process. A layer that raises an error ends the trial: the actors tell it.
+    weights and in this process. A layer that raises an error ends the trial: the actors report it.
 
     Args:
         run: The run, with own layers.
@@ -234,20 +232,20 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
             if any(value.requires_grad for value in values) and not loss.requires_grad:
                 return [_NO_GRADIENT]
     except MaskError as error:
-        return [f"{what}: {_told(error)}"]
+        return [f"{what}: {_spelled(error)}"]
     except TypeError as error:
         of_forward = "positional argument" in str(error) and "forward() " in str(error)
         return [f"{what} can't take {taken}: {first_line(error)}{_EACH}"] if of_forward else []
     except (RuntimeError, ValueError, IndexError) as error:
         if re.search(OUTSIDE_THE_GRAPH, str(error)):
             return [
-                f"{what} takes a derivative by a tensor that its output was not made of: {_told(error)}{_OWN_INPUTS}"
+                f"{what} takes a derivative by a tensor that its output was not made of: {_spelled(error)}{_OWN_INPUTS}"
             ]
         of_dtypes = _OF_DTYPES.search(str(error))
         if type(error) in (RuntimeError, ValueError, IndexError) and (of_dtypes or _OF_SHAPES.search(str(error))):
             fix = _cast(values, met, what) if of_dtypes else _fix(str(error))
-            return [f"{what} can't take {taken}: {_told(error)}{fix}"]
-    except Exception:  # the user's own, or it is no matter of shapes: the actors tell it
+            return [f"{what} can't take {taken}: {_spelled(error)}{fix}"]
+    except Exception:  # the user's own, or not of shapes: the actors report it
         return []
     return []
 
@@ -259,16 +257,16 @@ def _cast(values: Values, met: Values, what: str) -> str:
     return f"; {_dtypes(values)} meets {_dtypes(met)}: cast one of them"
 
 
-def _fix(told: str) -> str:
+def _fix(message: str) -> str:
     """Return the fix for targets that do not fit the outputs in number or in value; "" for others."""
-    if "index out of range" in told:
+    if "index out of range" in message:
         return " Ids count from 0: give the embedding a row for each."
-    if "out of bounds" in told:
+    if "out of bounds" in message:
         return " Classes count from 0, so give fewer, or a last layer of more outputs."
-    return " Give a target for each sample." if "batch_size" in told else ""
+    return " Give a target for each sample." if "batch_size" in message else ""
 
 
-def _told(error: Exception) -> str:
+def _spelled(error: Exception) -> str:
     """Return what an error says, with the user's line."""
     theirs = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename)]
     line = theirs[-1] if theirs else made_at(error)

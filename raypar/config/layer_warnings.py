@@ -1,4 +1,4 @@
-"""What goes unnoticed when the user's own layers are on different actors. Imports torch."""
+"""Warn of faults that raise no error when the user's own layers are on different actors. Imports torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def warn_of_layers(run: Run, skeleton: Skeleton, schedule: Schedule) -> None:
     """
     if not isinstance(run.model, Layers) or schedule.num_ranks == 1:
         return
-    homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
+    ranks, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
     for (one, buffer), (other, alias) in shared_buffers(skeleton.model.skeleton):
-        if homes[one] != homes[other]:
+        if ranks[one] != ranks[other]:
             log.warning(
                 "%s.%s and %s.%s are one buffer, but on different actors, pp=%d and pp=%d, which each keep their own: "
                 "what one layer writes the other does not see; give both layers to one stage with split, or each its "
                 "own buffer",
-                *(names[one], buffer, names[other], alias, homes[one], homes[other]),
+                *(names[one], buffer, names[other], alias, ranks[one], ranks[other]),
             )
     for index in unsearched(skeleton.model.skeleton):
         log.warning(

@@ -1,4 +1,4 @@
-"""Replace wrong fields of a run by sound values, so that what is wrong besides can be said, too."""
+"""Replace wrong fields of a run by valid values, so that the rules between fields can be checked as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.config.fields import FieldFault, value_faults
 
-# Values that are tried beside a field's usual one, for which those that it can't have are passed over.
+# Values that are tried besides a field's default; those that the field does not allow are skipped.
 _OTHERS: tuple[Any, ...] = (2, 1, 3, 0.5, 0.25, 1.5, "2", "8GiB", True, False, None, ())
 _PARTS: tuple[Any, ...] = (
     Mesh(pp=2, dp=2, cp=2, tp=2),
@@ -23,20 +23,20 @@ _PARTS: tuple[Any, ...] = (
     Resources(2.0),
 )
 _SEVERAL: tuple[Any, ...] = ({"embed.*": 1.0}, {"embed.*": "0"}, ("embed.*",), (0.5, 0.5))
-_FUNCTIONS = ("data.fn", "data.validate", "data.lengths", "data.path")  # instead of which other data are taken
+_FUNCTIONS = ("data.fn", "data.validate", "data.lengths", "data.path")  # if one is wrong, all of data is replaced
 
 
 def mended(run: Run, wrong: Sequence[FieldFault]) -> tuple[Run, Run] | None:
-    """Return a run twice, each time with other sound values in place of all wrong ones.
+    """Return a run twice, with two different valid values instead of each wrong one.
 
-    What is wrong with both, in the same words, does not depend on the wrong fields.
+    A fault of both, in the same words, does not depend on the wrong fields.
 
     Args:
         run: The run.
         wrong: Its faults of single fields.
 
     Returns:
-        The two runs; None if a field has no two sound values that are known, as one of the user's own functions.
+        The two runs; None if two valid values of a field are not known, as of a function of the user.
     """
     one = other = run
     for path in dict.fromkeys(_field_of(run, fault.path) for fault in wrong):
@@ -75,7 +75,7 @@ def _field_of(run: Run, path: str) -> str:
 
 
 def _sound(run: Run, path: str) -> tuple[Any, Any] | None:
-    """Return two sound values of a field, the first of which is its usual one; None if there are none."""
+    """Return two valid values of a field, the default first; None if they are not known."""
     part: Any = run
     *heads, name = path.split(".")
     for head in heads:
@@ -96,7 +96,7 @@ def _ranks(run: Run) -> int:
 
 
 def _words(hint: Any) -> Iterator[Any]:
-    """Yield the words of a field that has one of some, and parts of a run as they are by themselves."""
+    """Yield the values of a field's Literal, and default instances of dataclasses in its type."""
     if get_origin(hint) is Literal:
         yield from get_args(hint)
     if isinstance(hint, type) and is_dataclass(hint):

@@ -20,7 +20,7 @@ _FIX = "make the linear layer that takes them 'row' in the plan, or this one 'co
 
 
 class _Divided:
-    """What the modules of a plan make on one actor, while layers are called with tensors that have only shapes.
+    """The shapes on one actor of the outputs of a plan's modules, while layers are called on the meta device.
 
     Attributes:
         last: The last module that was called and left its outputs split by features, with its kind and the number of
@@ -32,7 +32,7 @@ class _Divided:
         self.last: tuple[str, str, int] | None = None
 
     def part(self, name: str, text: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return the features that an actor makes of those of a module."""
+        """Return an actor's part of the features that a module outputs."""
         width = output.shape[-1]
         if width % self._ways:
             return output
@@ -40,15 +40,15 @@ class _Divided:
         return output.narrow(-1, 0, width // self._ways)
 
     def whole(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Return inputs of a module that is given a part as all actors have them together."""
+        """Return the whole inputs of a module that gets a part of them."""
         value, *others = inputs
         width = module.in_features if isinstance(module, nn.Linear) else self.last[2] if self.last else 0
         if value.shape[-1] == width // self._ways:
             value, self.last = value.new_empty(*value.shape[:-1], width), None
         return (value, *others)
 
-    def told(self, why: str) -> str:
-        """Say which layer leaves its outputs divided, what becomes of that, and the fix."""
+    def fault(self, why: str) -> str:
+        """Return the fault: which layer leaves its outputs divided, why that does not fit, and the fix."""
         assert self.last is not None
         name, text, width = self.last
         held = f"{width // self._ways} of its {width} outputs"
@@ -85,5 +85,7 @@ def plan_misfits(
                 values = as_values(module(*skipped.inputs(index, values)))
                 skipped.keep(index, values)
             except Exception as error:
-                return [] if divided.last is None else [divided.told(f"which {layer} can't take ({first_line(error)})")]
-    return [] if divided.last is None else [divided.told("and the loss needs all")]
+                return (
+                    [] if divided.last is None else [divided.fault(f"which {layer} can't take ({first_line(error)})")]
+                )
+    return [] if divided.last is None else [divided.fault("and the loss needs all")]

@@ -1,4 +1,4 @@
-"""The programs of a run: its schedule in the run's sizes, with the passes that the run asks for."""
+"""The programs of a run: its schedule in the run's sizes, with the passes that its fields choose."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lowered_programs(
         skeleton: Its model without weights.
         schedule: The schedule; None for the run's.
         costs: How long actions last, for a schedule that depends on it; None for its default.
-        counts_replicas: Whether the fields are sound that say whether replicas reduce gradients.
+        counts_replicas: Whether the fields that decide whether replicas reduce gradients are valid.
 
     Raises:
         ScheduleError: The schedule does not fit the run, or breaks a rule.
@@ -59,7 +59,7 @@ def lowered_programs(
 def finished_programs(run: Run, skeleton: Skeleton, programs: Programs) -> Programs:
     """Return the programs of a sound run as actors perform them: with split backwards, ZeRO and offloading.
 
-    Those of a schedule that depends on costs are made again, for the costs of the run.
+    A schedule that depends on costs is generated again with the costs of the run.
 
     Args:
         run: The run.

@@ -70,13 +70,13 @@ def llama_small() -> Run:
 
 
 def moe_tiny() -> Run:
-    """Return gpt-tiny with four experts in place of each MLP, two of them for a token."""
+    """Return gpt-tiny with four experts instead of each MLP, two of them for a token."""
     model = GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1, moe=MoE(experts=4, top_k=2, normalise=True))
     return replace(gpt_tiny(), model=model)
 
 
 def moe_small() -> Run:
-    """Return gpt-small with eight experts in place of each MLP, two of them for a token: 35.9 million parameters."""
+    """Return gpt-small with eight experts instead of each MLP, two of them for a token: 35.9 million parameters."""
     model = GPT(layers=8, hidden=256, heads=8, seq=256, moe=MoE(experts=8, top_k=2, normalise=True, alpha=0.02))
     return replace(gpt_small(), model=model)
 
@@ -98,13 +98,13 @@ _MODELS = re.compile(
 
 
 def _in_a_folder(name: object) -> str:
-    """Return how a model of Hugging Face is given, if the name is that of one; "" for other names."""
+    """Return how to use a model of Hugging Face, if this is the name of one; "" for other names."""
     is_model = isinstance(name, str) and _MODELS.fullmatch(name.lower())
     return "; for a model of Hugging Face give its folder: --model.hf FOLDER, or rp.HF(folder)" if is_model else ""
 
 
 def _sized(name: object) -> str:
-    """Return how a model of another size is given, if the name ends in a number of parameters; "" for other names."""
+    """Return how to set the sizes of a model, if the name ends in a number of parameters; "" for other names."""
     is_size = isinstance(name, str) and re.search(r"\d[bm]$", name.lower())
     if not is_size:
         return ""

@@ -1,4 +1,4 @@
-"""Rules of a run: declared conflicts of two settings, functions that compute, and the loop that asks them all."""
+"""Rules of a run: declared conflicts of two settings, functions, and the loop over all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypar.schedules.schedule import Schedule
 
 
 class UnsoundError(Exception):
-    """A rule has read a field that has a wrong value by itself, so that it can't be compared with others."""
+    """A rule has read a field whose value is wrong by itself, and so can't be compared with others."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Setting:
 
     Attributes:
         path: Its field or a property, as ``Examined.value`` takes it.
-        chosen: The value of the field with which a run has this setting, or a function that says so of a value; bool
-            for all values but None, 0 and the like.
-        said: What a message says of it, with ``{run}`` and ``{train}``; "" for the field and its value.
-        undo: What a message advises in order to do without it; "" to leave the field out.
+        chosen: The value of the field with which a run has this setting, or a predicate of values; bool for all
+            values that are true.
+        said: The words of a message for it, with ``{run}`` and ``{train}``; "" for the field and its value.
+        undo: How to do without it, in the words of a message; "" to leave the field out.
     """
 
     path: str
@@ -106,7 +106,7 @@ class Setting:
         return bool(self.chosen(value)) if callable(self.chosen) else value == self.chosen
 
     def words(self, examined: Examined) -> str:
-        """Return what a message says of it."""
+        """Return the words of a message for it."""
         value = examined.value(self.path)
         shown = f"{value:g}" if isinstance(value, float) else repr(value)
         return self.said.format(run=examined.run, train=examined.lowered) or f"{self.path} is {shown}"
@@ -134,7 +134,7 @@ class Conflict:
     Attributes:
         one: A setting.
         other: The other one.
-        because: The rest of the sentence, with ``{run}``, and ``{other}`` for what is said of the other setting.
+        because: The rest of the sentence, with ``{run}``, and ``{other}`` for the words of the other setting.
         fix: What to do about it, with ``{run}``; "" to do without one of the two.
     """
 
@@ -191,7 +191,7 @@ def guarded(part: Any, right: Callable[..., bool], below: str = "") -> Any:
 
 
 def _unsound(_: object) -> None:
-    """Raise UnsoundError, in place of a field's value."""
+    """Raise UnsoundError instead of returning a field's value."""
     raise UnsoundError
 
 

@@ -86,7 +86,7 @@ def check_run(
     """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
     A field of a wrong type or range is one fault. Checks that would compare it with other fields are then skipped. Data
-    that the cache has not are converted last, to look for faults in them, and not if the run has others.
+    that are not in the cache are converted last, to check them, if the run has no other faults.
 
     Args:
         run: The run.
@@ -124,7 +124,7 @@ def _own_faults(run: Run) -> list[FieldFault]:
 
 
 def _besides(pair: tuple[Run, Run], examined: Examined) -> list[str]:
-    """Return what is wrong with two runs alike, if their single fields are sound."""
+    """Return the faults that both runs have, if their single fields are valid."""
     found: list[list[str]] = []
     for run in pair:
         if own := _own_faults(run):
@@ -178,7 +178,7 @@ def reset_faults(run: Run, device: DeviceKind, resources: Resources | None = Non
     Args:
         run: The run.
         device: Device on which they compute.
-        resources: What they have taken of their nodes; None if it is what the run asks for.
+        resources: The resources of their nodes that they have; None if these are those of the run.
     """
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"

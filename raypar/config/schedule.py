@@ -133,7 +133,7 @@ def with_offload(programs: Programs, most: int | None) -> Programs:
         most: The most activations on a device; None for no limit.
 
     Raises:
-        ConfigError: Its order needs more, or it is none in which activations can be moved.
+        ConfigError: Its order needs more, or does not allow moving activations.
     """
     try:
         train = offload_activations(programs["train"], most)
@@ -327,7 +327,7 @@ def load(
 
 
 def schedule_entry(word: str) -> Entry:
-    """Return the catalog's entry that a word stands for.
+    """Return the catalog's entry of a word.
 
     Args:
         word: A name, or code that generates a schedule (``my.py:zigzag``).
@@ -342,7 +342,7 @@ def schedule_entry(word: str) -> Entry:
 
 
 def _with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
-    """Return a schedule with these replicas; one that is made for some keeps its own."""
+    """Return a schedule with these replicas, unless it has replicas already."""
     return replicate(schedule, replicas) if any(count > 1 for count in replicas) and not schedule.replicas else schedule
 
 

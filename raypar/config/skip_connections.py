@@ -12,7 +12,7 @@ from raypar.schedules.passes.skip_connections import Skips, no_skips
 
 
 def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
-    """Return what tells the skips between stages, for a number of stages; none where model or split have faults.
+    """Return a function from the number of stages to the skips between them: none if model or split have faults.
 
     Args:
         run: The run.
@@ -26,7 +26,7 @@ def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
 
         try:
             model = skeleton.model
-        except Exception:  # the check of the layers tells it
+        except Exception:  # the check of the layers reports it
             return ()
         count = len(model.names)
         if any(skip_faults(model.skips, count)) or split_faults(run.split, count, num_stages):

@@ -6,7 +6,7 @@ An example::
     layout = "ep2_dp2"     # optional: a layout of experts, see layouts.py
     steps = 200
     split = [3, 5]
-    clip = "none"          # stands for None
+    clip = "none"          # None
 
     [model]                # fields that are left out keep the recipe's values
     layers = 12
@@ -65,14 +65,14 @@ def _kinds(part: str) -> dict[str, type[Any]]:
 
 
 _KINDS = {part: _kinds(part) for part in ("model", "data", "optim")}
-_COMMON = {  # the fields that another kind takes over; the others get its defaults
+_COMMON = {  # the fields that are copied to another kind; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
     "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
     "optim": ("warmup", "decay", "decay_end", "final", "decay_steps", "decay_form", "no_decay", "rates"),
 }
 
 
-_BEFORE = {  # fields that a run keeps as it began, and what runs had before there were these fields
+_BEFORE = {  # fields that a resumed run keeps, and their values in runs recorded before these fields existed
     ("optim", "decay_end"): "last",
     ("data", "val_from"): "end",
 }
@@ -95,7 +95,7 @@ def load_run(path: Path, base: Run | None = None) -> Run:
 
 
 def recorded_run(table: Mapping[str, Any]) -> Run:
-    """Return the run that a checkpoint or a run folder has recorded: what it does not say is as it was at that time.
+    """Return the run that a checkpoint or a run folder has recorded: fields that it lacks have the values of that time.
 
     Args:
         table: The record.
@@ -107,7 +107,7 @@ def recorded_run(table: Mapping[str, Any]) -> Run:
 
 
 def as_begun(run: Run, record: Mapping[str, Any]) -> Run:
-    """Return a run that goes on from a checkpoint with what a run keeps of its beginning.
+    """Return a run that goes on from a checkpoint, with the fields that a resumed run keeps.
 
     Args:
         run: The run.
@@ -132,7 +132,7 @@ def plain_of(run: Run) -> dict[str, Any]:
 
 
 def changed_of(run: Run) -> dict[str, Any]:
-    """Return a run as plain data like ``plain_of``, without what a file can leave out: with its fields' defaults."""
+    """Return a run as plain data like ``plain_of``, without the fields that have their defaults."""
     whole = plain_of(run)
     wanted = run_of(whole)
 
@@ -191,7 +191,7 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
 
 
 def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, list[FieldFault]]:
-    """Return the run that a table describes, without what is wrong in it, and the faults of that.
+    """Return the run that a table describes, without its wrong fields, and their faults.
 
     Values that are only out of range are in the run, and no faults: ``check_run`` finds them.
 
@@ -253,9 +253,8 @@ def of_kind(name: str, kind: object, like: T) -> T:
     Args:
         name: Field of the run: "model", "data" or "optim".
         kind: The kind, such as "llama" or "sgd".
-        like: The present one. It is returned itself if it has that kind. Otherwise the new one takes over the fields
-            common to all kinds (a model's sizes, an optimizer's learning-rate schedule), and has its own defaults for
-            the rest.
+        like: The present one. It is returned itself if it has that kind. Otherwise the fields common to all kinds are
+            copied (a model's sizes, an optimizer's learning-rate schedule), and the others have their defaults.
 
     Raises:
         ConfigError: There is no such kind.
@@ -370,7 +369,7 @@ def _spelled(value: Any) -> str:
 
 
 def _hint(key: str, names: Iterable[str], part: str) -> str:
-    """Return what to say of a key that a part of the run lacks: which of its other kinds have it, or the nearest."""
+    """Return the hint for an unknown key of a part of the run: which other kinds have it, or the nearest key."""
     if hint := kind_hint(part, key):
         return f" of this kind: {hint}"
     known, common = sorted(names), COMMON_NAMES.get(key)

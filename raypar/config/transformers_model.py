@@ -1,4 +1,4 @@
-"""A model of Hugging Face that raypar has not, as Layers of the modules of transformers."""
+"""Models of Hugging Face of types that raypar does not implement, as Layers of the modules of transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
     kind = config["model_type"]
     if importlib.util.find_spec("transformers") is None:
         return None, [
-            f"its model_type is {_told(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
+            f"its model_type is {_type(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
             "the modules of transformers, pip install 'raypar[transformers]'"
         ]
     from raypar.actors.models.their_layers import (
@@ -96,18 +96,18 @@ def their_model_again(model: Mapping[str, Any]) -> Layers:
         raise ValueError("; ".join(faults))
     fields = {name: None if value == "none" else value for name, value in fields.items()}
     fields |= {"plan": dict(fields.get("plan") or ()), "skips": tuple(map(tuple, fields.get("skips") or ()))}
-    fields.pop("metrics", None)  # functions, of which the names are written
+    fields.pop("metrics", None)  # the names of functions, which can't be read again
     return Layers(fn=TheirLayers(model["fn"]["config"]), loss=cross_entropy, **fields)
 
 
-def _told(config: Mapping[str, Any]) -> str:
+def _type(config: Mapping[str, Any]) -> str:
     """Return the type of a model, with the name of its class if the file has one."""
     kind, named = config.get("model_type"), config.get("architectures") or []
     return f"{kind!r} ({named[0]})" if isinstance(named, list) and named else repr(kind)
 
 
 def _near(kind: object) -> str:
-    """Return which type of raypar's is the nearest, if one is near."""
+    """Return the nearest of raypar's types, if one is near."""
     close = nearest(str(kind), list(TABLES))
     return f"; {close!r} is the nearest" if close else ""
 
@@ -119,7 +119,7 @@ def _is_dropout(name: str) -> bool:
 def _refused(config: Mapping[str, Any], kind: str, error: Exception) -> str:
     why = f"transformers has no model of this type{_near(kind)}" if isinstance(error, KeyError) else str(error)
     return (
-        f"its model_type is {_told(config)}, which raypar has not, and which it can't take from transformers as it is: "
+        f"its model_type is {_type(config)}, which raypar has not, and which it can't take from transformers as it is: "
         f"{' '.join(why.split())}. Give one of {', '.join(TABLES)}, one whose config declares base_model_tp_plan and "
         "base_model_pp_plan, or build it from its modules as rp.Layers with a plan of yours (docs/hugging-face.md)"
     )

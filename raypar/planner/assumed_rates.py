@@ -1,7 +1,7 @@
-"""How much an actor computes and moves in a second, where nothing of its run was measured yet.
+"""How much an actor computes and moves in a second, before anything of its run was measured.
 
-Figures of a kind of device, not of the machine that a run will have: they tell how computing compares with messages.
-Once steps were taken, predictions are made from their own costs.
+Figures of a kind of device, not of the machine that a run will have: they show how computing compares with messages.
+Once steps were taken, predictions use their measured costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rates:
     Attributes:
         flops: FLOPs of the products in its layers.
         bytes: Bytes that it receives from the other actors of a group, or sends to them.
-        latency: Seconds that an operation of a group takes besides.
+        latency: Seconds that an operation of a group takes in addition.
     """
 
     flops: float

@@ -30,7 +30,7 @@ from raypar.schedules.simulation.simulate import Costs
 def seconds_of_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> Costs:
     """Return the estimated durations of the actions of a run's training step, in seconds.
 
-    Of the user's own Layers no FLOPs are known: there the unit is the forward of a stage, and messages cost nothing.
+    The FLOPs of the user's own Layers are not known: their unit is the forward of a stage, and messages cost nothing.
 
     Args:
         run: The run.
@@ -43,36 +43,36 @@ def seconds_of_run(run: Run, world: World, counts: ParameterCounts, schedule: Sc
     if not isinstance(run.model, Transformer):
         return costs
     tokens = run.micro_batch_size * run.model.seq / run.mesh.cp / schedule.slices
-    unit, homes = tokens / rates.flops, schedule.placement
-    computing = {key: unit * cost / run.mesh.tp_of(homes[key[0]]) for key, cost in costs.of_stage.items()}
+    unit, placement = tokens / rates.flops, schedule.placement
+    computing = {key: unit * cost / run.mesh.tp_of(placement[key[0]]) for key, cost in costs.of_stage.items()}
     parts = run.mesh.tensor_ranks if run.sequence_parallel or run.mesh.grid is not None else 1
     boundary = element_bytes(run).weight * run.model.hidden * tokens / parts
     return replace(
         costs,
-        of_stage=computing | _exchanges(run, world, counts, rates, homes),
-        step=seconds_behind_update(run, world, counts, schedule, rates),
+        of_stage=computing | _exchanges(run, world, counts, rates, placement),
+        step=seconds_after_update(run, world, counts, schedule, rates),
         link=rates.message(boundary),
         reduce_beside=True,
         units=min(units.count for units in counts.units),
     )
 
 
-def seconds_behind_update(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> float:
-    """Return the seconds of the messages behind an update, on the pipeline rank where they take longest; the arguments
+def seconds_after_update(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> float:
+    """Return the seconds of the messages after an update, on the pipeline rank where they take longest; the arguments
     are those of ``seconds_of_run``."""
     stages = map(schedule.stages_of, range(schedule.num_ranks))
-    return max(_behind_update(run, world, counts, rates, each) for each in stages)
+    return max(_messages_after_update(run, world, counts, rates, each) for each in stages)
 
 
 def _exchanges(
-    run: Run, world: World, counts: ParameterCounts, rates: Rates, homes: Sequence[int]
+    run: Run, world: World, counts: ParameterCounts, rates: Rates, placement: Sequence[int]
 ) -> dict[tuple[int, Op], float]:
     """Return the seconds of every stage's UNSHARD and REDUCE_GRAD. Offloaded tensors are moved as a whole."""
     each = element_bytes(run)
     twice = 1 if world.sharded or world.servers or world.offload != "none" else 2
     found: dict[tuple[int, Op], float] = {}
     for stage, units in enumerate(counts.units):
-        sharers = world.owners if world.sharded else world.replicas_at(homes[stage])
+        sharers = world.owners if world.sharded else world.replicas_at(placement[stage])
         part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
         moved = units.gathered if world.offload == "none" else units.whole
         gradients = each.gradient * moved
@@ -82,8 +82,10 @@ def _exchanges(
     return found
 
 
-def _behind_update(run: Run, world: World, counts: ParameterCounts, rates: Rates, stages: Sequence[int]) -> float:
-    """Return the seconds of the messages behind the update of a pipeline rank with these stages."""
+def _messages_after_update(
+    run: Run, world: World, counts: ParameterCounts, rates: Rates, stages: Sequence[int]
+) -> float:
+    """Return the seconds of the messages after the update of a pipeline rank with these stages."""
     each, held = element_bytes(run), sum(counts.units[stage].gathered for stage in stages)
     seconds = 0.0
     if (world.sharded or world.servers) and not world.gathers:
@@ -101,7 +103,7 @@ def costs_of_run(run: Run, num_stages: int) -> Costs:
 
 
 def costs_with_halving(run: Run, num_stages: int) -> Costs:
-    """Return the costs of ``costs_of_run`` with what it takes to split backwards, which a search for halves weighs."""
+    """Return the costs of ``costs_of_run`` plus the cost of splitting backwards, for the choice of which to split."""
     costs, model = costs_of_run(run, num_stages), run.model
     if not isinstance(model, Transformer):
         return costs
@@ -114,7 +116,7 @@ def costs_with_halving(run: Run, num_stages: int) -> Costs:
 
 
 class _Work(NamedTuple):
-    """What one microbatch costs one stage.
+    """The cost of one microbatch on one stage.
 
     Attributes:
         forward: Cost of its forward.

@@ -1,8 +1,8 @@
 """The prediction of a training step: the schedule performed on paper, and where the costs of its actions come from.
 
 Two sources of costs exist. Before a run there are only FLOPs and bytes; after some steps there are measured durations.
-They disagree, because FLOPs know neither caches nor the optimizer, so whoever shows a prediction shows its source with
-it.
+They disagree, because FLOPs know neither caches nor the optimizer, so a prediction is
+shown with its source.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def leaves_out(self) -> str:
-        """Why a measured bubble is another one, in a sentence."""
+        """Why a measured bubble differs, in a sentence."""
         return _LEAVES_OUT[self.source]
 
 
@@ -107,7 +107,7 @@ def before_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedu
     """Predict a step of a run before it starts: from the calibration, if there is one that fits the run, else as
     ``from_flops`` does.
 
-    A calibration that can't be read is told in the log, and not used. The arguments are those of ``from_flops``.
+    A calibration that can't be read is logged, and not used. The arguments are those of ``from_flops``.
     """
     try:
         calibration = found_calibration()
@@ -120,9 +120,9 @@ def before_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedu
 
 
 def why_uncalibrated(run: Run) -> str:
-    """Say why a run is predicted without a calibration, and what gives one that fits; "" if it has one."""
-    if told := [*_not_measured(run)]:
-        return "; ".join(told)
+    """Return why a run is predicted without a calibration, and how to get one that fits; "" if it has one."""
+    if unmeasured := [*_not_measured(run)]:
+        return "; ".join(unmeasured)
     try:
         calibration = found_calibration()
     except ConfigError as error:
@@ -136,7 +136,7 @@ def why_uncalibrated(run: Run) -> str:
 
 
 def better_calibration(run: Run, prediction: Prediction) -> str:
-    """Say what would give a better prediction than this one: a calibration, or a new one; "" if nothing."""
+    """Return how to get a better prediction: by a calibration, or a new one; "" if there is no way."""
     if prediction.source != FROM_CALIBRATION:
         return why_uncalibrated(run)
     known = found_calibration()
@@ -144,7 +144,7 @@ def better_calibration(run: Run, prediction: Prediction) -> str:
 
 
 def cautions(calibration: Calibration) -> str:
-    """Say why a calibration may be wrong here: it is of a busy machine, or of another torch; "" if it is of neither."""
+    """Return why a calibration may be wrong here: a busy machine, or another version of torch; "" if neither."""
     found = [f"it was {calibration.origin.busy}"] if calibration.origin.busy else []
     measured, here = calibration.origin.versions.get("torch"), version("torch")
     if measured is not None and measured != here:
@@ -153,20 +153,20 @@ def cautions(calibration: Calibration) -> str:
 
 
 def calibration_misfits(run: Run, calibration: Calibration) -> list[str]:
-    """Return why a calibration says nothing of a run: it must be of its kind of device, in fp32, with its threads."""
+    """Return why a calibration does not fit a run: the device, the dtype, the threads or the cores differ."""
     found, again = [*_not_measured(run)], "raypar calibrate measures anew"
     if calibration.device != (kind := device_kind(run.device)):
         found.append(f"the calibration is of device {calibration.device!r}, and the run is for {kind!r}: {again}")
     if calibration.threads != run.num_threads:
-        told = f"the calibration is of threads={calibration.threads} an actor, and the run has {run.num_threads}"
-        found.append(f"{told}: threads={calibration.threads} is predicted in seconds")
+        text = f"the calibration is of threads={calibration.threads} an actor, and the run has {run.num_threads}"
+        found.append(f"{text}: threads={calibration.threads} is predicted in seconds")
     if computes_here(run.device) and calibration.origin.cores != (cores := num_cores()):
         found.append(f"the calibration is of {calibration.origin.cores} cores, and here are {cores}: {again}")
     return found
 
 
 def _not_measured(run: Run) -> Iterator[str]:
-    """Yield what a run does that no calibration measures."""
+    """Yield the settings of a run that no calibration measures."""
     if not isinstance(run.model, Transformer):
         yield "a calibration knows a GPT and a Llama, and not layers of your own"
     if run.precision.is_half:

@@ -1,7 +1,4 @@
-"""What a run needs, in rows of a name and a figure: actors, parameters and memory, against what this machine has.
-
-The size of a checkpoint.
-"""
+"""What a run needs, in rows of a name and a figure: actors, parameters, memory and checkpoints, against this machine."""
 
 from __future__ import annotations
 
@@ -57,17 +54,17 @@ def checkpoint_bytes(run: Run, counts: ParameterCounts, parameters: int) -> int:
     return each * parameters + round(each * parameters * sum(states_of(run, counts)) / max(1, sum(counts.held)))
 
 
-def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
+def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
     """Say how many actors a run has, and by which axes: "4 = pp 2 (recipe gpt-small) x tp 2".
 
     Args:
         run: The run.
         origins: By axis, what set it if that was not the user.
     """
-    world, told = world_of(run), []
+    world, axes = world_of(run), []
     for axis in AXES:
         if world.mesh.ways(axis) > 1:
-            told.append(
+            axes.append(
                 f"{axis} {world.mesh.spelled(axis)}" + (f" ({origins[axis]})" if origins and axis in origins else "")
             )
     others = f" + {len(world.server_ranks)} servers" if world.servers else ""
@@ -75,7 +72,7 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
         others = f" + {world.mesh.actors - world.mesh.size} for experts"
     elif world.mesh.ep > 1:
         others = f"; experts in {world.mesh.ep} parts"
-    return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
+    return f"{world.size} = {' x '.join(axes) or 1}{others}" if axes or others else str(world.size)
 
 
 def need_rows(
@@ -194,11 +191,11 @@ def _stages(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Sequence
     """Return the tensors of an actor of each stage."""
     if isinstance(run.model, Layers):
         return user_tensors(run, schedule.num_stages, skeleton or Skeleton(run.model, run.seed))
-    homes, mesh = schedule.placement, run.mesh
+    placement, mesh = schedule.placement, run.mesh
     if mesh.rank_tp:
         each = {tp: _stages(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), schedule, skeleton) for tp in {*mesh.rank_tp}}
-        return [each[mesh.tp_of(home)][stage] for stage, home in enumerate(homes)]
-    ties = homes[0] == homes[-1]
+        return [each[mesh.tp_of(rank)][stage] for stage, rank in enumerate(placement)]
+    ties = placement[0] == placement[-1]
     return tensors_by_stage(run.model, run.split, schedule.num_stages, mesh, run.zero_units, ties=ties)
 
 
@@ -245,16 +242,16 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
     saved = -(-run.steps // run.save_every) - step // run.save_every if run.save_every else 1
     keep = run.keep_last or saved
     kept, there = min(saved, keep), min(saved, keep + 1)  # one is removed when a newer one is whole
-    place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
-    free = free_disk(place)
+    existing = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
+    free = free_disk(existing)
     count = "1" if there == 1 else f"{kept:,} of about {size(one)} each"
     beside = ", and the one that is written" if there > kept else ""
-    told = f"about {size(there * one)}: {count}{beside}" + ("" if free is None else f"; the disk has {size(free)} free")
+    text = f"about {size(there * one)}: {count}{beside}" + ("" if free is None else f"; the disk has {size(free)} free")
     if free is not None and there * one > free:
         most = free // one - 1
         fix = f"set keep_last to {most} at most" if most > 0 else f"free about {size(min(saved, 2) * one - free)} more"
-        return f"{told}: {TOO_MUCH}: {fix}, or give a folder of another disk"
-    return told
+        return f"{text}: {TOO_MUCH}: {fix}, or give a folder of another disk"
+    return text
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -263,24 +260,24 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _kinds(memory: ActorMemory) -> str:
-    return f"about {size(memory.peak)}: {', '.join(f'{kind} {told}' for kind, told in kinds_of(memory).items())}"
+    return f"about {size(memory.peak)}: {', '.join(f'{kind} {figure}' for kind, figure in kinds_of(memory).items())}"
 
 
 def kinds_of(memory: ActorMemory) -> dict[str, str]:
-    """Say the memory of an actor by kind; of what only some runs have, what it has."""
+    """Return the memory of an actor by kind, in words; kinds that only some runs have are left out if they are 0."""
     known = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         **{kind: held for kind in ("gathered", "versions", "buckets") if (held := getattr(memory, kind))},
     }
-    told = {kind: size(held) for kind, held in known.items()}
-    told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
+    text = {kind: size(held) for kind, held in known.items()}
+    text["activations"] = "unknown" if memory.activations is None else size(memory.activations)
     others = {"working": memory.working, "shared": memory.shared}
-    told |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
+    text |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
     away = "copies of snapshots, on several nodes"
     others = {"snapshots": memory.snapshots, away: memory.copies, "offloaded": memory.offloaded}
-    return told | {kind: size(count) for kind, count in others.items() if count}
+    return text | {kind: size(count) for kind, count in others.items() if count}
 
 
 def _in_memory(run: Run, of: Callable[[ActorMemory], int]) -> Callable[[ActorMemory], int]:
@@ -289,11 +286,11 @@ def _in_memory(run: Run, of: Callable[[ActorMemory], int]) -> Callable[[ActorMem
 
 
 def _against(run: Run, needed: int, largest: int, actors: int) -> str:
-    """Say what is free here, if the actors would run here and on CPUs."""
+    """Return the free memory here in words, if the actors would run here and on CPUs."""
     free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
-    told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
+    text = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
     if needed > free:
-        return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
-    return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"
+        return f"{text}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
+    return text if largest * actors <= free else f"{text}; the largest takes {size(largest)}"

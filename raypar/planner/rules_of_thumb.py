@@ -1,7 +1,4 @@
-"""Rules of thumb about pipelines, where one is broken.
-
-Rules of thumb about a layout, where it breaks one.
-"""
+"""Rules of thumb about pipelines and layouts: advice where one is broken."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def pipeline_advice(pp: int, microbatches: int, bubble: float, larger: str) -> I
 
 
 def advice(one: Candidate, cluster: Cluster) -> Iterator[str]:
-    """Yield the rules that a layout breaks, and what would mend it.
+    """Yield the rules that a layout breaks, each with a fix.
 
     Args:
         one: The layout.

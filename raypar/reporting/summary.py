@@ -26,7 +26,7 @@ from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
-from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
+from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, counts_of, need_rows
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
@@ -70,7 +70,7 @@ def plan_rows(
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
     prediction = before_run(run, world, counts_of(run, schedule, skeleton), schedule)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
-    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
+    rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
     if run.resources != Resources():
         threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
         rows.append(("each actor takes", f"{run.resources}{threads}"))
@@ -358,7 +358,7 @@ def job_told(run: Run, device: str, taken: int, last: Report | None, failure: st
     """
     over = f", over: {failure}" if failure is not None else ""
     loss = f", loss {loss_text(last.loss)} in step {last.step + 1}" if last is not None else ""
-    head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{model_in_brief(run.model)}"
+    head = f"<Job, actors: {actors_text(run)}, {device}{over}>\n{model_in_brief(run.model)}"
     return f"{head}\n{steps_told(taken, run.steps)}{loss}"
 
 

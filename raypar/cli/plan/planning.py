@@ -35,7 +35,7 @@ from raypar.planner.hardware.this_machine import num_slots, starts_own_ray
 from raypar.planner.prediction import calibration_misfits, from_calibration, why_uncalibrated
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice
-from raypar.planner.search.explained import SHOWN, lost, memory_told, mesh_table, reasons, step_bars, what_is_missing
+from raypar.planner.search.explained import SHOWN, lost, memory_text, mesh_table, reasons, step_bars, what_is_missing
 from raypar.planner.search.given_axes import axis_faults
 from raypar.planner.search.ranking import ALIKE, Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space
@@ -231,7 +231,7 @@ def _planned(
     yield from step_bars(best)
     if price is not None and not best.calibrated:
         yield f"not from the calibration: {why_uncalibrated(best.run)}"
-    yield f"memory of the fullest actor: {memory_told(best, ranking.room)}"
+    yield f"memory of the fullest actor: {memory_text(best, ranking.room)}"
     yield from ("", "why:", *(f"  {line}" for line in reasons(ranking, space)))
     if len(ranking.best) > 1:
         yield from ("", "why the others lost:", *(f"  {line}" for line in lost(ranking)))

@@ -12,7 +12,7 @@ from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import Rows, actors_told, counts_of, kinds_of
+from raypar.planner.resource_needs import Rows, actors_text, counts_of, kinds_of
 from raypar.planner.traffic import step_traffic
 from raypar.reporting.expert_table import expert_table
 from raypar.schedules.action import Op
@@ -42,7 +42,7 @@ def zero_levels_table(run: Run) -> str:
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
     table = expert_table(run)
     drawn = [table, ""] if table else []
-    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], aligned(rows, ">"))])
+    return "\n".join([f"actors: {actors_text(run)}", "", *drawn, *lines(["", *names], aligned(rows, ">"))])
 
 
 def placed(run: Run) -> str:

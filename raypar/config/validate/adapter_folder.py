@@ -1,4 +1,4 @@
-"""Check that the adapters of a PEFT folder are those of a model, and that a layout can have adapters."""
+"""Check that the adapters in a PEFT folder fit a model, and that a layout can have adapters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raypar.config.fields import short_repr
 from raypar.config.rules import Conflict, Examined, RunRule
 from raypar.config.validate.settings import ADAPTERS, GRID, TILES
 
-_MOST_TOLD = 5  # tensors that are named for each kind of fault
+_MOST_NAMED = 5  # tensors that are named for each kind of fault
 
 
-# Settings of PEFT, and the values with which its adapters are raypar's.
+# Settings of PEFT with the values that raypar's adapters have.
 _SAME: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -34,7 +34,7 @@ _SAME: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Settings whose values change nothing, or are compared with the tensors. Any other one must be empty.
+# Settings that change nothing, or are compared with the tensors. Any other one must be empty.
 _FREE = {
     "task_type",
     "auto_mapping",
@@ -78,7 +78,7 @@ def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[st
     what, folder, faults = f"model.lora.hf {lora.hf!r}", Path(lora.hf), list[str]()
     try:
         model_type = model_type_of(Path(model.hf))
-    except CheckpointError:  # told of the model
+    except CheckpointError:  # the check of the model reports it
         return
     config, kept, base = dict[str, Any](), dict[str, FileTensor](), ""
     try:
@@ -91,13 +91,13 @@ def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[st
     if kept:
         faults += _tensor_faults(config, kept, model_type, lora, skeleton)
         if base and base != _fingerprint(model.hf):
-            told = f"it was trained on other weights than those of model.hf {model.hf!r}"
-            faults.append(f"{told}: give the folder of that model, or a copy of it")
+            text = f"it was trained on other weights than those of model.hf {model.hf!r}"
+            faults.append(f"{text}: give the folder of that model, or a copy of it")
     yield from (f"{what}: {fault}" for fault in faults)
 
 
 def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
-    """Yield what in an adapter's config raypar's adapters are not."""
+    """Yield the settings of an adapter's config that raypar's adapters do not have."""
     for name, same in _SAME.items():
         if (value := config.get(name)) not in same and (name in config or name == "peft_type"):
             yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
@@ -107,8 +107,8 @@ def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
             yield f"{what}, and raypar's adapters have nothing like it: merge it into its model with peft"
     rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
     if rank is None or alpha is None:
-        told = f"r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}"
-        yield f"{ADAPTER_CONFIG} has {told}, which must be numbers above 0: copy it again"
+        text = f"r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}"
+        yield f"{ADAPTER_CONFIG} has {text}, which must be numbers above 0: copy it again"
         return
     if rank != lora.rank:
         yield f"its rank is {rank:g}, and model.lora.rank is {lora.rank}: set model.lora.rank to {rank:g}"
@@ -127,8 +127,8 @@ def _tensor_faults(
     if parts := [name for name in weights if name not in conversions]:
         layer = f"{parts[0].rpartition(LORA)[0]}.weight"
         theirs = next((one.theirs for one in converted(model_type, [layer]).values()), "another")
-        told = f"a {model_type} has {layer} as a part of {theirs}, and PEFT no adapter of a part"
-        yield f"{told}: leave out model.lora.hf"
+        text = f"a {model_type} has {layer} as a part of {theirs}, and PEFT no adapter of a part"
+        yield f"{text}: leave out model.lora.hf"
         return
     wanted = {one.theirs: weights[name] for name, one in conversions.items()}
     missing, extra = sorted(wanted.keys() - kept.keys()), sorted(kept.keys() - wanted.keys())
@@ -142,16 +142,16 @@ def _tensor_faults(
         if name in kept and (kept[name].shape != shape or kept[name].dtype not in ITEM)
     ]
     if config.get("r") != lora.rank:
-        wrong = []  # the rank is told
-    told_of = {f"tensors are missing ({fix})": missing, f"it has tensors that the model has not ({fix})": extra}
-    for what, names in (told_of | {"tensors are of another model (give its own)": wrong}).items():
+        wrong = []  # the fault of the rank says it
+    unlike = {f"tensors are missing ({fix})": missing, f"it has tensors that the model has not ({fix})": extra}
+    for what, names in (unlike | {"tensors are of another model (give its own)": wrong}).items():
         if names:
-            more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-            yield f"{what}: {', '.join(names[:_MOST_TOLD])}{more}"
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            yield f"{what}: {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _targets(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> Targets | None:
-    """Return which linear layers an adapter adapts, as ``Lora.targets`` spells it; None if it is none of these."""
+    """Return the linear layers that an adapter adapts, as ``Lora.targets`` spells them; None if it has none."""
     theirs: dict[Adaptable, set[str]] = {}
     for name in skeleton.whole:
         for layer in LAYERS:
@@ -167,7 +167,7 @@ def _targets(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton
 
 
 def _fingerprint(folder: str) -> str:
-    """Return the fingerprint of a model's weights; "" if they can't be read, which is told elsewhere."""
+    """Return the fingerprint of a model's weights; "" if they can't be read, which another check reports."""
     from raypar.actors.hugging_face.fingerprint import fingerprint  # imports torch
 
     try:
@@ -187,8 +187,8 @@ def _rank_faults(examined: Examined) -> Iterator[str]:
     """Yield a fault if adapters have a larger rank than a layer has inputs or outputs."""
     model = examined.run.model
     if isinstance(model, Transformer) and model.lora is not None and model.lora.rank > model.hidden:
-        told = f"model.lora.rank is {model.lora.rank}, and a layer's inputs or outputs are {model.hidden}"
-        yield f"{told}, so no layer has that rank: use {min(8, model.hidden)}, say, or leave out model.lora"
+        text = f"model.lora.rank is {model.lora.rank}, and a layer's inputs or outputs are {model.hidden}"
+        yield f"{text}, so no layer has that rank: use {min(8, model.hidden)}, say, or leave out model.lora"
 
 
 ADAPTER_RULES: tuple[RunRule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules of an asynchronous schedule: all that takes the gradients of every stage together."""
+"""Rules of an asynchronous schedule, which excludes all that needs the gradients of every stage at once."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def _stream_faults(examined: Examined) -> Iterator[str]:
     if schedule.num_stages > schedule.num_ranks:
         yield f"{name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks: give each rank one stage"
     if run.max_failures and run.snapshot_every % schedule.stream > (run.snapshot_every == 1):
-        told = f"{name} flushes the pipeline after {schedule.stream} steps"
+        why = f"{name} flushes the pipeline after {schedule.stream} steps"
         fix = f"set it to 1 or a multiple of {schedule.stream}"
-        yield f"snapshot_every is {run.snapshot_every}, but {told}: {fix}"
+        yield f"snapshot_every is {run.snapshot_every}, but {why}: {fix}"
 
 
-def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
-    """Yield the weights of own layers of which an asynchronous schedule can't keep versions.
+def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, ranks: Mapping[int, int]) -> Iterator[str]:
+    """Yield the weights of the user's layers whose versions an asynchronous schedule can't keep.
 
     Args:
-        skeleton: The skeleton of a model of own layers, which can be built.
+        skeleton: The skeleton of a model of the user's layers, which can be built.
         schedule: The schedule of training steps.
-        homes: The pipeline rank of each layer, by the layer's index.
+        ranks: The pipeline rank of each layer, by the layer's index.
     """
     if not schedule.stream:
         return
@@ -53,11 +53,11 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Map
     from raypar.actors.models.tied_weights import ties_of
     from raypar.actors.models.unregistered import held_apart  # imports torch
 
-    model, told = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
-    for tie in ties_of(model, homes)[0]:
+    model, alone = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
+    for tie in ties_of(model, ranks)[0]:
         yield (
             f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
-            f"{told}: give both layers to one stage with split, or each a parameter of its own"
+            f"{alone}: give both layers to one stage with split, or each a parameter of its own"
         )
     for prefix, module in zip(model.names, model.skeleton, strict=True):
         for name, parameter in module.named_parameters():

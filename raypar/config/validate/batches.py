@@ -62,7 +62,7 @@ def _length_faults(data: Batches, name: str, inputs: Values, targets: Values) ->
 
 
 def user_function_failure(name: str, error: Exception) -> str:
-    """Say that a user's function fails, and at which line of the user's.
+    """Return the fault of a user's function that raises an error, with the line.
 
     Args:
         name: The field that holds the function, ``data.fn``.
@@ -74,7 +74,7 @@ def user_function_failure(name: str, error: Exception) -> str:
 
 
 def _is_connected() -> bool:
-    """Return whether this process uses a Ray already, which may be a cluster's."""
+    """Return whether this process is connected to Ray already, perhaps a cluster's."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 

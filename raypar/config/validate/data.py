@@ -1,4 +1,4 @@
-"""Rules of data: that they fit the model, and that a layout can keep the examples apart that share a sequence."""
+"""Rules of data: they must fit the model, and a layout must be able to mask packed examples."""
 
 from __future__ import annotations
 

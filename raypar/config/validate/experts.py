@@ -48,7 +48,7 @@ def _part_faults(examined: Examined) -> Iterator[str]:
 
 
 def _joint_faults(examined: Examined) -> Iterator[str]:
-    """Yield why the loss of experts can't be one over all layers."""
+    """Yield why the load-balancing loss can't be joint over all layers."""
     model, pp = examined.run.model, examined.run.mesh.pp
     if isinstance(model, Layers) or (moe := model.moe) is None or moe.loss != "joint":
         return
@@ -104,7 +104,7 @@ def _shadow_faults(examined: Examined) -> Iterator[str]:
 
 
 def _order_faults(examined: Examined) -> Iterator[str]:
-    """Yield the orders of experts that are none, or of no list of experts."""
+    """Yield the orders of experts that are no permutation, or name no list of experts."""
     run, skeleton = examined.run, examined.skeleton
     if not run.expert_order or not _are_counted(run):
         return
@@ -121,7 +121,7 @@ def _order_faults(examined: Examined) -> Iterator[str]:
 
 
 def _are_counted(run: Run) -> bool:
-    """Return whether it is known how many experts each block has. Where it is not, the model's faults say so."""
+    """Return whether the number of experts of each block is known. If not, the model's faults report it."""
     if isinstance(run.model, Layers) or run.model.moe is None or isinstance(run.model.moe.experts, int):
         return True
     return len(run.model.moe.experts) == len(run.model.moe.blocks(run.model.layers))

@@ -1,4 +1,4 @@
-"""What a run must be so that its actors can generate text, and what prompts must be."""
+"""Check that the actors of a run can generate text, and that prompts fit its model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from raypar.actors.specs.run import Run
 
 
 def generation_faults(run: Run) -> Iterator[str]:
-    """Yield why the actors of a run can't generate text, each with what would."""
+    """Yield why the actors of a run can't generate text, each with its fix."""
     model, mesh = run.model, run.mesh
     if isinstance(model, Layers):
         if not model.computes_again:
-            told = "model is your own layers, which keep no keys and values"
-            yield f"{told}: only GPT, Llama and what rp.HF(folder) gives generate"
+            text = "model is your own layers, which keep no keys and values"
+            yield f"{text}: only GPT, Llama and what rp.HF(folder) gives generate"
     elif model.moe is not None and model.moe.capacity is not None:
-        told = f"model.moe.capacity is {model.moe.capacity:g}: what experts drop depends on the tokens that come later"
-        yield f"{told}; reset the job to a run with capacity None"
+        text = f"model.moe.capacity is {model.moe.capacity:g}: what experts drop depends on the tokens that come later"
+        yield f"{text}; reset the job to a run with capacity None"
     if mesh.cp > 1:
         yield f"mesh.cp is {mesh.cp}, which divides sequences, and they grow here: reset the job to cp=1 and more dp"
     if mesh.grid is not None:
         yield f"mesh.tp is {mesh.tp!r}, whose grid divides the batch too: reset the job to tp={mesh.tensor_ranks}"
     if mesh.is_uneven:
-        told = "the mesh has pipeline ranks with replicas or tensor ranks of their own number"
-        yield f"{told}: reset the job to a mesh with one dp and one tp"
+        text = "the mesh has pipeline ranks with replicas or tensor ranks of their own number"
+        yield f"{text}: reset the job to a mesh with one dp and one tp"
     if mesh.expert_actors:
         yield "mesh.expert_actors take part in steps of training only: reset the job to mesh.ep instead"
 
 
 def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]], new_tokens: int) -> Iterator[str]:
-    """Yield what is wrong with prompts, of which there must be one, with token ids of the model, and room behind them.
+    """Yield the faults of prompts: none given, ids outside the vocabulary, or too few positions for new tokens.
 
     Args:
         model: The model.
@@ -48,8 +48,8 @@ def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]],
         if wrong:
             yield f"prompt {number} has the token {wrong[0]}: the model's ids are 0 to {model.vocab - 1}"
         if not new_tokens and len(tokens) > most + 1:
-            told = f"prompt {number} has {len(tokens):,} tokens, and the model has {most:,} positions"
-            yield f"{told}: shorten it to {most + 1:,} at most, of which the last is only scored"
+            text = f"prompt {number} has {len(tokens):,} tokens, and the model has {most:,} positions"
+            yield f"{text}: shorten it to {most + 1:,} at most, of which the last is only scored"
         if new_tokens and len(tokens) + new_tokens > most:
             left = most - len(tokens)
             fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {most - 1} at most"
@@ -62,7 +62,7 @@ def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]],
 
 
 def _positions(model: Transformer | Layers) -> int:
-    """Return how many positions keys have that are kept: dynamic scaling turns those of longer sequences anew."""
+    """Return the most positions of cached keys: dynamic scaling would rotate those of longer sequences anew."""
     if isinstance(model, Layers):
         return model.seq or 0
     scaling = model.rope_scaling

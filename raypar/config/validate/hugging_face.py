@@ -1,4 +1,4 @@
-"""Check that the weights in a Hugging Face folder are those of a model, before any actor starts."""
+"""Check that the weights in a folder of Hugging Face fit a model, before any actor starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.config.rules import Examined, RunRule
 from raypar.config.validate.adapter_folder import adapter_folder_faults
 
-_MOST_TOLD = 5  # tensors that are named for each kind of fault
+_MOST_NAMED = 5  # tensors that are named for each kind of fault
 
 
 def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
@@ -37,15 +37,12 @@ def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Ite
         return
     for what, names in _differing(model_type, kept, skeleton).items():
         if names:
-            more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-            yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_TOLD])}{more}"
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> str | None:
-    """Return why a folder of a type that transformers computes has other tensors than its modules; None if it has not.
-
-    Or if it is not known.
-    """
+    """Return why the tensors in a folder differ from those of the modules of transformers; None if no cause is known."""
     from raypar.actors.models.their_layers import renames  # imports torch
 
     wanted = {one.theirs for one in converted(model_type, skeleton.whole).values()}
@@ -57,7 +54,7 @@ def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) 
     buffers = [one.theirs for one in converted(model_type, skeleton.buffers).values() if one.theirs in kept]
     if buffers:
         return (
-            f"a {model_type!r} keeps buffers in its files ({', '.join(buffers[:_MOST_TOLD])}), and raypar reads "
+            f"a {model_type!r} keeps buffers in its files ({', '.join(buffers[:_MOST_NAMED])}), and raypar reads "
             "weights alone: train it with transformers, or build it from its modules as rp.Layers"
         )
     return None

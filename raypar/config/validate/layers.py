@@ -1,4 +1,4 @@
-"""Rules of the fields that refer to a model's layers: split, recompute, plans, skips, and weights that they share."""
+"""Rules of the fields that refer to a model's layers: split, recompute, plans, skips, and shared weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypar.config.validate.zero import share_faults
 
 
 def _layer_faults(examined: Examined) -> Iterator[str]:
-    """Yield what does not fit the layers, and else what does not fit where they are."""
+    """Yield the fields that do not fit the layers; if all fit, what does not fit their placement on stages."""
     if examined.num_stages is None:
         return
     if found := [*_fields_of_layers(examined, examined.num_stages)]:
@@ -78,7 +78,7 @@ def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int |
 
 
 def _placement_faults(examined: Examined) -> Iterator[str]:
-    """Yield the weights of own layers that layers on other actors use, too, without registering them."""
+    """Yield the weights of the user's layers that layers on other actors use without registering them."""
     run, schedule = examined.run, examined.train
     if not isinstance(run.model, Layers) or (schedule.num_ranks == 1 and not schedule.stream):
         return
@@ -86,11 +86,11 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
     from raypar.actors.worker.build.weight_owners import homes_of
 
     model = examined.skeleton.model
-    homes, names = homes_of(model, run.split, schedule), model.names
-    yield from unversioned_weight_faults(examined.skeleton, schedule, homes)
+    ranks, names = homes_of(model, run.split, schedule), model.names
+    yield from unversioned_weight_faults(examined.skeleton, schedule, ranks)
     for layer, owner, name in borrowed(model.skeleton):
-        if homes[layer] != homes[owner]:
-            where = f"they are on different actors, pp={homes[layer]} and pp={homes[owner]}"
+        if ranks[layer] != ranks[owner]:
+            where = f"they are on different actors, pp={ranks[layer]} and pp={ranks[owner]}"
             yield (
                 f"model: {names[layer]} uses {names[owner]}.{name} without registering it, and {where}: make the "
                 f"module or the parameter an attribute of {names[layer]} (then it is one tied weight), or give "
@@ -102,7 +102,7 @@ _WHOLE = Setting(
     "run", lambda run: isinstance(run.model, Layers) and not run.model.halves, "your own Layers are not to be split"
 )
 _HALVES = "give Layers(halves=True), or let backward be auto or whole"
-_CORES = "but raypar can't tell which of your own layers attend"
+_CORES = "but raypar does not know which of your own layers attend"
 _SELECTIVE = Setting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
 LAYER_RULES: tuple[RunRule, ...] = (
     _layer_faults,

@@ -78,7 +78,7 @@ def length_faults(examined: Examined, data: Batches) -> Iterator[str]:
 
 
 def _divisors(run: Run) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of which the length of a sequence is a multiple, each after the reason."""
+    """Yield the numbers that must divide the length of a sequence, each after the reason."""
     if run.token_slices > 1:
         yield f"token_slices is {run.token_slices}", run.token_slices
     if run.mesh.cp == 1:

@@ -1,4 +1,4 @@
-"""Check an optimizer's groups of weights against the model, and what an average of the weights can't go with."""
+"""Check an optimizer's groups of weights against the model, and the average of weights against other settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def _group_faults(examined: Examined) -> Iterator[str]:
-    """Yield the faults of patterns of names, and of what they leave to Muon, each with its fix.
+    """Yield the faults of patterns of names, and of the matrices that they leave to Muon, each with its fix.
 
-    Without a pattern or Muon nothing is built, and torch is not imported. Of a model whose sizes are wrong, the names
-    alone are compared.
+    Without a pattern or Muon nothing is built, and torch is not imported. If sizes of a model are wrong, only names are
+    compared.
     """
     examined.demand("optim", "model")
     optim, model = examined.run.optim, examined.run.model
@@ -31,8 +31,8 @@ def _group_faults(examined: Examined) -> Iterator[str]:
     if isinstance(model, Transformer) and any(model.faults(examined.right)):
         skeleton = Skeleton(with_its_names(model), examined.run.seed)
     weights = skeleton.weights
-    homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
-    named = [*weights, *homes]
+    tied = {copy: owner for copy, owner in skeleton.homes.items() if owner in weights}  # with adapters ties are frozen
+    named = [*weights, *tied]
     usual = Muon().adamw if isinstance(optim, Muon) and optim.adamw == Muon().adamw else ()
     if isinstance(model, Layers) and usual and not any(is_named(name, usual) for name in named):
         layers = skeleton.model.names
@@ -45,10 +45,10 @@ def _group_faults(examined: Examined) -> Iterator[str]:
             fix = f"leave it out, or use {_near(pattern, named)}"
             yield f"optim.{field}: {short_repr(pattern)} names no weight that is trained: {fix}"
     rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
-    for copy, home in homes.items():
-        other = rule_of(optim, copy, weights[home].dim())
-        if other != rules[home]:
-            what = f"{home} and {copy} are one tied weight, but {_differs(rules[home], other)}"
+    for copy, owner in tied.items():
+        other = rule_of(optim, copy, weights[owner].dim())
+        if other != rules[owner]:
+            what = f"{owner} and {copy} are one tied weight, but {_differs(rules[owner], other)}"
             yield f"optim: {what}: name both, or none"
     if isinstance(optim, Muon):
         matrices = {name: weight for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
@@ -64,9 +64,9 @@ def _matrix_faults(matrices: Mapping[str, Tensor]) -> Iterator[str]:
         yield f"optim is a Muon, but {wrong[0]} is {dtype}: name it in optim.adamw"
 
 
-def _differs(home: Rule, copy: Rule) -> str:
-    """Say in what two rules differ first."""
-    pairs = zip(("are updated by", "have rates of", "have weight decays of"), home, copy, strict=True)
+def _differs(owner: Rule, copy: Rule) -> str:
+    """Return the first difference of two rules, in words."""
+    pairs = zip(("are updated by", "have rates of", "have weight decays of"), owner, copy, strict=True)
     return next(f"{what} {one} and {other}" for what, one, other in pairs if one != other)
 
 

@@ -1,4 +1,4 @@
-"""Rules of an order of actions in which the arrival of values decides what actors do next."""
+"""Rules of the dynamic order, in which actors perform the action whose values have arrived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BY_THEMSELVES = "but {other}, and its actors follow their rows by themselves"
 
 
 def order_on(run: Run, device: DeviceChoice) -> Iterator[str]:
-    """Yield a fault if messages on a device have no tags, so that they must come in the order of the rows.
+    """Yield a fault if messages on a device have no tags, and so must keep the order of the rows.
 
     Args:
         run: The run.

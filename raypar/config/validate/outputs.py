@@ -54,7 +54,7 @@ def run_folder_faults(folder: str, resumed: Path | None, *, overwrite: bool = Fa
     """Yield the reasons why a run cannot use a folder.
 
     Args:
-        folder: The run's folder; "auto" is one below runs/ that is not there yet.
+        folder: The run's folder; "auto" is a new one below runs/.
         resumed: Path of the checkpoint that the run continues from; None for a new run.
         overwrite: Whether the run replaces one that is in the folder.
     """
@@ -90,10 +90,10 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     if not new:
         yield from _file_faults(path)
     if not new and overwrite:
-        if _is_home(path, resumed):
+        if _holds_resumed(path, resumed):
             yield "holds the checkpoint to resume from: leave overwrite out, or give another folder"
         yield from replacing_faults(path)
-    elif not new and not _is_home(path, resumed):
+    elif not new and not _holds_resumed(path, resumed):
         taken = [name for name in TRAINING_FILES if os.path.lexists(path / name)]
         if taken and is_under_way(path):
             yield "holds a run that is under way: end that one first, or give another folder"
@@ -104,7 +104,7 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
 
 
 def _file_faults(path: Path) -> Iterator[str]:
-    """Yield what in a folder can't be written or read on, among the files of a run."""
+    """Yield the files of a run in a folder that can't be written or appended to."""
     for name in (*RUN_FILES, CHECKPOINTS):
         there, fix = path / name, "remove it, or give another folder"
         if there.is_symlink():
@@ -115,10 +115,10 @@ def _file_faults(path: Path) -> Iterator[str]:
             yield f"has {name} of more than {MOST_METRICS >> 30} GiB, which a run can't go on from: move it away"
 
 
-def _is_home(path: Path, resumed: Path | None) -> bool:
+def _holds_resumed(path: Path, resumed: Path | None) -> bool:
     """Return whether the checkpoint to continue from is in this run folder."""
-    home = None if resumed is None else run_folder_of(resumed)
-    return home is not None and home.resolve() == path.resolve()
+    folder = None if resumed is None else run_folder_of(resumed)
+    return folder is not None and folder.resolve() == path.resolve()
 
 
 def _folder_faults(examined: Examined) -> Iterator[str]:

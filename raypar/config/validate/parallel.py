@@ -17,7 +17,7 @@ from raypar.config.validate.settings import CONTEXT, DIVIDED_SEQUENCE, EXPERTS, 
 
 
 def idle_fields(run: Run) -> Iterator[str]:
-    """Yield what a run asks for without effect: a mistake, perhaps, but none that keeps it from starting."""
+    """Yield the fields that have no effect: perhaps mistakes, but the run can start."""
     if run.sequence_parallel and run.mesh.tensor_ranks == 1:
         yield "sequence_parallel has no effect without mesh.tp: give mesh.tp, or leave it out"
     if run.context != "ring" and run.mesh.cp == 1:
@@ -27,15 +27,15 @@ def idle_fields(run: Run) -> Iterator[str]:
     if run.early_stop and not run.eval_every:
         yield f"early_stop {run.early_stop} has no effect without eval_every: give it, or leave early_stop out"
     if run.micro_batch_size != Run.micro_batch_size and isinstance(run.data, Batches):
-        told = f"micro_batch_size {run.micro_batch_size} has no effect with Batches, whose function decides"
-        yield f"{told} how many samples a microbatch has: leave it out"
+        text = f"micro_batch_size {run.micro_batch_size} has no effect with Batches, whose function decides"
+        yield f"{text} how many samples a microbatch has: leave it out"
     if isinstance(run.optim, OptimizerSettings) and run.optim.warmup > run.steps:
-        told = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
-        yield f"{told}: the learning rate never reaches optim.lr; give less warmup, or more steps"
+        text = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
+        yield f"{text}: the learning rate never reaches optim.lr; give less warmup, or more steps"
     falls = run.optim.decay_steps if isinstance(run.optim, OptimizerSettings) and run.optim.decay == "wsd" else None
     if falls is not None and falls > run.steps:
-        told = f"optim.decay_steps is {falls} steps, and steps is {run.steps}"
-        yield f"{told}: the learning rate falls right after its warm-up; give fewer, or more steps"
+        text = f"optim.decay_steps is {falls} steps, and steps is {run.steps}"
+        yield f"{text}: the learning rate falls right after its warm-up; give fewer, or more steps"
     if not run.max_failures:
         names = ("spares", "snapshot_every", "buddy_every", "min_dp")
         for name, value in ((name, getattr(run, name)) for name in names):
@@ -138,7 +138,7 @@ def _tensor_faults(examined: Examined) -> Iterator[str]:
         return
     if isinstance(model, Layers):
         if not isinstance(tp, str) and not model.plan:
-            usual = "give Layers(plan={name of a module: style}), as help(raypar.Layers) tells, or set it to 1"
+            usual = "give Layers(plan={name of a module: style}), as help(raypar.Layers) says, or set it to 1"
             fix = _plan(examined) or usual
             yield f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: {fix}"
     elif isinstance(tp, str):
@@ -167,7 +167,7 @@ def divided_faults(model: GPT | Llama, tp: int, named: str = "mesh.tp") -> Itera
     Args:
         model: The model.
         tp: Number of tensor ranks, 2 or more.
-        named: The field that says so.
+        named: The field that sets their number.
     """
     if model.heads % tp:
         near = heads_near(model.heads, tp, model.hidden)

@@ -11,7 +11,7 @@ from raypar.config.validate.settings import SERVERS
 
 
 def _dtype_faults(examined: Examined) -> Iterator[str]:
-    """Yield what is wrong with the dtypes and the scale of the loss by themselves."""
+    """Yield the faults of the dtypes and of the loss scale by themselves."""
     run = examined.run
     yield from run.precision.faults()
     yield from run.loss_scale.faults(run.precision)

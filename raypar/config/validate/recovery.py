@@ -1,4 +1,4 @@
-"""Recovery: whether this system has what it needs. A launch asks; a plan, which may be for another system, does not."""
+"""Check that this system has what recovery needs. Only a launch checks it: a plan may be for another system."""
 
 from __future__ import annotations
 

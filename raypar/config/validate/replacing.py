@@ -12,7 +12,7 @@ from pathlib import Path
 from raypar.config.fields import short_repr
 from raypar.paths import CHECKPOINTS, COMPARISON, LOG, REPORT, RUN, RUN_FILES, TENSORBOARD, TRACE, is_aside, step_of
 
-_UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves behind if its process is killed
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves if its process is killed
 _EVENTS = re.compile(r"events\.out\.tfevents\..*")
 _SHARDS = re.compile(r"manifest\.json|.*\.safetensors")
 _PLANNED = re.compile(rb"^\S+ INFO actors: \d+", re.MULTILINE)  # in every log, when a launch begins
@@ -21,7 +21,7 @@ _HEAD = b"# The run with all its defaults, for raypar train"  # with which run.t
 
 
 def replacing_faults(path: Path) -> Iterator[str]:
-    """Yield the reasons why what is in a folder must not be replaced by another run.
+    """Yield the reasons why another run must not replace the content of a folder.
 
     Args:
         path: The folder, which is there.
@@ -55,7 +55,7 @@ def is_under_way(path: Path) -> bool:
 
 
 def _was_begun(path: Path, there: Sequence[str]) -> bool:
-    """Return whether a folder holds only what a launch leaves that ended before its run began, which is no loss."""
+    """Return whether a folder holds only the files of a launch that ended before its run began."""
     if LOG not in there or set(there) - {LOG, CHECKPOINTS} or not all(_is_ours(path / name) for name in there):
         return False
     saved = [one.name for one in (path / CHECKPOINTS).iterdir()] if CHECKPOINTS in there else []

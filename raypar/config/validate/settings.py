@@ -1,4 +1,4 @@
-"""Settings of a run that are in conflict with those of several subjects."""
+"""Settings of a run that conflict with settings of several subjects."""
 
 from __future__ import annotations
 

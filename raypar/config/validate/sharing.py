@@ -1,4 +1,4 @@
-"""Checks of weights that layers share past ``nn.Module``, where ZeRO stage 3 takes their memory away."""
+"""Check that layers share no unregistered weights where ZeRO stage 3 frees their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypar.config.rules import Examined
 
 
 def sharing_faults(examined: Examined) -> Iterator[str]:
-    """Yield the weights of own layers that would not follow their shards, if a run shards weights.
+    """Yield the weights of the user's layers that sharding would break, if a run shards weights.
 
     Args:
         examined: A run whose layers fit its schedule.

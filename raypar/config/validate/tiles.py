@@ -35,13 +35,13 @@ def _cut_faults(examined: Examined) -> Iterator[str]:
     for pattern in patterns:
         if not any(tile_count({pattern: 2}, path) > 1 for path in found):
             yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"
-    told = set[tuple[str, int, bool, bool]]()  # layers of the same name but for numbers, which have the same faults
+    reported = set[tuple[str, int, bool, bool]]()  # layers of the same name but for numbers, which have the same faults
     for path, linear in found.items():
         whole = isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2)
         count, alike = tile_count(patterns, path), (starred(path), linear.out_features, path in tied, whole)
-        if count == 1 or alike in told:
+        if count == 1 or alike in reported:
             continue
-        told.add(alike)
+        reported.add(alike)
         if linear.out_features % count:
             near = divisors_near(count, linear.out_features)
             yield f"tile cuts {path} into {count}, which does not divide its {linear.out_features} outputs: use {near}"

@@ -1,6 +1,6 @@
-"""Check that the plan which a type of transformers declares fits its modules, before any actor starts. Imports torch.
+"""Check that the tensor-parallel plan of a type of transformers fits its modules. Imports torch.
 
-A declared plan is for the largest models of its type, and not tested with each config, so it is not taken on trust.
+A declared plan is for the largest models of its type, and not tested with each config, so it is checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypar.actors.models.their_layers import TheirLayers, config_object
 from raypar.actors.models.user_plan import plan_faults, unfit
 from raypar.actors.specs.model import Layers
 
-_MOST_TOLD = 3  # modules that are named for each kind of fault
+_MOST_NAMED = 3  # modules that are named for each kind of fault
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -53,7 +53,7 @@ def their_plan_faults(model: Layers, layers: Mapping[str, nn.Module], tp: int) -
     ):
         if names:
             short = dict.fromkeys(_theirs(name) for name in names)
-            yield f"{what} {fault}: {', '.join([*short][:_MOST_TOLD])}: set mesh.tp to 1"
+            yield f"{what} {fault}: {', '.join([*short][:_MOST_NAMED])}: set mesh.tp to 1"
     if not (absent or wrong or apart):
         yield from _head_faults(config, model.plan, chosen, tp)
         yield from plan_faults(model.plan, layers, tp)
@@ -65,14 +65,14 @@ def _chosen(layers: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Modul
         f"{layer}.{inner}".rstrip("."): module
         for layer, whole in layers.items()
         for inner, module in modules_named(whole, layer, pattern)
-        if not isinstance(module, nn.Identity)  # in place of what another layer has
+        if not isinstance(module, nn.Identity)  # instead of a module of another layer
     }
 
 
 def _left_out(
     plan: Mapping[str, str], chosen: Mapping[str, Mapping[str, nn.Module]], layers: Mapping[str, nn.Module]
 ) -> Iterator[str]:
-    """Yield the weights beside linear layers whose outputs stay divided that the plan does not name.
+    """Yield the weights that the plan does not name, in modules with linear layers whose outputs stay divided.
 
     Such a weight is for all heads or features, or every rank has a part of its gradient.
     """
@@ -93,7 +93,7 @@ def _left_out(
 def _head_faults(
     config: Any, plan: Mapping[str, str], chosen: Mapping[str, Mapping[str, nn.Module]], tp: int
 ) -> Iterator[str]:
-    """Yield the numbers of heads that tensor ranks do not divide, where ranks have heads of their own."""
+    """Yield the numbers of heads that tensor ranks do not divide, if each rank has some of the heads."""
     for projection, field in _HEADS.items():
         heads = getattr(config, field, None)
         divided = [
@@ -107,5 +107,5 @@ def _head_faults(
 
 
 def _theirs(name: str) -> str:
-    """Return the part of a name that is the name of a module of transformers, without the number of the layer."""
+    """Return the name of a module in transformers, without the number of the layer."""
     return name.partition(".net.")[2] or name

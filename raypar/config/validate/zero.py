@@ -1,4 +1,4 @@
-"""Check the settings of ZeRO, of parameter servers, and of what is kept away from the devices of actors."""
+"""Check the settings of ZeRO, of parameter servers and of offloading."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FREES = Setting(
 
 
 def _idle_gathers(examined: Examined) -> Iterator[str]:
-    """Yield the settings of gathers where nothing is gathered."""
+    """Yield the settings of gathers if no weights are gathered."""
     run = examined.run
     if run.zero == 3 or run.offload == "parameters" or SERVERS.is_in(examined):
         return
@@ -40,7 +40,7 @@ def _idle_gathers(examined: Examined) -> Iterator[str]:
 
 
 def _one_shard(examined: Examined) -> Iterator[str]:
-    """Yield a fault if there is one replica, among which nothing can be shared out."""
+    """Yield a fault if ZeRO shards over one replica."""
     run = examined.run
     if (run.zero or 0) > 1 and run.mesh.shards == 1 and not SERVERS.is_in(examined):
         fix = "set mesh.dp (or mesh.cp) to 2 or more, or leave zero out"
@@ -48,7 +48,7 @@ def _one_shard(examined: Examined) -> Iterator[str]:
 
 
 def _folder_faults(examined: Examined) -> Iterator[str]:
-    """Yield what is wrong with the folder of what is offloaded, unless actors look, on their nodes."""
+    """Yield the faults of the folder for offloading, if actors run on this machine."""
     folder = examined.run.offload_folder
     if folder is None or not OFFLOAD.is_in(examined) or not starts_own_ray():
         return
@@ -97,7 +97,7 @@ ZERO_RULES: tuple[RunRule, ...] = (
     _one_shard,
     Conflict(_COPIES, Setting("zero", 0, undo="set zero to 1, 2 or 3"), "but zero is 0, which shards nothing"),
     _idle_gathers,
-    Conflict(_RESIDENT, _FREES, "but {other}, which frees weights behind every action"),
+    Conflict(_RESIDENT, _FREES, "but {other}, which frees weights after every action"),
     Conflict(OFFLOAD, SERVERS, "but parameter servers hold the optimizer"),
     Conflict(_FOLDER, Setting("offload", "none", undo="set offload to 'optimizer' or 'parameters'")),
     _folder_faults,

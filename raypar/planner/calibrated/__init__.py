@@ -1,1 +1,1 @@
-"""Costs that were measured: the calibration, its file, and what it predicts."""
+"""Measured costs: the calibration, its file, and the costs of actions that it predicts."""

@@ -1,12 +1,11 @@
 """The durations of a training step's actions on a machine that was calibrated.
 
-A forward of a stage takes what an action and its blocks take besides, its products and attention at their shapes, and
-the messages inside of layers. A backward takes its two products each, and what it runs again. Actors that compute at
-once take longer: on CPUs they share the memory, and beyond the number of cores the cores.
+The seconds of a stage's forward are those of its products and attention at their shapes, of the messages inside of
+layers, and of what blocks and an action take in addition. A backward has two products for each, and recomputation.
+Actors that compute at once take longer: on CPUs they share the memory, and the cores if these are fewer.
 
 Counted are the sums of tensor parallelism, the keys and values of context parallelism and the rows of experts, each as
-an operation of the measured group of nearest size. What an axis takes beyond that was measured on short runs that have
-it.
+an operation of the measured group of nearest size. Further costs of an axis were measured on short runs with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.assumed_rates import Rates
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.calibrated.product_seconds import block_products, head_products, num_logits
-from raypar.planner.cost_model import seconds_behind_update, seconds_of_run
+from raypar.planner.cost_model import seconds_after_update, seconds_of_run
 from raypar.planner.memory.worker import ParameterCounts, element_bytes
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum
@@ -31,8 +30,8 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
 
-_ON_CORES = COMPUTE | SENDS  # what an actor needs a core for; all actors STEP at once
-_ROUNDS = 4  # of finding out how many actors compute at once, from a simulation in which they take longer
+_ON_CORES = COMPUTE | SENDS  # actions for which an actor needs a core; all actors STEP at once
+_ROUNDS = 4  # of simulations that find how many actors compute at once, each with the durations of the one before
 
 
 def calibrated_costs(
@@ -84,7 +83,7 @@ def step_seconds(
     updated, update = max(counts.held) / owners, calibration.update
     seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
     rates = _rates(calibration, max(2, world.replicas))
-    seconds += seconds_behind_update(run, world, counts, schedule, rates)
+    seconds += seconds_after_update(run, world, counts, schedule, rates)
     if owners > 1 and not world.gathers:
         seconds += calibration.beside("shared", max(counts.held))[1]
     return seconds
@@ -134,7 +133,7 @@ def stage_seconds(
         run: The run, of a GPT or Llama.
         world: Its ranks.
         blocks: The stage's blocks.
-        parameters: Parameters of a block that are gathered or whose gradients are lent to buckets, where that is done.
+        parameters: Parameters of a block that are gathered, or whose gradients are views into buckets, if they are.
         calibration: What was measured.
         tp: Number of tensor ranks that divide the stage.
     """
@@ -166,7 +165,7 @@ def stage_seconds(
 
 
 def _moved_kinds(world: World) -> Iterator[Kind]:
-    """Yield what takes time in a pass over a block because replicas share out gradients and weights."""
+    """Yield the kinds of additional costs of a block because replicas shard gradients and weights."""
     if world.frees_buckets:
         yield "lent"
     if world.gathers:
@@ -174,7 +173,7 @@ def _moved_kinds(world: World) -> Iterator[Kind]:
 
 
 def _kinds(run: Run, model: Transformer, block: int, tp: int) -> Iterator[Kind]:
-    """Yield what takes time in a block besides its products and messages."""
+    """Yield the kinds of additional costs of a block, besides its products and messages."""
     yield "llama" if model.is_gated else "gpt"
     if run.mesh.pp > 1:
         yield "pipeline"
@@ -236,13 +235,13 @@ def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> di
         last, running = at, running + change
         times.append(at)
         sums.append(slow)
-    places = dict(zip(times, sums, strict=True))
-    return {one.action: _mean(one, places) for one in events}
+    integrals = dict(zip(times, sums, strict=True))
+    return {one.action: _mean(one, integrals) for one in events}
 
 
-def _mean(event: Event, places: dict[float, float]) -> float:
+def _mean(event: Event, integrals: dict[float, float]) -> float:
     length = event.end - event.start
-    return (places[event.end] - places[event.start]) / length if length > 0 else 1.0
+    return (integrals[event.end] - integrals[event.start]) / length if length > 0 else 1.0
 
 
 def _slowdown(running: float, cores: int, busy: float) -> float:

@@ -1,4 +1,4 @@
-"""What ``raypar calibrate`` has measured on a machine or cluster, and what it says of other sizes."""
+"""The measurements of ``raypar calibrate`` on a machine or cluster, and their interpolation to other sizes."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Origin:
 
     @property
     def busy(self) -> str:
-        """Say that it was measured on a busy machine; "" if it was not."""
+        """A warning if it was measured on a busy machine; "" if not."""
         return busy_with(self.load, self.cores)
 
 
 def busy_with(load: float, cores: int) -> str:
-    """Say that other programs have so many of the cores that what is measured is too slow; "" if they have not."""
+    """Return a warning if other programs use so many cores that measured times are too long; "" if not."""
     return f"measured on a busy machine (load {load:.1f} on {cores} cores)" if load > _BUSY * cores else ""
 
 
@@ -123,14 +123,14 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a block takes besides what is counted for it.
+    """The additional seconds of a block, besides its products and messages.
 
     Attributes:
         kind: Of a family of models, besides its products; of an axis or of experts, what these add to that besides
-            their products and messages; of gradients that are lent to buckets, and of gathered weights, what every
+            their products and messages; of gradients in buckets ("lent") and of gathered weights, what every
             pass over a block adds; of gradients that replicas sum once a step ("reduced"), under ``backward`` what the
-            backwards of a step take longer together; of an update that replicas share out ("shared"), likewise what the
-            STEP takes longer; of a backward that is split, under ``forward`` what the forward and both halves take
+            backwards of a step take longer together; of an update that replicas share out ("shared"), what the STEP
+            takes longer; of a backward that is split, under ``forward`` what the forward and both halves take
             longer than whole, under ``backward`` what its W takes beyond the products of weights' gradients; of a stage
             of several ("pipeline"), what it takes longer because microbatches wait and messages come and go; of the
             last stage ("head"), what the head without its product and the loss take, once.
@@ -148,7 +148,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """What the update takes, with the vote and the norm before it.
+    """The seconds of an update, with the vote and the norm before it.
 
     Attributes:
         step: Seconds of a STEP, whatever is updated.
@@ -192,9 +192,9 @@ class Calibration:
         products: Matrix products by shape.
         attention: Cores of attention by shape.
         memory: Bytes per second that an actor reads and writes in large tensors.
-        besides: What blocks take besides, by kind and size.
+        besides: Additional seconds of blocks, by kind and size.
         action_forward: Seconds of a forward of a stage, whatever its blocks.
-        action_backward: Seconds of its backward, likewise.
+        action_backward: Seconds of its backward, whatever its blocks.
         update: What the update takes.
         groups: Operations of groups.
         busy: How much longer an actor computes while as many compute as the machine has cores; 1 on GPUs.
@@ -259,7 +259,7 @@ class Calibration:
     def beside(self, kind: Kind, size: float) -> tuple[float, float]:
         """Return the seconds of a block forwards and backwards besides what is counted, between the measured sizes.
 
-        Of a family that was not measured they are those of the other one, of anything else none.
+        For a family that was not measured they are those of the other one; for any other kind, 0.
         """
         found = [one for one in self.besides if one.kind == kind]
         if not found and kind in get_args(Family):
@@ -286,7 +286,7 @@ class Calibration:
 
 
 def _terms(rows: float, inner: float, columns: float) -> tuple[float, ...]:
-    """Return what a product's time is made of: a call, multiplications, and elements of its three matrices."""
+    """Return the terms of a product's time: a call, multiplications, and elements of its three matrices."""
     return 1.0, rows * inner * columns, rows * inner, inner * columns, rows * columns
 
 

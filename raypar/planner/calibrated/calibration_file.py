@@ -1,4 +1,4 @@
-"""The file of a calibration: where it is, how it is written, and what is wrong with one that can't be used."""
+"""The file of a calibration: its path, reading with checks, and writing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raypar.planner.calibrated.calibration import FORMAT, Calibration
 VARIABLE = "RAYPAR_CALIBRATION"
 DEFAULT = Path("~/.raypar/calibration.json")
 _MOST = 16 << 20  # bytes
-_TOLD = 20  # faults of a file
+_MOST_FAULTS = 20  # faults of a file
 _AGAIN = "measure again with raypar calibrate"
 
 
@@ -35,8 +35,8 @@ def default_path() -> Path | None:
     return expanded(named) if named else None
 
 
-def place_faults(path: Path) -> Iterator[str]:
-    """Yield why a calibration can't be written to a file, before it is measured. Its folder is made."""
+def unwritable_faults(path: Path) -> Iterator[str]:
+    """Yield why a calibration can't be written to a file, before it is measured. Creates its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -58,7 +58,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     text = json.dumps(asdict(calibration), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.resolve()  # of a link what it names
+        file = path.resolve()  # the target of a link
         write_whole(file, [memoryview(text.encode())])
         sync_folder(file.parent)
     except (OSError, ValueError) as error:
@@ -85,20 +85,20 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError([f"the calibration {str(path)!r} can't be read ({reason}): {_AGAIN}"]) from error
     if isinstance(written, dict) and written.get("format") != FORMAT:
         has = reprlib.repr(written.get("format"))
-        told = f"the calibration {str(path)!r} has format {has}, and this raypar reads {FORMAT}"
-        raise ConfigError([f"{told}: {_AGAIN}"])
+        formats = f"the calibration {str(path)!r} has format {has}, and this raypar reads {FORMAT}"
+        raise ConfigError([f"{formats}: {_AGAIN}"])
     try:
         return TypeAdapter(Calibration).validate_json(text)
     except ValidationError as error:
         found = error.errors()
-        wrong = [_wrong(one) for one in found[:_TOLD]]
-        if len(found) > _TOLD:
-            wrong.append(f"{len(found) - _TOLD:,} more values are wrong")
+        wrong = [_wrong(one) for one in found[:_MOST_FAULTS]]
+        if len(found) > _MOST_FAULTS:
+            wrong.append(f"{len(found) - _MOST_FAULTS:,} more values are wrong")
         raise ConfigError([f"the calibration {str(path)!r}: {one}: {_AGAIN}" for one in wrong]) from error
 
 
 def found_calibration() -> Calibration | None:
-    """Return the calibration that predictions use; None if there is no file, or none is wanted.
+    """Return the calibration that predictions use; None if there is no file, or RAYPAR_CALIBRATION is empty.
 
     Raises:
         ConfigError: There is a file, and it has faults; or the one that RAYPAR_CALIBRATION names is not there.
@@ -110,7 +110,7 @@ def found_calibration() -> Calibration | None:
 
 
 def calibration_faults(path: Path | None) -> Iterator[str]:
-    """Yield what is wrong with the calibration that a flag names; nothing if it names none."""
+    """Yield the faults of the calibration that a flag names; nothing if it names none."""
     if path is not None:
         try:
             read_calibration(path)
@@ -120,7 +120,7 @@ def calibration_faults(path: Path | None) -> Iterator[str]:
 
 @contextmanager
 def calibration_named(path: Path | None) -> Iterator[None]:
-    """Have predictions use the calibration of a file, as if RAYPAR_CALIBRATION named it; None: the one they would."""
+    """Make predictions use the calibration of a file, as if RAYPAR_CALIBRATION named it; None changes nothing."""
     before = os.environ.get(VARIABLE)
     if path is not None:
         os.environ[VARIABLE] = str(path)
@@ -133,15 +133,15 @@ def calibration_named(path: Path | None) -> Iterator[None]:
 
 
 def _wrong(found: ErrorDetails) -> str:
-    """Say what is wrong at a place of the text: what is there, and what it must be."""
-    place, said = _place(found["loc"]), found["msg"]
+    """Say what is wrong with a value of the file: what it is, and what it must be."""
+    path, said = _spelled_path(found["loc"]), found["msg"]
     if found["type"] == "missing":
-        return f"{place} is missing"
+        return f"{path} is missing"
     must = said.removeprefix("Input should be ")
-    return f"{place} is {reprlib.repr(found['input'])}, and must be {must}" if must != said else f"{place}: {said}"
+    return f"{path} is {reprlib.repr(found['input'])}, and must be {must}" if must != said else f"{path}: {said}"
 
 
-def _place(path: tuple[int | str, ...]) -> str:
-    """Spell where a fault is: ``products[3].forward``."""
+def _spelled_path(path: tuple[int | str, ...]) -> str:
+    """Return the path of a value in the file, as ``products[3].forward``."""
     text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).lstrip(".")
     return text or "its text"

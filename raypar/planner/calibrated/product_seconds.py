@@ -12,13 +12,13 @@ from raypar.schedules.float_sum import float_sum
 
 @dataclass(frozen=True)
 class MicrobatchSeconds:
-    """What a microbatch takes.
+    """The seconds of products for a microbatch.
 
     Attributes:
         forward: Seconds of its forward.
         backward: Seconds of its backward.
-        core: Of the forward, what a selective recomputation runs again.
-        later: Of the backward, what it can leave for W.
+        core: The part of the forward that a selective recomputation runs again.
+        later: The part of the backward that can be left for W.
     """
 
     forward: float = 0.0

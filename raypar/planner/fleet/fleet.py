@@ -3,7 +3,7 @@
 A step is the schedule performed by every replica at once, with the same order of actions and durations of its own: a
 straggler is slower in all of them, a slow link delays what goes over it, and each actor differs a little from step to
 step. Replicas wait for one another in the update. Then all steps are taken, with failures that come at random and cost
-what was done since the last checkpoint. All that is drawn follows from a seed.
+what was done since the last checkpoint. All random numbers follow from a seed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Days:
 
     Attributes:
         wall: How long it has taken.
-        lost: Of it, what was done since the last save before a failure.
-        saving: Of it, saves.
-        restarting: Of it, restarts.
+        lost: The part of it since the last save before a failure.
+        saving: The part of it in saves.
+        restarting: The part of it in restarts.
         failures: How many failures came.
     """
 
@@ -48,7 +48,7 @@ class Days:
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """What the simulation comes to, in seconds unless said otherwise.
+    """The result of the simulation, in seconds if no other unit is given.
 
     Attributes:
         actors: Number of actors.
@@ -59,7 +59,7 @@ class FleetOutcome:
         every: Steps between two saves.
         interval: Training between two saves.
         young: The interval by Young's formula; infinite without failures.
-        daly: The interval by Daly's, likewise.
+        daly: The interval by Daly's formula; infinite without failures.
         mtbf: Mean time between two failures of the job; infinite without.
         days: The training.
         closed_form: By Daly's formula, the part of the time that trains; see ``trained``.
@@ -124,7 +124,7 @@ def simulate_fleet(schedule: Schedule, costs: Costs, fleet: Fleet) -> FleetOutco
 
 
 def _steps(schedule: Schedule, costs: Costs, fleet: Fleet, draw: Any) -> Any:
-    """Return the seconds of some steps, of each the slowest replica. All replicas and steps are performed at once."""
+    """Return the seconds of some sampled steps, by the slowest replica of each, all computed at once."""
     import numpy as np
 
     ranks, shape = schedule.num_ranks, (fleet.sampled_steps, fleet.replicas)
@@ -171,8 +171,8 @@ def _days(drawn: Any, every: int, mtbf: float, fleet: Fleet, draw: Any) -> Days:
         while not restarted:  # it may fail again while it restarts
             days.failures += 1
             if days.failures > _MOST_FAILURES:
-                told = f"after {_MOST_FAILURES:,} failures {done:,} of {fleet.steps:,} steps are done"
-                raise ConfigError([f"--cluster: {told}: save more often, or restart faster"])
+                progress = f"after {_MOST_FAILURES:,} failures {done:,} of {fleet.steps:,} steps are done"
+                raise ConfigError([f"--cluster: {progress}: save more often, or restart faster"])
             fails_at = next_failure()
             restarted = days.wall + fleet.restart_seconds <= fails_at
             end = days.wall + fleet.restart_seconds if restarted else fails_at

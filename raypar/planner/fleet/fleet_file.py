@@ -40,7 +40,7 @@ class Fleet:
     tensor_ranks: Count = 1
     """actors of a replica's pipeline rank, which wait for one another in every action"""
     reduce_seconds: Seconds = 0.0
-    """what of the reduction between replicas no computing hides, in each step"""
+    """seconds of the reduction between replicas that no computing hides, in each step"""
     straggler_share: Share = 0.0
     """share of the actors that are slow, all the time"""
     straggler_slowdown: Factor = 1.0
@@ -82,8 +82,8 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError([f"{named} can't be read ({reason}): correct the path or the text"]) from error
     if "each_node" in written:
-        told = "it has each_node, as a cluster of raypar plan has: raypar simulate asks how its nodes fail"
-        raise ConfigError([f"{named}: {told}, with replicas, actors_per_node, ... (docs/schedules.md)"])
+        why = "it has each_node, as a cluster of raypar plan has: raypar simulate asks how its nodes fail"
+        raise ConfigError([f"{named}: {why}, with replicas, actors_per_node, ... (docs/schedules.md)"])
     try:
         fleet = TypeAdapter(Fleet).validate_json(json.dumps(written, default=str))
     except ValidationError as error:
@@ -92,8 +92,8 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
     if num_ranks * fleet.replicas * fleet.tensor_ranks * fleet.sampled_steps > _MOST_ACTORS * 32:
         faults.append(f"{named}: more than {_MOST_ACTORS:,} actors: use fewer replicas, or fewer sampled_steps")
     if fleet.node_mtbf_hours and not fleet.save_seconds and isinstance(fleet.save_every, str):
-        told = f"{named}: nodes fail, and save_seconds is 0, so that {fleet.save_every} has no interval"
-        faults.append(f"{told}: give save_seconds, or save_every in steps")
+        text = f"{named}: nodes fail, and save_seconds is 0, so that {fleet.save_every} has no interval"
+        faults.append(f"{text}: give save_seconds, or save_every in steps")
     if faults:
         raise ConfigError(faults)
     return fleet

@@ -13,7 +13,7 @@ MOST_DEVICES = 1 << 20
 
 @dataclass(frozen=True)
 class RingRoute:
-    """What one member of a group has to reach its neighbour on a ring.
+    """The link of one member of a group to its neighbour on a ring.
 
     Attributes:
         bandwidth: Bytes/s in one direction.
@@ -63,10 +63,10 @@ class Cluster:
         return -(-self.nodes // self.each_rack) if self.each_rack else 1
 
     def route(self, members: int, stride: int) -> RingRoute:
-        """Return what a member of a group has, if members are so many ranks apart and all such groups work at a time.
+        """Return the route of a member of a group with a stride between ranks, while all such groups send at once.
 
-        Members on one node reach each other over the link inside. Of a group on several nodes, the k members on a node
-        share the adapters of k devices, and every member's bytes pass them once on a ring.
+        Members on one node reach each other over the link inside. If a group is on several nodes, its k members on a
+        node share the adapters of k devices, and every member's bytes pass them once on a ring.
 
         Args:
             members: Number of members.

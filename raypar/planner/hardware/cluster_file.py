@@ -63,16 +63,16 @@ def cluster_of(gpus: int, gpu: str, nodes: int = 0, between: str = "") -> ReadCl
 def cluster_from(table: Mapping[str, Any]) -> ReadCluster:
     """Return the cluster of a table, whose keys are the fields of Cluster.
 
-    ``device`` is the name of a data sheet or a table of the fields of Device; ``links`` has tables of links of one's
-    own by name. Links and adapters that are left out are those that such nodes usually have.
+    ``device`` is the name of a data sheet or a table of the fields of Device; ``links`` has tables of further
+    links by name. Links and adapters that are left out are those that such nodes usually have.
 
     Args:
         table: The table.
     """
     if "actors_per_node" in table or "replicas" in table:
-        told = "as a cluster of raypar simulate has: raypar plan asks what its nodes are"
+        why = "as a cluster of raypar simulate has: raypar plan asks what its nodes are"
         return ReadCluster(
-            None, [f"it has replicas or actors_per_node, {told}, with nodes, each_node, device, ... (docs/planning.md)"]
+            None, [f"it has replicas or actors_per_node, {why}, with nodes, each_node, device, ... (docs/planning.md)"]
         )
     faults = list(_key_faults(table))
     device = _device(table.get("device"), faults)
@@ -91,7 +91,7 @@ def cluster_from(table: Mapping[str, Any]) -> ReadCluster:
 
 
 def _filled(table: Mapping[str, Any], device: Device, names: Mapping[str, Any], links: Mapping[str, Link]) -> Cluster:
-    """Return the cluster of a table. What has a fault in it is replaced, so that the rest can be looked at as well."""
+    """Return the cluster of a table. A faulty part is replaced, so that the others can be checked as well."""
     spare = LINKS["ethernet-100"]
 
     def link(name: object) -> Link:
@@ -124,7 +124,7 @@ def _key_faults(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _device(given: object, faults: list[str]) -> Device | None:
-    """Return the device of a name or a table; add what is wrong with it."""
+    """Return the device of a name or a table; add its faults."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -149,7 +149,7 @@ def _device(given: object, faults: list[str]) -> Device | None:
 
 
 def _own_links(given: object, faults: list[str]) -> dict[str, Link]:
-    """Return links of one's own; add what is wrong with them."""
+    """Return the links of the table; add their faults."""
     found: dict[str, Link] = {}
     if not isinstance(given, Mapping):
         faults.append(f"links is {given!r}: give tables, as [links.mine]")

@@ -1,4 +1,4 @@
-"""What is said where there is no data sheet of a name."""
+"""The fault of a name without a data sheet."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def sheet_faults(kind: str, name: str, known: Mapping[str, object], measure: str
         measure: What to measure of one that has none.
     """
     if name not in known:
-        told = f"known are {', '.join(known)}; else {measure}"
-        fix = did_you_mean(name.lower(), known, told, spelled=repr, both=True)
+        others = f"known are {', '.join(known)}; else {measure}"
+        fix = did_you_mean(name.lower(), known, others, spelled=repr, both=True)
         yield f"there is no data sheet of a {kind} {name!r}: {fix}"

@@ -1,4 +1,4 @@
-"""How long whoever stops a run waits between SIGTERM and SIGKILL, and what a run keeps in memory for that."""
+"""How many seconds pass between SIGTERM and SIGKILL when a run is stopped, and whether a save fits into them."""
 
 from __future__ import annotations
 

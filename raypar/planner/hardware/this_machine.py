@@ -1,4 +1,4 @@
-"""What this machine has for the actors of a run."""
+"""The CPUs, memory, disk and torch of this machine, for the actors of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def starts_own_ray() -> bool:
 
 
 def actor_count_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
-    """Yield a fault if a launch would start a Ray of our own that has no room for so many actors.
+    """Yield a fault if a launch would start a Ray of our own that has too few CPUs for so many actors.
 
     Args:
         num_actors: Number of actors.
@@ -71,7 +71,7 @@ def computes_here(device: DeviceChoice) -> bool:
 
 
 def total_memory() -> int | None:
-    """Return the bytes of memory that this machine has, or that a container may use; None if nothing tells."""
+    """Return the bytes of memory that this machine has, or that a container may use; None if unknown."""
     found = []
     with suppress(OSError):
         if entry := re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
@@ -85,7 +85,7 @@ def total_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that are free here, or that a container's limit leaves; None if nothing tells."""
+    """Return the bytes of memory that are free here, or that a container's limit leaves; None if unknown."""
     found = []
     with suppress(OSError):
         if entry := re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
@@ -97,7 +97,7 @@ def free_memory() -> int | None:
 
 
 def free_disk(folder: Path) -> int | None:
-    """Return the bytes that are free on a folder's disk, if a launch would start actors here; None if nothing tells."""
+    """Return the bytes that are free on a folder's disk, if a launch would start actors here; None if unknown."""
     if starts_own_ray():
         with suppress(OSError, ValueError):
             return shutil.disk_usage(folder).free

@@ -1,13 +1,12 @@
 """How many bytes of activations a pipeline rank keeps at the most, estimated before a run starts.
 
-Activations are those that a forward keeps for its backward, by the formula of Korthikanti et al. 2022 (equation 2),
-counted in elements as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps 16 sbh, and
+Activations are what a forward keeps for its backward, by the formula of Korthikanti et al. 2022 (equation 2), counted
+in elements as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps 16 sbh, and
 2 sbh more with dropout, a block of a Llama 2 sbh more for its norms; of scores a s^2 b where they are kept at all, 3 of
 them with dropout. An element has the dtype of the layers, but the softmax, what Llama's norms keep and logits are fp32.
-In half precision there is a rounded copy beside the softmax. Besides there are the means and deviations of norms, the
+In half precision there is a rounded copy of the softmax. Also counted are the means and deviations of norms, the
 mask of materialised scores, and an actor's tables of rotary positions. tests/raypar/planner/test_kept_exactly.py counts
-what modules keep. What comes and goes within an action is left out, but for what a recomputation makes again and for
-the logits.
+what modules keep. Tensors freed within an action are left out, except those of a recomputation and the logits.
 
 A backward in halves frees at I what its F has kept, and keeps for W the inputs of linear layers and the gradients of
 their outputs: of a block of a GPT 16 sbh again, of a Llama's less than it has kept.
@@ -59,7 +58,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
         run: The run.
         model: Its model.
         timeline: The predicted training step, which says how many microbatches are under way.
-        apart: Tell of the experts alone of each pipeline rank instead: of an expert actor, if experts have some.
+        apart: Count only the experts of each pipeline rank: those of an expert actor, if there are expert actors.
     """
     if run.mesh.rank_tp:
         schedule, mesh = timeline.schedule, run.mesh
@@ -77,7 +76,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
 
 
 def _tables(run: Run, model: GPT | Llama) -> int:
-    """Return the bytes of what an actor has once for its blocks: angles of rotary positions, or biases of ALiBi."""
+    """Return the bytes of tables that an actor's blocks share: angles of rotary positions, or biases of ALiBi."""
     if model.positions == "rope":
         return _FP32 * model.seq * model.head_size
     biases = model.heads * model.seq**2 if model.positions == "alibi" else 0
@@ -199,7 +198,7 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     masks = 2 if model.dropout else 0
     wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0)
     all_heads, kv = model.heads * model.head_size / model.hidden, model.num_kv_heads / model.heads  # widths, in h
-    after = model.norms - 2  # inputs of norms behind attention and MLP
+    after = model.norms - 2  # inputs of norms after attention and MLP
     units = 4 + after + all_heads * (2 + 2 * kv) + wide + rows + masks
     if word == "full":
         return element * _part(run) * sbh
@@ -265,9 +264,9 @@ def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int)
 
 
 def uneven_load(run: Run, model: GPT | Llama) -> float:
-    """Return how many times as many rows as at an even load an actor's experts are taken to get at the most.
+    """Return the assumed largest load of an actor's experts, as a multiple of an even load.
 
-    Nobody knows before where tokens go. The figure is twice, or less if an actor's experts can't get as many. With two
+    The routing of tokens is not known before. The factor is 2, or less if fewer rows can come. With two
     parts of four experts, of which a token chose two, an actor kept up to 1.9 times as much in the first ten steps.
     """
     moe, mesh = model.moe, run.mesh

@@ -23,7 +23,7 @@ class BucketBytes:
         bucket: The most bytes of a bucket that has several gradients.
 
     Attributes:
-        is_lent: Whether there are such buckets.
+        has_buckets: Whether there are such buckets.
         waits: Whether gradients wait in them for the last of several backwards.
     """
 
@@ -35,7 +35,7 @@ class BucketBytes:
         self._bucket = bucket
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
-        self.is_lent = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
+        self.has_buckets = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
 
     def most(self) -> int:
         """Return the most bytes of gradients in buckets at a time.

@@ -1,4 +1,4 @@
-"""How much memory the actors of a run need that are no workers: parameter servers, and expert actors."""
+"""How much memory parameter servers and expert actors of a run need."""
 
 from __future__ import annotations
 

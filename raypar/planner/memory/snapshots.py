@@ -1,11 +1,11 @@
-"""How many snapshots of what an actor updates are in memory at a time."""
+"""How many snapshots of an actor's state are in memory at a time."""
 
 from __future__ import annotations
 
 from raypar.actors.specs.run import Run
 
-_IN_TURN = 2  # of its own: the one before is whole while the next one is written
-_PINNED = 1  # of its own besides, where copies are made: what belongs to those of the others
+_IN_TURN = 2  # of its state: the last one is whole while the next one is written
+_PINNED = 1  # one more of its state if copies are sent: the one of the same step as the copies of others
 
 
 def snapshot_counts(run: Run) -> tuple[int, int]:
@@ -23,5 +23,5 @@ def snapshot_counts(run: Run) -> tuple[int, int]:
 
 
 def kept_copies(run: Run) -> int:
-    """Return how many copies an actor's buddy keeps: the next one must not take the place of the last that all have."""
+    """Return how many copies an actor's buddy keeps: the next one must not replace the last one that all have."""
     return 3 if max(run.buddy_every, run.snapshot_every) == 1 else 2

@@ -17,9 +17,9 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-Parameters are owned whole, so the owner that has most, of which this tells, has more than the N-th part: as much as
-``largest_share`` says, if the layers are a GPT's or a Llama's without tiles. Which units are gathered at a time follows
-from UNSHARD and RESHARD. The kinds' most come at different times, so their sum is more than an actor holds.
+Tensors are owned whole, so the owner with most, whose memory is estimated, has more than the N-th part: as
+``largest_share`` counts, if the layers are a GPT's or a Llama's without tiles. UNSHARD and RESHARD show which units are
+gathered at a time. The kinds have their peaks at different times, so the sum of these is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
@@ -47,10 +47,10 @@ from raypar.schedules.versions import most_versions
 # Bytes without a run: of an actor's process, with Python, torch, Ray and kernels (gpt-tiny, 2026-11-25); of a GPU, as
 # torch counts, 32 MiB of cuBLAS for each of two threads (an H200, 8 layers of hidden 256 and 1024, 2026-11-26).
 _PROCESS_OF: Mapping[DeviceKind, int] = {"cpu": 336 << 20, "cuda": 64 << 20}
-# The same of a process on CPUs whose torch is built with CUDA, for its libraries (gpt-tiny, 2.13.0+cu130 on a machine
+# The same for a process on CPUs whose torch is built with CUDA, for its libraries (gpt-tiny, 2.13.0+cu130 on a machine
 # without a GPU, 2026-11-27: a peak of 661 MiB, of which 5 are weights, optimizer and activations; 321 with 2.13.0+cpu).
 _PROCESS_WITH_CUDA = 656 << 20
-# Of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24; as above).
+# Temporary tensors within an action, as a part of activations (gpt-small and hidden 512, 2026-11-24; as above).
 WORKING_OF: Mapping[DeviceKind, float] = {"cpu": 0.4, "cuda": 0.05}
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
@@ -129,12 +129,12 @@ class ActorMemory:
         versions: Older weights that microbatches under way compute with, in an asynchronous schedule.
         buckets: Gradients that another actor gets, or that wait for those of other actors.
         process: What its process takes without a run; on a GPU, what libraries take there.
-        working: What comes and goes within an action.
-        twice: Bytes of gradients that are in buckets first, and so are counted twice.
+        working: Temporary tensors within an action.
+        twice: Bytes of gradients that are counted in buckets as well.
         shared: Memory of other actors that it reads. It counts in the size of each process; the machine has it once.
         offloaded: What it keeps in host memory or in files. It does not count in the size of its process.
         snapshots: Copies of what it updates, which a run that survives failures goes back to.
-        copies: What comes to the snapshots where actors are on several nodes; see ``snapshot_counts``.
+        copies: Further snapshots if actors are on several nodes; see ``snapshot_counts``.
     """
 
     weights: int
@@ -154,12 +154,12 @@ class ActorMemory:
 
     @property
     def state(self) -> int:
-        """What it holds in any case: weights, gradients and the state of the optimizer."""
+        """Its bytes during the whole step: weights, gradients and the state of the optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def passing(self) -> int:
-        """What its process holds for a while: activations, what comes and goes within an action, what it reads."""
+        """Its bytes during a part of the step: activations, temporary tensors, shared memory that it reads."""
         return (self.activations or 0) + self.working + self.shared
 
     @property
@@ -198,21 +198,21 @@ def worker_memory(
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
     bucket = int(run.bucket_mb * 2**20)
-    lent = [BucketBytes(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
+    buckets_of = [BucketBytes(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
-        lends = lent[rank].is_lent
+        in_buckets = buckets_of[rank].has_buckets
         own, own_state = _owned(run, world, counts, rank, state)
-        summed = own if world.sharded and lends else count
+        summed = own if world.sharded and in_buckets else count
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
         optimizer = 0 if world.servers else each.state * own_state + each.master * own
         gathered = whole[rows[rank]].weights if world.unshards else 0
-        buckets = lent[rank].most() if lends else 0
-        waits = buckets >= each.gradient * count > 0 and lent[rank].waits
+        buckets = buckets_of[rank].most() if in_buckets else 0
+        waits = buckets >= each.gradient * count > 0 and buckets_of[rank].waits
         saved = 0 if world.servers else saved_bytes(each, own, optimizer)
-        read = _read(world, each.weight, count, experts, lends=lends) if world.replicas_at(rank) > 1 else 0
+        read = _read(world, each.weight, count, experts, in_buckets=in_buckets) if world.replicas_at(rank) > 1 else 0
         shared = _filled(world, buckets, gathered) + read
         found.append(
             ActorMemory(
@@ -244,7 +244,7 @@ def _uneven(run: Run, timeline: Timeline) -> list[int]:
 
 
 def _working(device: DeviceKind, activations: int, uneven: int) -> int:
-    """Return the bytes that come and go within an action.
+    """Return the bytes of temporary tensors within an action.
 
     Where the load of experts is uneven, sizes differ from one microbatch to the next. The C library keeps freed blocks,
     but they do not fit: on a CPU the process has the memory of activations once more.
@@ -319,32 +319,32 @@ def _filled(world: World, buckets: int, gathered: int) -> int:
 
     Args:
         world: The ranks of the run.
-        buckets: The most bytes of its gradients in buckets that are lent.
+        buckets: The most bytes of its gradients in buckets.
         gathered: The most bytes of its weights that are whole for a while.
     """
     group = world.owners if world.sharded else world.replicas
     return group * min(_FILLED, buckets + (gathered if world.gathers else 0)) if group > 1 else 0
 
 
-def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -> int:
+def _read(world: World, weight: int, count: int, experts: int, *, in_buckets: bool) -> int:
     """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
     An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
-    tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
+    tensors twice. Buckets and gathered weights are copied into shared memory instead.
 
     Args:
         world: The ranks of the run.
         weight: The bytes of a weight.
         count: The number of the worker's parameters.
         experts: How many of them are of experts that actors divide.
-        lends: Whether flat tensors are lent.
+        in_buckets: Whether gradients are in buckets.
     """
     if world.gathers or world.servers or world.replicas == 1:
         return 0
     group = world.owners if world.sharded else world.replicas
     others = (count - experts) * (group - 1) // group
     others += experts * (world.expert_replicas - 1) // world.expert_replicas if experts else 0
-    return (1 if lends else 2) * weight * others
+    return (1 if in_buckets else 2) * weight * others
 
 
 def states_of(run: Run, counts: ParameterCounts) -> list[int]:

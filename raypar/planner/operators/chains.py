@@ -1,13 +1,13 @@
 """Find the chains of operators in a user's modules, on the shapes of a first batch without memory. Imports torch.
 
-Layers one after the other are a chain, as are the modules of an ``nn.Sequential``. What another module does with its
-own modules can't be seen: it takes and makes what is whole, and each sequence or linear layer in it is a chain by
-itself, which begins and ends whole.
+Layers one after the other are a chain, as are the modules of an ``nn.Sequential``. How another module calls its
+modules can't be seen: its input and output are whole, and each sequence or linear layer in it is a chain of its own,
+whose input and output are whole.
 
 The cheapest strategies of a chain of operators, by dynamic programming over the placements between them.
 
-What comes after an operator depends only on the placement of what it makes, so for each placement the cheapest way to
-it is enough: with k strategies and p placements a chain of n operators takes n k p steps in the place of k^n.
+The rest of a chain depends only on the placement of an operator's output, so the cheapest way to each placement is
+enough: with k strategies and p placements a chain of n operators takes n k p steps instead of k^n.
 
 Source: Bellman 1957; as intra-operator search in Jia et al. 2019, "FlexFlow" and Zheng et al. 2022, "Alpa", where an
 integer program serves graphs that are no chains.
@@ -66,12 +66,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 class SearchableChain(NamedTuple):
-    """What can be searched.
+    """The chains of a model, and the annotated modules outside of them.
 
     Attributes:
         chains: The chains.
         kept: The kinds of annotated modules that are in none, by name; they stay as they are annotated.
-        order: The place of each module in the model, by name.
+        order: The position of each module in the model, by name.
     """
 
     chains: tuple[Chain, ...]
@@ -98,7 +98,7 @@ def chains_of(
         skips: Pairs of layers, of which the second one takes what the first one returns, too.
 
     Raises:
-        Exception: What a layer raises that can't compute shapes alone.
+        Exception: The error of a layer that can't compute on the meta device.
     """
     annotated = {
         f"{layer}.{inner}".rstrip("."): text
@@ -118,7 +118,7 @@ def chains_of(
         for layer, module in layers.items()
         for name, _ in module.named_modules(prefix=layer, remove_duplicate=False)
     )
-    return SearchableChain(tuple(chains), kept, {name: place for place, name in enumerate(every)})
+    return SearchableChain(tuple(chains), kept, {name: position for position, name in enumerate(every)})
 
 
 def _recorded(layers: Mapping[str, nn.Module], values: Values, skips: Skips) -> dict[nn.Module, list[_Call | None]]:
@@ -177,7 +177,7 @@ class _Finder:
         yield from inner
 
     def _flat(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules, and in the place of each nn.Sequential those in it."""
+        """Yield modules, and instead of each nn.Sequential its modules."""
         for name, module in modules.items():
             if self._is_open(name, module):
                 yield from self._flat({f"{name}.{child}": part for child, part in module.named_children()})
@@ -212,7 +212,7 @@ class _Finder:
         return len(calls) == 1 and calls[0] is not None and self._places[module] == 1
 
     def _operator(self, name: str, module: nn.Module, *, learns: bool) -> Operator:
-        """Return what the search knows of a module."""
+        """Return a module as an operator of the search."""
         call = next((one for one in self._calls.get(module, []) if one is not None), None)
         text = self._annotated.get(name, "")
         kind = "whole" if call is None else self._kind(name, module, call, bool(text))
@@ -235,7 +235,7 @@ class _Finder:
         return _as_annotated(one, text)._replace(rigid=call is None) if text else one
 
     def _kind(self, name: str, module: nn.Module, call: _Call, is_named: bool) -> OperatorKind:
-        """Return what a module is; it is searched if it stands alone, and nothing that it has is elsewhere."""
+        """Return the kind of a module; it is searched if it is called once and shares no weights."""
         tied = any(id(p) in self._tied for p in module.parameters())
         once = self._is_called(module) and not tied and not has_call_hooks(module)
         if type(module) in _ACTIVATIONS and not has_call_hooks(module):
@@ -256,7 +256,7 @@ class _Finder:
 
 
 def _as_annotated(one: Operator, text: str) -> Operator:
-    """Return an operator with what the user has said of it: a strategy, and perhaps placements."""
+    """Return an operator with the user's annotation: a strategy, and perhaps placements."""
     kind = kind_of(text)
     assert kind is not None
     words = SHORT.get(text, text).split(" ")
@@ -291,10 +291,10 @@ def _is_of_samples(module: nn.Module, call: _Call) -> bool:
 
 
 class Way(NamedTuple):
-    """What a chain does.
+    """The strategies of a chain, with their price.
 
     Attributes:
-        price: What is made small, first things first.
+        price: The sums that are minimised, the most important first.
         choices: By operator.
     """
 
@@ -307,11 +307,11 @@ def cheapest(chain: Sequence[Operator], prices: Prices, aim: Aim) -> Way | str:
 
     Args:
         chain: The operators.
-        prices: What things cost.
-        aim: What is made small: seconds, and then memory; or memory, and then seconds.
+        prices: The costs of computing and messages.
+        aim: Whether seconds are minimised first, and then memory, or the reverse.
 
     Returns:
-        The way; or the name of the first operator that can't be what the user has annotated, behind what is before it.
+        The way; or the name of the first operator that can't be what the user has annotated, after what is before it.
     """
     ways = {"R": Way((0, 0, 0), ())}
     for number, one in enumerate(chain):

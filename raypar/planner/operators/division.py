@@ -1,4 +1,4 @@
-"""The division of a user's modules over tensor ranks: the plan that a search finds, and what it costs, in words."""
+"""The division of a user's modules over tensor ranks: the plan that a search finds, and a table of its costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 60  # modules in a table
 
 @dataclass(frozen=True)
 class Division:
-    """What each module does.
+    """The strategies of all modules.
 
     Attributes:
         plan: A kind for each module that is named.
@@ -50,11 +50,11 @@ class Division:
 
     def lines(self) -> Iterator[str]:
         """Yield a table of the modules that have weights or are named, and what they take together."""
-        told = [(one, choice) for one, choice in self.modules if one.weights or choice.text]
-        rows = [_HEAD, *(self._cells(one, choice) for one, choice in told[:_SHOWN])]
+        shown = [(one, choice) for one, choice in self.modules if one.weights or choice.text]
+        rows = [_HEAD, *(self._cells(one, choice) for one, choice in shown[:_SHOWN])]
         yield from text_table(rows)
-        if len(told) > _SHOWN:
-            yield f"... and {len(told) - _SHOWN} more modules"
+        if len(shown) > _SHOWN:
+            yield f"... and {len(shown) - _SHOWN} more modules"
         weights = sum(one.weights for one, _ in self.modules)
         yield f"an actor has {self.held:,} of the {weights:,} weights of these modules, and sends {self.sent:,} bytes"
         here, whole = three_digit_seconds(self.seconds), three_digit_seconds(self.whole)
@@ -78,9 +78,9 @@ def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list
     """Search the strategies of all chains.
 
     Args:
-        found: The chains, and what stays as the user has annotated it.
-        prices: What things cost.
-        aim: What is made small first.
+        found: The chains, and the annotated modules outside of them.
+        prices: The costs of computing and messages.
+        aim: What is minimised first.
 
     Returns:
         The division, or the faults of the annotations.

@@ -1,4 +1,4 @@
-"""Why no division leads to what a user has annotated, with the fix."""
+"""Why no division satisfies the user's annotations, with the fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raypar.planner.operators.operator import Chain, Operator
 
 
 def annotation_faults(chain: Chain, ranks: int) -> Iterator[str]:
-    """Yield the modules of a chain that are annotated to be split along what they lack, or what has no equal parts.
+    """Yield the modules of a chain whose annotation splits along a dim that they lack or that has no equal parts.
 
     Args:
         chain: The operators.
@@ -36,8 +36,8 @@ def _placement_faults(one: Operator, word: str, placement: str, shape: Sequence[
     dim, sizes = int(placement.removeprefix("S")), "x".join(map(str, shape))
     if not -1 <= dim < len(shape):
         fix = ", ".join(f"S{other}" for other in range(len(shape)))
-        told = f"model.plan: {one.name} is given as '{word} {placement}', but of {sizes} there is no dim {dim}"
-        yield f"{told}: use R, S-1 or {fix}"
+        text = f"model.plan: {one.name} is given as '{word} {placement}', but of {sizes} there is no dim {dim}"
+        yield f"{text}: use R, S-1 or {fix}"
     elif shape[dim] % ranks:
         what = "input" if word == "from" else "output"
         yield _unequal(one, f"{shape[dim]} along dim {dim} of the {what}", shape[dim], ranks)
@@ -51,16 +51,16 @@ def way_fault(chain: Chain, name: str, ranks: int) -> str:
         name: Name of the first one that can't be reached.
         ranks: Number of tensor-parallel ranks.
     """
-    end = next(place for place, one in enumerate(chain) if one.name == name)
+    end = next(position for position, one in enumerate(chain) if one.name == name)
     asked = [one for one in chain[: end + 1] if one.strategy][-1]
     outputs, inputs = asked.made[-1], asked.taken[-1]
     if asked.strategy == "column" and outputs % ranks:
         return _unequal(asked, f"{outputs} outputs", outputs, ranks)
     if asked.strategy == "row" and inputs % ranks:
         return _unequal(asked, f"{inputs} inputs", inputs, ranks)
-    behind = "" if asked.name == name else f", and from there to {name}"
+    reached = "" if asked.name == name else f", and from there to {name}"
     fix = f"leave out ' from' and ' to' of it and of its neighbours, or give sizes that mesh.tp {ranks} divides"
-    return f"model.plan: no division leads to what it says of {asked.name}{behind}: {fix}"
+    return f"model.plan: no division leads to what it says of {asked.name}{reached}: {fix}"
 
 
 def _unequal(one: Operator, what: str, size: int, ranks: int) -> str:

@@ -6,16 +6,16 @@ from typing import Literal, NamedTuple
 
 OperatorKind = Literal["linear", "embedding", "norm", "activation", "dropout", "view", "samples", "whole"]
 Aim = Literal["speed", "memory"]
-"""What a search makes small first: the time of a step, or the weights that an actor has."""
+"""What a search minimises first: the time of a step, or the weights of an actor."""
 
 
 class Operator(NamedTuple):
-    """A module that is given one tensor and makes one.
+    """A module with one input tensor and one output tensor.
 
     Attributes:
         name: Its logical name.
-        kind: What it is: "view" gives samples another shape, "samples" computes each by itself, and of "whole" nothing
-            is known.
+        kind: Its kind: "view" reshapes samples, "samples" computes each one separately, and a "whole" module is not
+            divided.
         taken: Shape of its whole input.
         made: Shape of its whole output.
         weights: Elements of its parameters.
@@ -25,7 +25,7 @@ class Operator(NamedTuple):
         strategy: The strategy that the user has annotated; "" for none.
         given: Placement of its input that the user has annotated; "" for none.
         goes: Placement of its output that the user has annotated; "" for none.
-        rigid: Whether nothing can be put in front of it or behind it.
+        rigid: Whether no redistribution can be put before it or after it.
     """
 
     name: str
@@ -42,4 +42,4 @@ class Operator(NamedTuple):
     rigid: bool = False
 
 
-Chain = tuple[Operator, ...]  # each takes what the one before makes; what the first takes and the last makes is whole
+Chain = tuple[Operator, ...]  # each one's input is the output before it; the first input and last output are whole

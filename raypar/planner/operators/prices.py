@@ -1,4 +1,4 @@
-"""What operators and redistributions cost on the tensor ranks of a cluster, in seconds and bytes of a microbatch."""
+"""The costs of operators and redistributions on the tensor ranks of a cluster, in seconds and bytes of a microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOVES = 5  # times that a forward and a backward read or write the elements of 
 
 
 class Sent(NamedTuple):
-    """What a member sends.
+    """The messages of a member.
 
     Attributes:
         bytes: Bytes of a microbatch.
@@ -74,7 +74,7 @@ class Prices:
         return (one.weights - one.bias) / self.ranks + one.bias if divided else one.weights
 
     def sums(self, one: Operator, strategy: str, made: Placement) -> Sent:
-        """Return what it takes to sum gradients of whole weights over the actors, a microbatch's part of it."""
+        """Return the messages that sum gradients of whole weights over the actors, a microbatch's share of them."""
         if strategy.startswith("split"):
             count = one.weights
         elif strategy == "row" and made not in ("R", FEATURES):
@@ -94,13 +94,13 @@ class Prices:
         learns: bool,
         ids: bool = False,
     ) -> Sent:
-        """Return what a redistribution takes, there and back.
+        """Return the messages of a redistribution in the forward and the backward.
 
         Args:
             shape: Shape of the whole tensor.
             before: Its placement.
             after: The placement that it gets.
-            gradient: The placement of the gradient of what it becomes.
+            gradient: The placement of the gradient of the result.
             learns: Whether there is a way back.
             ids: Whether the tensor has ids.
         """

@@ -1,7 +1,7 @@
 """The strategies that an operator may have, each with its price: column, row, replicated, split by samples or tokens.
 
 Source: Zheng et al. 2022, "Alpa", section 4.1, and MindSpore's auto-parallel modes: an operator has strategies, and
-between two of them stands a redistribution.
+between two of them is a redistribution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OperatorStrategy(NamedTuple):
     Attributes:
         text: Its kind in a plan; "" if the plan does not name it.
         made: Placement of what it makes.
-        cost: Femtoseconds of a microbatch: computing, and what is sent in front of it and behind it. They are whole
+        cost: Femtoseconds of a microbatch: computing, and what is sent before it and after it. They are whole
             numbers, so that sums do not depend on the order.
         held: Elements of its parameters that an actor has, at the most.
         sent: Bytes of a microbatch that an actor sends for it.
@@ -39,12 +39,12 @@ class OperatorStrategy(NamedTuple):
 
 
 def choices(one: Operator, given: Placement, prices: Prices) -> Iterator[OperatorStrategy]:
-    """Yield what can be done with an operator that is given its input at a placement.
+    """Yield the strategies of an operator whose input has a placement.
 
     Args:
         one: The operator.
         given: The placement.
-        prices: What things cost.
+        prices: The costs of computing and messages.
     """
     if one.given not in ("", given):
         return
@@ -79,7 +79,7 @@ def _strategies(one: Operator) -> tuple[str, ...]:
 
 
 def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[OperatorStrategy]:
-    """Yield what an activation function, a dropout or a view does with a part: it takes it, and makes one."""
+    """Yield the strategy of an activation function, a dropout or a view whose input is divided: so is its output."""
     if given == "R" or not _divides(one.made, given, prices.ranks) or (one.kind == "view" and given != "S0"):
         return
     text = "" if one.kind != "dropout" else "dropout" if given == FEATURES else f"split{given[1:]}"
@@ -88,7 +88,7 @@ def _passing(one: Operator, given: Placement, prices: Prices) -> Iterator[Operat
 
 
 def _ends(one: Operator, strategy: Strategy) -> Iterator[Placement]:
-    """Yield where the output of a strategy may go."""
+    """Yield the placements that the output of a strategy may get."""
     if one.goes:
         yield one.goes
         return
@@ -105,15 +105,15 @@ def _fits(one: Operator, name: str, strategy: Strategy, given: Placement, made: 
     stays_out = made == strategy.gives or (strategy.gives, made) == ("P", "R")
     if one.rigid and (name, given, made) != ("replicated", "R", "R"):
         return False
-    uneven = bool(one.strategy) and name in ("column", "row", "embedding")  # as the user has asked for
+    uneven = bool(one.strategy) and name in ("column", "row", "embedding")  # as the user has annotated
     ins = [given] if uneven and stays_in and given == FEATURES else []
     outs = [made] if uneven and stays_out and made == FEATURES else []
-    taken = [place for place in (given, strategy.needs) if place not in ins]
-    given_out = [place for place in (strategy.gives, made) if place not in (*outs, "P")]
+    taken = [placement for placement in (given, strategy.needs) if placement not in ins]
+    given_out = [placement for placement in (strategy.gives, made) if placement not in (*outs, "P")]
     divided = name == "row" and not uneven
     return (
-        all(_divides(one.taken, place, ranks, ids=one.kind == "embedding") for place in taken)
-        and all(_divides(one.made, place, ranks) for place in given_out)
+        all(_divides(one.taken, placement, ranks, ids=one.kind == "embedding") for placement in taken)
+        and all(_divides(one.made, placement, ranks) for placement in given_out)
         and (not divided or one.taken[-1] % ranks == 0)
     )
 

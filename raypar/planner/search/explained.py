@@ -24,13 +24,13 @@ def mesh_table(ranking: Ranking) -> list[str]:
     shown = ranking.best[:SHOWN]
     exact = [one.simulated is not None or one.calibrated for one in shown]
     about = ["" if here or not any(exact) else "~" for here in exact]
-    rows = [_HEAD, *(_cells(place, one, how) for place, (one, how) in enumerate(zip(shown, about, strict=True), 1))]
+    rows = [_HEAD, *(_cells(number, one, how) for number, (one, how) in enumerate(zip(shown, about, strict=True), 1))]
     return text_table(rows, ">")
 
 
-def _cells(place: int, one: Candidate, about: str) -> tuple[str, ...]:
+def _cells(number: int, one: Candidate, about: str) -> tuple[str, ...]:
     return (
-        str(place),
+        str(number),
         *map(str, one.choices.values()),
         about + three_digit_seconds(one.seconds),
         f"{one.need.bytes / _GB:.1f} GB",
@@ -47,17 +47,17 @@ def step_bars(one: Candidate) -> list[str]:
     return lines
 
 
-def memory_told(one: Candidate, room: float) -> str:
+def memory_text(one: Candidate, room: float) -> str:
     """Say what takes the memory of the fullest actor, and how much it may take."""
     kinds = zip(one.need._fields, one.need, strict=True)
-    told = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in kinds if size / _GB >= 0.05)
-    return f"{one.need.bytes / _GB:.1f} of {room / _GB:.1f} GB: {told}"
+    text = ", ".join(f"{kind} {size / _GB:.1f}" for kind, size in kinds if size / _GB >= 0.05)
+    return f"{one.need.bytes / _GB:.1f} of {room / _GB:.1f} GB: {text}"
 
 
 def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
     """Yield a sentence for each choice of the best candidate: what the best one with another choice takes.
 
-    One of the table is told as the table has it; others are compared in closed form.
+    Candidates in the table are compared by the seconds in it, others in closed form.
 
     Args:
         ranking: What was found.
@@ -74,12 +74,12 @@ def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
         if name not in _AXES:  # of an axis the table has the best; another choice may be better on the mesh it is for
             in_table = [one for one in in_table if one.family == other.family]
         other = in_table[0] if in_table else other
-        told = against(other, best, simulated=bool(in_table) or other.simulated is not None)
-        yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {told}"
+        text = against(other, best, simulated=bool(in_table) or other.simulated is not None)
+        yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {text}"
 
 
 def _alone(name: str, best: Candidate, space: Space) -> str:
-    """Say why there is no layout with another choice."""
+    """Return why there is no layout with another choice."""
     if name == "dp":
         return "follows from the devices and the other axes"
     if (name in _AXES and getattr(space, name)) or (name == "zero" and len(space.zero) == 1):
@@ -98,8 +98,8 @@ def axes(one: Candidate) -> str:
 def lost(ranking: Ranking) -> Iterator[str]:
     """Yield a sentence for each runner-up: how much longer its step takes, and what of it does."""
     best = ranking.best[0]
-    for place, one in enumerate(ranking.best[1:SHOWN], 2):
-        yield f"{place}: {against(one, best, simulated=True)}"
+    for number, one in enumerate(ranking.best[1:SHOWN], 2):
+        yield f"{number}: {against(one, best, simulated=True)}"
 
 
 def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> str:
@@ -124,6 +124,6 @@ def what_is_missing(ranking: Ranking, size: int) -> Sequence[str]:
         return [f"no layout of {size:,} devices divides the model and the batch"]
     one = ranking.least
     short = (one.need.bytes - ranking.room) / _GB
-    told = f"zero {one.run.zero}, recompute {one.choices['recompute']}"
-    needs = memory_told(one, ranking.room)
-    return [f"no layout fits: the sparest, {axes(one)}, {told}, lacks {short:.1f} GB: {needs}"]
+    text = f"zero {one.run.zero}, recompute {one.choices['recompute']}"
+    needs = memory_text(one, ranking.room)
+    return [f"no layout fits: the sparest, {axes(one)}, {text}, lacks {short:.1f} GB: {needs}"]

@@ -1,4 +1,4 @@
-"""The most memory that an actor of a run needs, in closed form: that of the forecast, for the first and last rank."""
+"""The most memory that an actor of a run needs, in closed form, for the first and the last pipeline rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Need(NamedTuple):
 
 
 def need_of(paper: StepModel) -> Need:
-    """Return what the actor needs that needs most: one of the first pipeline rank, or of the last."""
+    """Return the need of the actor that needs most: of the first pipeline rank, or of the last."""
     return max((_need_at(paper, rank) for rank in {0, paper.run.mesh.pp - 1}), key=lambda need: need.bytes)
 
 

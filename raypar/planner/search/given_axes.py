@@ -23,8 +23,8 @@ def axis_faults(model: GPT | Llama, size: int, space: Space) -> Iterator[str]:
     for axis in beyond:
         yield f"--mesh.{axis} {given[axis]} does not divide {size:,} devices: give a divisor, or leave it out"
     if not beyond and size % (ranks := math.prod(given.values())):
-        told = " ".join(f"--mesh.{axis} {count}" for axis, count in given.items())
-        yield f"{told} make {ranks} ranks, which do not divide {size:,} devices: leave one of them out"
+        axes_text = " ".join(f"--mesh.{axis} {count}" for axis, count in given.items())
+        yield f"{axes_text} make {ranks} ranks, which do not divide {size:,} devices: leave one of them out"
     tp, pp, cp = (given.get(axis, 1) for axis in axes)
     if tp not in tensor_ranks(model, tp, tp):
         widths = f"{model.heads} heads, {model.num_kv_heads} of keys, and an MLP of {model.mlp_width}"

@@ -89,8 +89,7 @@ class Ranking:
     Attributes:
         best: The best candidate of each mesh, the fastest first.
         all: All candidates that fit.
-        near: The best one with other levels of ZeRO and other recomputation, as far as that fits: a search needs no
-            more sparing than fits.
+        near: The best one with other levels of ZeRO and other recomputation, if that fits.
         least: The candidate that needs least memory, whether it fits or not; None if no layout divides the model and
             the batch.
         room: Bytes that an actor may take.
@@ -121,7 +120,7 @@ def ranked(
         cluster: The cluster.
         space: What to choose from.
         software: What the program does with its messages.
-        price: Predicts a step on the devices themselves, which were calibrated; None: all is told from data sheets.
+        price: Predicts a step on the devices themselves, which were calibrated; None: data sheets predict all.
     """
     search = _Search(run, model, cluster, space, software)
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):

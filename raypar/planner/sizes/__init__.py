@@ -1,1 +1,1 @@
-"""How many parameters there are, of which tensors, and on which actor."""
+"""The numbers of parameters, by tensor and by actor."""

@@ -6,7 +6,7 @@ With hidden size h, MLP width f, vocabulary V, sequence length s, and K heads of
   its MLP; heads of another width d make h^2 h d times their number. Biases of queries, keys and values are d a head.
   A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h, and those
   of queries and keys d.
-- A block with E experts of width w has E times 2 h w or 3 h w in the place of 2 h f or 3 h f (and a GPT their biases),
+- A block with E experts of width w has E times 2 h w or 3 h w instead of 2 h f or 3 h f (and a GPT their biases),
   and E h for its router; once more E h for learned noise; shared experts and a residual MLP are MLPs, too. With ep an
   actor has E / ep experts, each divided over the etp tensor ranks of an expert.
 - The embedding has h V, and h for each learned position. The head has a norm and h V.

@@ -13,7 +13,7 @@ from raypar.planner.sizes.tensors import Stage, Weight
 def user_tensors(run: Run, num_stages: int, skeleton: Skeleton) -> list[Stage]:
     """Return the trainable tensors of an actor of each stage, of experts those of the first part.
 
-    A tied weight has the name of its home.
+    A tied weight has the name of its owner.
 
     Args:
         run: The run.

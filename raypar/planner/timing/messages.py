@@ -20,7 +20,7 @@ RACKS: Order = ("dp", "pp", "cp", "tp")
 
 
 def stride_of(mesh: Mesh, axis: Axis, order: Order = LADDER) -> int:
-    """Return how many places a rank lies from its neighbour along an axis.
+    """Return the difference of the ranks of neighbours along an axis.
 
     Args:
         mesh: The mesh.

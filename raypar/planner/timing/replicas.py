@@ -1,4 +1,4 @@
-"""How long replicas take for gradients and weights: what each pipeline rank holds, and what it sends of that."""
+"""How long the exchange of gradients and weights between replicas takes, for each pipeline rank."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ReplicaMessages:
         """Return the seconds in which a stage's weights are gathered once, unit by unit."""
         return self._exchanged("all_gather", self._each.weight, held, pieces=held.units)
 
-    def behind_update(self, held: StageParameters) -> float:
-        """Return the seconds of the messages about a rank's parameters behind its update."""
+    def after_update(self, held: StageParameters) -> float:
+        """Return the seconds of the messages about a rank's parameters after its update."""
         seconds = 0.0
         if self._world.sharded and not self._world.gathers:
             seconds += self._exchanged("all_gather", self._each.weight, held)

@@ -11,13 +11,13 @@ from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradient
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs, outcome
 
-_ROUNDS = 3  # of p microbatches, behind which every further one takes as long
+_ROUNDS = 3  # of p microbatches, after which every further one takes as long
 
 
 def simulated(paper: StepModel) -> float:
     """Return the seconds of a step by simulation.
 
-    Behind some rounds of p microbatches a pipeline is in its steady state: a longer step is told from two shorter ones.
+    After some rounds of p microbatches a pipeline is in its steady state, so two short steps give the time of a long one.
 
     Args:
         paper: The run on paper. Its schedule is one by name.
@@ -47,14 +47,14 @@ def schedule_of(paper: StepModel, microbatches: int) -> Schedule:
     assert isinstance(run.schedule, str)
     schedule = build(run.schedule, run.mesh.pp, microbatches, run.chunks)
     if world.reduces:
-        schedule = reduce_gradients(schedule, _reduced(run, lends=world.frees_buckets))
+        schedule = reduce_gradients(schedule, _reduced(run, frees_buckets=world.frees_buckets))
     if world.gathers:
         schedule = gather_weights(schedule, run.zero_gather, reshard_after_forward=run.reshard_after_forward)
     return schedule
 
 
 def costs_on(paper: StepModel) -> Costs:
-    """Return the seconds of the actions of a run on paper; its schedule has no STEP, which comes behind all others."""
+    """Return the seconds of the actions of a run on paper; its schedule has no STEP, which comes after all others."""
     of_stage: dict[tuple[int, Op], float] = {}
     for stage, each in enumerate(paper.stages):
         gather, reduction = paper.exchanged(stage)
@@ -70,6 +70,6 @@ def costs_on(paper: StepModel) -> Costs:
     )
 
 
-def _reduced(run: Run, *, lends: bool) -> ReduceWhen:
+def _reduced(run: Run, *, frees_buckets: bool) -> ReduceWhen:
     """Return how often a run reduces gradients."""
-    return run.zero_reduce or ("microbatch" if lends else "step")
+    return run.zero_reduce or ("microbatch" if frees_buckets else "step")

@@ -20,7 +20,7 @@ from raypar.schedules.float_sum import float_sum
 
 
 class StageSeconds(NamedTuple):
-    """What a layer or a stage takes for a microbatch.
+    """The seconds of a layer or a stage for a microbatch.
 
     Attributes:
         forward: Its forward's operations.

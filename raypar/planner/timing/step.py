@@ -1,4 +1,4 @@
-"""How long a training step of a run takes on a cluster on paper, and of what its time consists."""
+"""How long a training step of a run takes on a cluster on paper, and the parts of its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PredictedStep:
         borders: Seconds in which it waits for values that are on their way from another stage.
         bubble: Seconds in which the pipeline fills and empties.
         replicas: Seconds of gathers and reductions that no computing hides.
-        update: Seconds of the optimizer's update, and of the messages behind it.
+        update: Seconds of the optimizer's update, and of the messages after it.
     """
 
     layers: float
@@ -112,7 +112,7 @@ class StepModel:
         )
 
     def update(self, rank: int) -> float:
-        """Return the seconds of the update of a pipeline rank, and of the messages behind it."""
+        """Return the seconds of the update of a pipeline rank, and of the messages after it."""
         held = self.held_on(rank)
         roofline = Roofline.of(self.cluster.device, half=False)
         own = (
@@ -120,7 +120,7 @@ class StepModel:
             * self.replicas.owned(held)
             / roofline.bandwidth
         )
-        return own + self.replicas.behind_update(held)
+        return own + self.replicas.after_update(held)
 
     @property
     def slowest_update(self) -> float:

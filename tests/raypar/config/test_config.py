@@ -211,7 +211,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"recompute": ("full", "some")}, "recompute.1 is 'some': it must be 'none', 'selective' or 'full'"),
         (
             {"recompute": "selective", "model": Layers(lambda: [torch.nn.Identity()] * 2, loss=max)},
-            "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'",
+            "recompute is 'selective', but raypar does not know which of your own layers attend: use 'full' or 'none'",
         ),
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),

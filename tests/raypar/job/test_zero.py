@@ -54,7 +54,7 @@ def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
     run = tiny(mesh=rp.Mesh(pp=2), zero=3, zero_resident=1)
     assert rp.faults(run) == [
         "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more, or leave zero out",
-        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights behind every action: set zero_gather "
+        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights after every action: set zero_gather "
         "to 'step', or leave zero_resident out",
     ]
     assert rp.faults(tiny(zero=1, zero_units=2)) == [

@@ -25,7 +25,7 @@ from raypar.planner.memory.server_and_expert_memory import server_memory
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import actors_told, counts_of
+from raypar.planner.resource_needs import actors_text, counts_of
 from raypar.reporting.summary import log_plan, plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
@@ -254,8 +254,8 @@ def test_an_estimate_that_is_more_than_is_free_is_a_warning(monkeypatch, caplog)
 
 
 def test_actors_are_told_by_axis():
-    assert actors_told(Run(mesh=Mesh())) == "1"
-    assert actors_told(Run(mesh=Mesh(pp=2, tp="2d:2x2")), {"pp": "recipe x"}) == "8 = pp 2 (recipe x) x tp 2d:2x2"
+    assert actors_text(Run(mesh=Mesh())) == "1"
+    assert actors_text(Run(mesh=Mesh(pp=2, tp="2d:2x2")), {"pp": "recipe x"}) == "8 = pp 2 (recipe x) x tp 2d:2x2"
 
 
 def test_own_layers_are_counted_from_their_skeleton():
