@@ -1,4 +1,4 @@
-"""What a run needs, in rows of a name and a figure: actors, parameters, memory and checkpoints, against this machine."""
+"""What a run needs, in rows of a name and a figure: actors, parameters, memory and checkpoints, and what is free here."""
 
 from __future__ import annotations
 

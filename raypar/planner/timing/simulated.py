@@ -17,7 +17,7 @@ _ROUNDS = 3  # of p microbatches, after which every further one takes as long
 def simulated(paper: StepModel) -> float:
     """Return the seconds of a step by simulation.
 
-    After some rounds of p microbatches a pipeline is in its steady state, so two short steps give the time of a long one.
+    After some rounds of p microbatches a pipeline is in its steady state, so two short steps predict a long one.
 
     Args:
         paper: The run on paper. Its schedule is one by name.
