@@ -9,8 +9,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES
-from raypar.planner.hardware.links import LINKS
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.timing.messages import LADDER, RAYPAR, Software
 from raypar.planner.timing.step import StepModel
 

@@ -391,7 +391,8 @@ MAY_IMPORT = {
     ),
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/cluster/calls raypar/config raypar/config/validate schedules"
+        "actors/specs raypar raypar/cluster/calls raypar/config raypar/config/hugging_face "
+        "raypar/config/validate schedules"
     ),
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
@@ -412,7 +413,8 @@ MAY_IMPORT = {
     ),
     "raypar/cli/text": (
         "actors/data/tokenizers actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words "
-        "raypar/config raypar/config/validate raypar/job raypar/job/text raypar/planner raypar/reporting"
+        "raypar/config/hugging_face raypar/config/validate raypar/job raypar/job/text raypar/planner "
+        "raypar/reporting"
     ),
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
@@ -422,8 +424,8 @@ MAY_IMPORT = {
         "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/words": (
-        "actors actors/machine actors/specs raypar raypar/config schedules schedules/drawing schedules/passes "
-        "schedules/simulation"
+        "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face schedules "
+        "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cluster": "actors actors/machine raypar",
     "raypar/cluster/calls": "actors actors/specs raypar raypar/cluster raypar/cluster/deaths schedules",
@@ -436,15 +438,20 @@ MAY_IMPORT = {
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
-        "actors/mesh actors/models actors/specs actors/worker/build raypar raypar/cluster/lifecycle "
-        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
-        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
-        "schedules/passes schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/cluster/lifecycle raypar/config/hugging_face "
+        "raypar/config/trial raypar/config/validate raypar/planner raypar/planner/hardware "
+        "raypar/planner/operators raypar/planner/sizes raypar/planner/timing schedules schedules/checking "
+        "schedules/generators schedules/passes schedules/simulation"
     ),
+    "raypar/config/hugging_face": (
+        "actors actors/hugging_face actors/models actors/specs raypar raypar/config schedules"
+    ),
+    "raypar/config/trial": "actors actors/data actors/models actors/specs actors/worker/build schedules",
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
         "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs actors/worker/build raypar raypar/config raypar/planner/hardware schedules"
+        "actors/specs actors/worker/build raypar raypar/config raypar/config/trial raypar/planner/hardware "
+        "schedules"
     ),
     "raypar/doctor": (
         "actors/collective actors/machine raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
@@ -476,8 +483,8 @@ MAY_IMPORT = {
         "actors actors/data actors/data/examples actors/data/text actors/data/tokenizers actors/data_parallel "
         "actors/machine actors/mesh actors/models actors/specs actors/worker/build raypar raypar/checkpoint "
         "raypar/cluster raypar/cluster/calls raypar/cluster/deaths raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/config raypar/job/layout raypar/job/recover raypar/job/steps "
-        "raypar/planner/hardware raypar/recovery raypar/reporting schedules"
+        "raypar/cluster/nodes raypar/config raypar/config/trial raypar/job/layout raypar/job/recover "
+        "raypar/job/steps raypar/planner/hardware raypar/recovery raypar/reporting schedules"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "

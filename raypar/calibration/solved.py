@@ -13,10 +13,22 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import FEW, MANY, Measured
 from raypar.config.run import check_run
-from raypar.planner.calibrated.calibrated_costs import calibrated_costs, stage_seconds, step_seconds
-from raypar.planner.calibrated.calibration import OF_PARAMETERS, Beside, Calibration, Family, Kind, MeasuredUpdate
-from raypar.planner.calibrated.least_squares import relative_fit
-from raypar.planner.calibrated.product_seconds import head_products, num_logits
+from raypar.planner.calibrated.calibrated_costs import (
+    calibrated_costs,
+    head_products,
+    num_logits,
+    stage_seconds,
+    step_seconds,
+)
+from raypar.planner.calibrated.calibration import (
+    OF_PARAMETERS,
+    Beside,
+    Calibration,
+    Family,
+    Kind,
+    MeasuredUpdate,
+    relative_fit,
+)
 from raypar.planner.memory.worker import ParameterCounts, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of

@@ -26,7 +26,7 @@ from raypar.checkpoint.base import base_faults
 from raypar.checkpoint.files_beside import write_files_beside
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.model_card import model_card
-from raypar.config.hugging_face_config import config_of, type_of
+from raypar.config.hugging_face.config_writer import config_of, type_of
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
 from raypar.paths import absolute

@@ -23,8 +23,8 @@ from raypar.config.fields import FieldFault, field_faults, short_repr
 from raypar.config.launchable import check_launch
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
+from raypar.config.validate.outputs import is_under_way
 from raypar.config.validate.parallel import idle_fields
-from raypar.config.validate.replacing import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
 

@@ -43,8 +43,6 @@ _WORDS = _RANGES | {
     "Predicate is_size failed": "a number of bytes with its unit, as '8GiB' or '500MB'",
     "Predicate is_grid failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (depth last) or '3d:2x2x2'",
 }
-
-
 _OF_CLASS = {"dataclass_exact_type": "class_name", "is_instance_of": "class"}
 _CLASSES = {
     "Action": "an Action, such as 1F0",

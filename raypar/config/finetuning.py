@@ -15,7 +15,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
-from raypar.config.hugging_face import HF
+from raypar.config.hugging_face.config_reader import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 

@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
-from raypar.config.validate.recovery import recovery_faults
+from raypar.config.validate.system import recovery_faults
 from raypar.errors import ConfigError
 from raypar.planner.resource_needs import memory_faults
 
@@ -88,16 +88,16 @@ def trial_faults(run: Run, skeleton: Skeleton, num_stages: int) -> Iterator[str]
         return
     trial, faults = replace(run, model=model, data=data), list[str]()
     if isinstance(model, Layers) and skeleton.model.is_deferred:
-        from raypar.config.layer_trial import layer_faults  # imports torch
+        from raypar.config.trial.layers import layer_faults  # imports torch
 
         faults = layer_faults(trial, Skeleton(model, run.seed), num_stages)
     if isinstance(model, Layers) and not faults and (model.count is not None or model.metrics):
-        from raypar.config.loss_trial import count_faults, metric_faults  # imports torch
+        from raypar.config.trial.loss import count_faults, metric_faults  # imports torch
 
         twin = Skeleton(model, run.seed)
         faults = [*count_faults(trial, twin), *metric_faults(trial, twin)]
     if not isinstance(model, Layers):
-        from raypar.config.token_trial import token_faults  # imports torch
+        from raypar.config.trial.tokens import token_faults  # imports torch
 
         faults = [*token_faults(replace(run, data=data))]
     yield from faults

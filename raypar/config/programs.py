@@ -1,7 +1,10 @@
-"""The programs of a run: its schedule in the run's sizes, with the passes that its fields choose."""
+"""The programs of a run: its schedule in the run's sizes, with the skips of its layers and the passes of its fields."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from raypar.actors.models.partition import split_faults
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -15,11 +18,36 @@ from raypar.config.schedule import (
     with_offload,
     with_zero,
 )
-from raypar.config.skip_connections import skips_of
-from raypar.config.validate.uneven import turn_faults
+from raypar.config.validate.parallel import turn_faults
 from raypar.planner.cost_model import costs_of_run, costs_with_halving
+from raypar.schedules.passes.skip_connections import Skips, no_skips
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
+
+
+def skips_of(run: Run, skeleton: Skeleton) -> Callable[[int], Skips]:
+    """Return a function from the number of stages to the skips between them: none if model or split have faults.
+
+    Args:
+        run: The run.
+        skeleton: Its model without weights.
+    """
+    if not isinstance(run.model, Layers) or not run.model.skips:
+        return no_skips
+
+    def between(num_stages: int) -> Skips:
+        from raypar.actors.models.skip_connections import skip_faults, skips_between  # imports torch
+
+        try:
+            model = skeleton.model
+        except Exception:  # the check of the layers reports it
+            return ()
+        count = len(model.names)
+        if any(skip_faults(model.skips, count)) or split_faults(run.split, count, num_stages):
+            return ()
+        return skips_between(model.skips, model.stages(run.split, num_stages))
+
+    return between
 
 
 def lowered_programs(

@@ -1,4 +1,4 @@
-"""Recipes: named runs to start from."""
+"""Recipes: named runs to start from, and ``depth``, a run whose sizes follow from its number of layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ from typing import Any
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.optim import AdamW, Muon
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.config.expert_layout_names import layout as fields_of
 from raypar.errors import ConfigError
+from raypar.planner.sizes.parameters import num_parameters
 from raypar.schedules.nearest_name import did_you_mean
+
+DEEPEST = 512
+_WIDTH, _HEAD, _SEQ = 64, 128, 2048
+_BATCH = 1 << 19  # tokens of a step of all replicas
+_TOKENS = 20  # for each parameter
+# learning rates at a width of _AT
+_MATRICES = 0.02
+_EMBEDDING = 0.2
+_HEAD_RATE = 0.004
+_AT = 768
+_COOLING = 0.2  # share of the steps
 
 
 def gpt_tiny() -> Run:
@@ -90,8 +103,6 @@ RECIPES: dict[str, Callable[[], Run]] = {
     "moe-tiny": moe_tiny,
     "moe-small": moe_small,
 }
-
-
 _MODELS = re.compile(
     r"(.*/)?(gpt-?2|(smollm|llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)"
 )
@@ -136,3 +147,51 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
             [f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both]
         )
     return replace(RECIPES[name](), **laid_out, **changes)
+
+
+@checked_arguments
+def depth(layers: int, *, dp: int = 1, vocab: int = 256) -> Run:
+    """Return the run of a model with so many layers: all else follows.
+
+    The model is a Llama with norms of queries and keys, 64 wide for each layer, rounded up to whole heads of 128, and
+    sequences of 2,048. It learns from 20 tokens a parameter in steps of 2^19 tokens, by Muon with a rate of 0.02 for
+    matrices, and AdamW with 0.2 for the embedding and 0.004 for the head times (width / 768)^-0.5, which go down to 0
+    in the last fifth of the steps. nanochat's model differs: its MLP is 4 times as wide with squared ReLUs (the Llama's
+    has as many weights), and norms have no weights.
+
+    Args:
+        layers: Number of layers, 1 to 512.
+        dp: Replicas, which share the batch.
+        vocab: Number of token ids; 256 for bytes.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source: Karpathy 2025, nanochat, scripts/base_train.py and GPT.setup_optimizers; Hoffmann et al. 2022, "Training
+    Compute-Optimal Large Language Models", table 3 (20 tokens a parameter).
+    """
+    samples = _BATCH // _SEQ
+    faults = [] if 1 <= layers <= DEEPEST else [f"depth is {layers}: give 1 to {DEEPEST} layers"]
+    if vocab < 1:
+        faults.append(f"vocab is {vocab}: give 1 or more")
+    if dp < 1 or samples % dp:
+        faults.append(f"dp is {dp}: give a divisor of the {samples} sequences of a step, 1 to {samples}")
+    if faults:
+        raise ConfigError(faults)
+    hidden = -(-_WIDTH * layers // _HEAD) * _HEAD
+    model = Llama(layers=layers, hidden=hidden, heads=hidden // _HEAD, seq=_SEQ, vocab=vocab, qk_norm=True)
+    steps = max(1, round(_TOKENS * num_parameters(model) / _BATCH))
+    slower = (hidden / _AT) ** -0.5
+    optim = Muon(
+        lr=_MATRICES,
+        scale="original",
+        weight_decay=0.0,
+        adamw_lr=_HEAD_RATE * slower,
+        rates={"embed.*": _EMBEDDING / _HEAD_RATE},
+        adamw_betas=(0.8, 0.95),
+        adamw_eps=1e-10,
+        decay="wsd",
+        final=0.0,
+        decay_steps=max(1, round(_COOLING * steps)),
+    )
+    return Run(model=model, mesh=Mesh(dp=dp), microbatches=samples // dp, micro_batch_size=1, optim=optim, steps=steps)

@@ -13,33 +13,31 @@ from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.hints import hint
 from raypar.config.mended import mended
 from raypar.config.programs import finished_programs, lowered_programs
+from raypar.config.recipes import RECIPES
 from raypar.config.rules import Examined, RunRule, UnsoundError, faults_by, guarded
 from raypar.config.schedule import Programs, schedule_faults, with_offload
-from raypar.config.validate import (
-    adapter_folder,
-    asynchronous,
-    data,
-    device,
-    experts,
-    hugging_face,
-    layers,
-    optim,
-    order,
-    outputs,
-    parallel,
-    precision,
-    replica_checks,
-    tiles,
-    token_slices,
-    uneven,
-    zero,
-)
-from raypar.config.validate.order import order_on
+from raypar.config.validate.data import DATA_RULES, data_faults
+from raypar.config.validate.experts import EXPERT_RULES
+from raypar.config.validate.hugging_face import ADAPTER_RULES, FOLDER_RULES
+from raypar.config.validate.layers import LAYER_RULES, TILE_RULES
+from raypar.config.validate.optim import AVERAGE_RULES, OPTIMIZER_RULES, PRECISION_RULES
+from raypar.config.validate.outputs import OUTPUT_RULES
+from raypar.config.validate.parallel import PARALLEL_RULES, UNEVEN_RULES
+from raypar.config.validate.replicas import HOST_RULES, REPLICA_RULES, ZERO_RULES
+from raypar.config.validate.schedules import ORDER_RULES, SLICE_RULES, STREAM_RULES, order_on
+from raypar.config.validate.system import RESOURCE_RULES
 from raypar.errors import ConfigError
 from raypar.schedules.schedule import ScheduleError
+
+_WRITTEN = {
+    "data": "; rp.Batches(batch) are yours, where def batch(step, microbatch, dp): returns (inputs, targets)",
+    "mesh": "; such as rp.Mesh(pp=2)",
+    "optim": "; such as rp.AdamW(lr=1e-3)",
+    "save_every": "; 0 saves only at the end",
+    "schedule": "; such as '1f1b', or raypar.schedules.Schedule.of('mine', rows)",
+}
 
 
 def _model_faults(examined: Examined) -> Iterator[str]:
@@ -51,26 +49,26 @@ def _model_faults(examined: Examined) -> Iterator[str]:
 RULES: tuple[RunRule, ...] = (
     _model_faults,
     lambda examined: examined.run.mesh.faults(examined.right),
-    *zero.ZERO_RULES,
-    *replica_checks.REPLICA_RULES,
-    *order.ORDER_RULES,
-    *precision.PRECISION_RULES,
-    *uneven.UNEVEN_RULES,
-    *adapter_folder.ADAPTER_RULES,
-    *optim.AVERAGE_RULES,
-    *token_slices.SLICE_RULES,
-    *zero.HOST_RULES,
-    *device.RESOURCE_RULES,
-    *parallel.PARALLEL_RULES,
+    *ZERO_RULES,
+    *REPLICA_RULES,
+    *ORDER_RULES,
+    *PRECISION_RULES,
+    *UNEVEN_RULES,
+    *ADAPTER_RULES,
+    *AVERAGE_RULES,
+    *SLICE_RULES,
+    *HOST_RULES,
+    *RESOURCE_RULES,
+    *PARALLEL_RULES,
     lambda examined: examined.misfits,
-    *asynchronous.STREAM_RULES,
-    *layers.LAYER_RULES,
-    *optim.OPTIMIZER_RULES,
-    *tiles.TILE_RULES,
-    *experts.EXPERT_RULES,
-    *hugging_face.FOLDER_RULES,
-    *data.DATA_RULES,
-    *outputs.OUTPUT_RULES,
+    *STREAM_RULES,
+    *LAYER_RULES,
+    *OPTIMIZER_RULES,
+    *TILE_RULES,
+    *EXPERT_RULES,
+    *FOLDER_RULES,
+    *DATA_RULES,
+    *OUTPUT_RULES,
 )
 
 
@@ -102,7 +100,7 @@ def check_run(
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
     examined = Examined(run, right_fields([*wrong, *own]), skeleton, resumed, overwrite)
     programs, compared = _compared(examined)
-    faults = [*(fault.text for fault in wrong), *(fault.text + hint(run, fault.path) for fault in own), *compared]
+    faults = [*(fault.text for fault in wrong), *(fault.text + _hint(run, fault.path) for fault in own), *compared]
     if own and not wrong and (pair := mended(run, own)) is not None:
         faults += [fault for fault in _besides(pair, examined) if fault not in faults]
     if faults or programs is None:
@@ -110,9 +108,24 @@ def check_run(
     programs = finished_programs(run, skeleton, programs)
     if before_data is not None:
         before_data(programs)
-    if not isinstance(run.data, Batches) and (faults := [*data.data_faults(replace(examined, converts=True))]):
+    if not isinstance(run.data, Batches) and (faults := [*data_faults(replace(examined, converts=True))]):
         raise ConfigError(faults)
     return programs
+
+
+def _hint(run: Run, path: str) -> str:
+    """Return what to write instead of a common wrong value; "" for other values."""
+    if path == "model" and isinstance(run.model, str):
+        if run.model in RECIPES:
+            return f"; rp.recipe({run.model!r}) is a run with such a model"
+        return f"; rp.HF({run.model!r}) is the model in a folder of Hugging Face"
+    if path == "data" and isinstance(run.data, str):
+        return f"; for text files give rp.Text({run.data!r})"
+    if path == "model" and callable(run.model):
+        return "; modules of yours are rp.Layers(lambda: [...], loss=...)"
+    if path == "data" and callable(run.data):
+        return "; a function of yours is rp.Batches(function)"
+    return _WRITTEN.get(path, "")
 
 
 def _own_faults(run: Run) -> list[FieldFault]:
@@ -150,7 +163,7 @@ def with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
     run = examined.run
     try:
         # A schedule by name is not built in slices that are refused anyway: of many slices that takes minutes.
-        if isinstance(run.schedule, str) and any(faults_by(token_slices.SLICE_RULES, examined)):
+        if isinstance(run.schedule, str) and any(faults_by(SLICE_RULES, examined)):
             run = replace(run, token_slices=1)
         counts = examined.right("mesh", "data_parallel", "servers", "zero", "offload")
         programs = lowered_programs(run, examined.whole, counts_replicas=counts)

@@ -33,9 +33,9 @@ from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
 from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault, field_faults, short_repr
-from raypar.config.hugging_face import HF
+from raypar.config.hugging_face.config_reader import HF
+from raypar.config.hugging_face.transformers_model import is_theirs, their_model_again
 from raypar.config.recipes import recipe
-from raypar.config.transformers_model import is_theirs, their_model_again
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import did_you_mean
@@ -70,8 +70,6 @@ _COMMON = {  # the fields that are copied to another kind; the others get its de
     "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
     "optim": ("warmup", "decay", "decay_end", "final", "decay_steps", "decay_form", "no_decay", "rates"),
 }
-
-
 _BEFORE = {  # fields that a resumed run keeps, and their values in runs recorded before these fields existed
     ("optim", "decay_end"): "last",
     ("data", "val_from"): "end",

@@ -38,8 +38,6 @@ class Rates:
 # data sheet: 67 TFLOP/s in fp32, 989 in half precision, of which 0.5 are reached, and 0.6 of NVLink's 450 GB/s.
 _FULL: Mapping[DeviceKind, Rates] = {"cpu": Rates(80e9, 4e9, 60e-6), "cuda": Rates(33e12, 270e9, 20e-6)}
 _HALF: Mapping[DeviceKind, Rates] = {"cpu": _FULL["cpu"], "cuda": Rates(490e12, 270e9, 20e-6)}
-
-
 # The fastest of 60 steps of gpt-tiny on one actor, other programs beside it, took 39.5 ms for 8 blocks x 4
 # microbatches, and 11.5 ms for 2 blocks (2026-11-26): 1.2 ms each; by their FLOPs 0.1.
 _BLOCK: Mapping[DeviceKind, float] = {"cpu": 1e-3, "cuda": 0.0}

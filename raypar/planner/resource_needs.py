@@ -1,4 +1,4 @@
-"""What a run needs, in rows of a name and a figure: actors, parameters, memory and checkpoints, and what is free here."""
+"""What a run needs, in rows of a name and a figure: actors, parameters, memory, checkpoints, and what is free here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.this_machine import computes_here, free_disk, free_memory, total_memory
-from raypar.planner.memory.memory_of_all import actors_memory
+from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, element_bytes, states_of
 from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.owner_shares import largest_share
@@ -26,9 +26,8 @@ from raypar.planner.sizes.parameters import (
     num_parameters,
     stage_parameters,
 )
-from raypar.planner.sizes.tensors import Stage, Weight, held_count, held_tensors, tensors_by_stage
+from raypar.planner.sizes.tensors import Stage, Weight, held_count, held_tensors, tensors_by_stage, user_tensors
 from raypar.planner.sizes.units import Units
-from raypar.planner.sizes.user_tensors import user_tensors
 from raypar.schedules.formatting import short_count, size
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -37,8 +36,6 @@ Rows = list[tuple[str, str]]
 
 
 TOO_MUCH = "TOO MUCH"
-
-
 _MOST = 8  # pipeline ranks that have a row of their own
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from raypar.planner.hardware.devices import DEVICES
+from raypar.planner.hardware.data_sheets import DEVICES
 
 DeviceName = Literal["v100", "t4", "a10", "a100", "l4", "l40s", "rtx4090", "h100-pcie", "h100", "h200", "b200"]
 _OTHERS: Mapping[str, float] = {  # of which no plan needs more than this

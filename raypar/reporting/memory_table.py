@@ -10,8 +10,8 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.notebook import box, notebook_table
+from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.kv_cache import cache_bytes
-from raypar.planner.memory.memory_of_all import actors_memory
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of

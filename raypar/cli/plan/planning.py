@@ -36,9 +36,8 @@ from raypar.planner.prediction import calibration_misfits, from_calibration, why
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice
 from raypar.planner.search.explained import SHOWN, lost, memory_text, mesh_table, reasons, step_bars, what_is_missing
-from raypar.planner.search.given_axes import axis_faults
 from raypar.planner.search.ranking import ALIKE, Candidate, Price, Ranking, largest_divided, ranked, smallest
-from raypar.planner.search.space import Space
+from raypar.planner.search.space import Space, axis_faults
 from raypar.planner.sizes.parameters import num_parameters
 from raypar.planner.timing.messages import LADDER
 from raypar.schedules.formatting import short_count, three_digit_seconds

@@ -10,7 +10,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from raypar.planner.memory.memory_of_all import actors_memory
+from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, counts_of, kinds_of
 from raypar.planner.traffic import step_traffic

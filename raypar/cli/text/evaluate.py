@@ -17,7 +17,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.train.resuming import checkpoint_or_folder, its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.hugging_face import HF
+from raypar.config.hugging_face.config_reader import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.planner.resource_needs import Rows

@@ -23,7 +23,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.text.conversation import Conversation
 from raypar.cli.train.resuming import checkpoint_or_folder, its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.hugging_face import HF
+from raypar.config.hugging_face.config_reader import HF
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.text.generation import request_of

@@ -29,9 +29,9 @@ from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.launchable import check_launch
 from raypar.config.recipes import RECIPES
-from raypar.config.validate.device import device_faults
 from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields
+from raypar.config.validate.system import device_faults
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named

@@ -16,10 +16,10 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import read_flags
 from raypar.cli.words.model_tables import read_tables
-from raypar.config.depth import depth
 from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault
-from raypar.config.hugging_face import HF
+from raypar.config.hugging_face.config_reader import HF
+from raypar.config.recipes import depth
 from raypar.config.toml import of_kind, read_run, read_table
 from raypar.errors import ConfigError
 from raypar.paths import RUN, holds_run

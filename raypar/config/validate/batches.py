@@ -8,11 +8,15 @@ from inspect import signature
 from traceback import extract_tb
 from typing import Any
 
+from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.data.batches import LengthError, lengths_of, pair_of
 from raypar.actors.errors import is_ours
 from raypar.actors.specs.data import Batches
-from raypar.actors.specs.model import Layers
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values
+from raypar.config.rules import Examined
+from raypar.config.validate.near_sizes import multiples_near
 from raypar.planner.hardware.this_machine import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
@@ -103,3 +107,45 @@ def loss_faults(model: Layers) -> Iterator[str]:
             yield f"model.metrics has {name!r}, which is no name for a metric: give one that no other figure has"
         if not takes(metric, 2):
             yield f"model.metrics: {name!r} can't be called with (output, target): give a function of these two"
+
+
+def length_faults(examined: Examined, data: Batches) -> Iterator[str]:
+    """Yield a fault if the first batch of the user's functions has no whole ids, or sequences that do not fit the run.
+
+    They may have ``seq`` tokens at the most, and a number that actors or slices divide.
+
+    Args:
+        examined: The run.
+        data: Its functions.
+    """
+    run = examined.run
+    model = run.model
+    if not isinstance(model, Transformer):
+        return
+    divisors = dict(_divisors(run))
+    for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
+        try:
+            inputs: Any = fn(0, 0, 0)[0] if fn is not None else ()
+            ids = inputs if isinstance(inputs, tuple) else (inputs,)
+            lengths = [value.shape[1] for value in ids]
+            broken = next((value.dtype for value in ids if value.is_floating_point()), None)
+        except Exception:  # here its files may be missing; an actor reports the error with its traceback
+            continue
+        if broken is not None:
+            yield f"{name} returns {str(broken).removeprefix('torch.')} as token ids: make them int64, with .long()"
+        if (longest := max(lengths, default=0)) > model.seq:
+            what = f"{name} returns sequences of {longest} tokens"
+            yield f"{what}, but model.seq is {model.seq}: set model.seq to {longest}"
+        for why, count in divisors.items():
+            if (odd := next((length for length in lengths if length % count), None)) is not None:
+                yield f"{name} returns sequences of {odd} tokens, but {why}: give {multiples_near(odd, count)} tokens"
+
+
+def _divisors(run: Run) -> Iterator[tuple[str, int]]:
+    """Yield the numbers that must divide the length of a sequence, each after the reason."""
+    if run.token_slices > 1:
+        yield f"token_slices is {run.token_slices}", run.token_slices
+    if run.mesh.cp == 1:
+        return
+    pieces = num_pieces(run.context, run.mesh.cp)
+    yield f"mesh.cp {run.mesh.cp} with context {run.context!r} cuts them into {pieces} pieces", pieces

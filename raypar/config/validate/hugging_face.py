@@ -1,20 +1,197 @@
-"""Check that the weights in a folder of Hugging Face fit a model, before any actor starts."""
+"""Check that weights and PEFT adapters in folders of Hugging Face fit a model, and that a layout can have adapters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.conversions import converted, is_ignored
-from raypar.actors.hugging_face.folder import model_type_of, tensors_in
+from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted, is_ignored
+from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, adapters_in, model_type_of, read_config, tensors_in
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import ITEM, FileTensor
-from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.config.rules import Examined, RunRule
-from raypar.config.validate.adapter_folder import adapter_folder_faults
+from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
+from raypar.config.fields import short_repr
+from raypar.config.rules import Conflict, Examined, RunRule
+from raypar.config.validate.settings import ADAPTERS, GRID, TILES
 
 _MOST_NAMED = 5  # tensors that are named for each kind of fault
+# Settings of PEFT with the values that raypar's adapters have.
+_SAME: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "lora_bias": (False, None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),  # others change the model, too
+}
+# Settings that change nothing, or are compared with the tensors. Any other one must be empty.
+_FREE = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "target_modules",
+    "exclude_modules",
+    "lora_alpha",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "use_rslora",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+    "ensure_weight_tying",
+}
+
+
+def adapter_folder_faults(model: Transformer, skeleton: Skeleton) -> Iterator[str]:
+    """Yield why a model's adapters can't begin with those of a folder.
+
+    Args:
+        model: The model, whose sizes fit each other.
+        skeleton: Its skeleton.
+    """
+    lora = model.lora
+    if lora is None or lora.hf is None:
+        return
+    if model.hf is None:
+        yield "model.lora.hf is given, and adapters belong to the weights of a model: give model.hf, or leave it out"
+        return
+    what, folder, faults = f"model.lora.hf {lora.hf!r}", Path(lora.hf), list[str]()
+    try:
+        model_type = model_type_of(Path(model.hf))
+    except CheckpointError:  # the check of the model reports it
+        return
+    config, kept, base = dict[str, Any](), dict[str, FileTensor](), ""
+    try:
+        config = read_config(folder, ADAPTER_CONFIG)
+        kept, base = adapters_in(folder)
+    except CheckpointError as error:
+        faults += error.faults
+    if config:
+        faults += _setting_faults(config, lora)
+    if kept:
+        faults += _tensor_faults(config, kept, model_type, lora, skeleton)
+        if base and base != _fingerprint(model.hf):
+            text = f"it was trained on other weights than those of model.hf {model.hf!r}"
+            faults.append(f"{text}: give the folder of that model, or a copy of it")
+    yield from (f"{what}: {fault}" for fault in faults)
+
+
+def _setting_faults(config: Mapping[str, Any], lora: Lora) -> Iterator[str]:
+    """Yield the settings of an adapter's config that raypar's adapters do not have."""
+    for name, same in _SAME.items():
+        if (value := config.get(name)) not in same and (name in config or name == "peft_type"):
+            yield f"{name} is {value!r}, and raypar's adapters have {same[0]!r}: merge it into its model with peft"
+    for name, value in config.items():
+        if name not in _SAME and name not in _FREE and value not in (None, False, "", {}, []):
+            what = f"{name} is {short_repr(value)}"
+            yield f"{what}, and raypar's adapters have nothing like it: merge it into its model with peft"
+    rank, alpha = _positive(config.get("r")), _positive(config.get("lora_alpha"))
+    if rank is None or alpha is None:
+        text = f"r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}"
+        yield f"{ADAPTER_CONFIG} has {text}, which must be numbers above 0: copy it again"
+        return
+    if rank != lora.rank:
+        yield f"its rank is {rank:g}, and model.lora.rank is {lora.rank}: set model.lora.rank to {rank:g}"
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if not math.isclose(scale, lora.scale if rank == lora.rank else lora.alpha / rank):
+        fix = f"set model.lora.alpha to {scale * rank:g}"
+        yield f"it adds its product times {scale:g}, and model.lora.alpha / rank is {lora.alpha / rank:g}: {fix}"
+
+
+def _tensor_faults(
+    config: Mapping[str, Any], kept: Mapping[str, FileTensor], model_type: str, lora: Lora, skeleton: Skeleton
+) -> Iterator[str]:
+    """Yield the tensors that differ between an adapter and a model."""
+    weights = {name: tuple(weight.shape) for name, weight in skeleton.weights.items() if is_adapter(name)}
+    conversions = adapters_converted(model_type, weights)
+    if parts := [name for name in weights if name not in conversions]:
+        layer = f"{parts[0].rpartition(LORA)[0]}.weight"
+        theirs = next((one.theirs for one in converted(model_type, [layer]).values()), "another")
+        text = f"a {model_type} has {layer} as a part of {theirs}, and PEFT no adapter of a part"
+        yield f"{text}: leave out model.lora.hf"
+        return
+    wanted = {one.theirs: weights[name] for name, one in conversions.items()}
+    missing, extra = sorted(wanted.keys() - kept.keys()), sorted(kept.keys() - wanted.keys())
+    if (missing or extra) and (there := _targets(model_type, kept, skeleton)) not in (None, lora.targets):
+        yield f"it has the adapters of {there!r}, and model.lora.targets is {lora.targets!r}: set it to {there!r}"
+        return
+    fix = "train it on the same linear layers of every block"
+    wrong = [
+        f"{name} is {kept[name].dtype} {list(kept[name].shape)} and the model has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in kept and (kept[name].shape != shape or kept[name].dtype not in ITEM)
+    ]
+    if config.get("r") != lora.rank:
+        wrong = []  # the fault of the rank says it
+    unlike = {f"tensors are missing ({fix})": missing, f"it has tensors that the model has not ({fix})": extra}
+    for what, names in (unlike | {"tensors are of another model (give its own)": wrong}).items():
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            yield f"{what}: {', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def _targets(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> Targets | None:
+    """Return the linear layers that an adapter adapts, as ``Lora.targets`` spells them; None if it has none."""
+    theirs: dict[Adaptable, set[str]] = {}
+    for name in skeleton.whole:
+        for layer in LAYERS:
+            if name.endswith((f".attn.{layer}.weight", f".mlp.{layer}.weight")):
+                found = {one.theirs.removesuffix(".weight") for one in converted(model_type, [name]).values()}
+                theirs.setdefault(layer, set()).update(found)
+    there = {name.removeprefix(PEFT).rsplit(".", 2)[0] for name in kept}
+    adapted = tuple(layer for layer in LAYERS if layer in theirs and theirs[layer] <= there)
+    if there != set[str]().union(*(theirs[layer] for layer in adapted)):
+        return None
+    wholes = (part for part, layers in OF_PARTS.items() if adapted == tuple(one for one in layers if one in theirs))
+    return cast(Targets, next(wholes, adapted))
+
+
+def _fingerprint(folder: str) -> str:
+    """Return the fingerprint of a model's weights; "" if they can't be read, which another check reports."""
+    from raypar.actors.hugging_face.fingerprint import fingerprint  # imports torch
+
+    try:
+        return fingerprint(Path(folder))
+    except CheckpointError:
+        return ""
+
+
+def _positive(value: object) -> float | None:
+    """Return a value if it is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        return None
+    return float(value)
+
+
+def _adapter_rank_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if adapters have a larger rank than a layer has inputs or outputs."""
+    model = examined.run.model
+    if isinstance(model, Transformer) and model.lora is not None and model.lora.rank > model.hidden:
+        text = f"model.lora.rank is {model.lora.rank}, and a layer's inputs or outputs are {model.hidden}"
+        yield f"{text}, so no layer has that rank: use {min(8, model.hidden)}, say, or leave out model.lora"
+
+
+ADAPTER_RULES: tuple[RunRule, ...] = (
+    Conflict(ADAPTERS, GRID, "and adapters are not divided over a grid, but {other}"),
+    Conflict(ADAPTERS, TILES, "and linear layers in tiles have no adapters, but {other}"),
+    _adapter_rank_faults,
+)
 
 
 def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
@@ -42,7 +219,7 @@ def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Ite
 
 
 def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> str | None:
-    """Return why the tensors in a folder differ from those of the modules of transformers; None if no cause is known."""
+    """Return why the tensors in a folder differ from those of the modules of transformers; None if unknown."""
     from raypar.actors.models.their_layers import renames  # imports torch
 
     wanted = {one.theirs for one in converted(model_type, skeleton.whole).values()}

@@ -1,4 +1,4 @@
-"""Check an optimizer's groups of weights against the model, and the average of weights against other settings."""
+"""Rules of the precision and the optimizer: dtypes, its groups of weights, and the average of weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from raypar.config.validate.settings import EMA, SERVERS
 
 if TYPE_CHECKING:
     from torch import Tensor
+from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.precision import FP16_SMALLEST
 
 
 def _group_faults(examined: Examined) -> Iterator[str]:
@@ -42,7 +44,7 @@ def _group_faults(examined: Examined) -> Iterator[str]:
         if pattern in usual and field == "adamw":
             continue  # adapters leave the embedding and the head frozen; of own layers they are asked for above
         if not any(is_named(name, [pattern]) for name in named):
-            fix = f"leave it out, or use {_near(pattern, named)}"
+            fix = f"leave it out, or use {_nearest_patterns(pattern, named)}"
             yield f"optim.{field}: {short_repr(pattern)} names no weight that is trained: {fix}"
     rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
     for copy, owner in tied.items():
@@ -70,7 +72,7 @@ def _differs(owner: Rule, copy: Rule) -> str:
     return next(f"{what} {one} and {other}" for what, one, other in pairs if one != other)
 
 
-def _near(pattern: str, names: list[str]) -> str:
+def _nearest_patterns(pattern: str, names: list[str]) -> str:
     """Suggest patterns: of all first parts, of all last parts, and names."""
     from raypar.actors.models.module_tree import names_near  # imports torch
 
@@ -85,3 +87,39 @@ AVERAGE_RULES: tuple[RunRule, ...] = (
     Conflict(EMA, _ROUGH, _HARDLY_MOVES),
 )
 OPTIMIZER_RULES: tuple[RunRule, ...] = (lambda examined: examined.run.optim.faults(examined.right), _group_faults)
+
+
+def _dtype_faults(examined: Examined) -> Iterator[str]:
+    """Yield the faults of the dtypes and of the loss scale by themselves."""
+    run = examined.run
+    yield from run.precision.faults()
+    yield from run.loss_scale.faults(run.precision)
+
+
+def _eps_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if the optimizer's states are fp16, in which its eps is 0."""
+    run = examined.run
+    eps = {AdamW: "eps", Muon: "adamw_eps"}.get(type(run.optim), "")
+    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.compute == "fp16"
+    if is_all_fp16 and value <= FP16_SMALLEST / 2:
+        yield (
+            f"optim.{eps} {value:g} is 0 in fp16, so an update could be infinite: set precision.master to fp32, or "
+            f"optim.{eps} to 1e-4"
+        )
+
+
+_HALF = Setting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
+_SKIPS = Setting(
+    "run",
+    lambda run: run.counts_skips and not run.precision.is_half,
+    "nonfinite is {run.nonfinite!r}, and loss_scale.use {run.loss_scale.use!r}",
+)
+_REWINDS = Setting("nonfinite", "rewind")
+_UNSAVED = Setting("run", lambda run: run.folder is None or not run.save_every, "no checkpoints are saved on the way")
+PRECISION_RULES: tuple[RunRule, ...] = (
+    _dtype_faults,
+    Conflict(_HALF, SERVERS, "but parameter servers hold fp32 weights only", SERVERS.undo),
+    Conflict(_SKIPS, SERVERS, "but parameter servers do not skip steps", SERVERS.undo),
+    _eps_faults,
+    Conflict(_REWINDS, _UNSAVED, fix="give folder and save_every"),
+)

@@ -14,7 +14,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.config.launchable import check_launch
 from raypar.config.run import unrecorded
 from raypar.config.schedule import Programs
-from raypar.config.validate.order import order_on
+from raypar.config.validate.schedules import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
 from raypar.planner.hardware.this_machine import computes_here, total_memory

@@ -14,9 +14,9 @@ from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
 from raypar.config.launchable import check_launch
-from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs
+from raypar.config.trial.silent_faults import warn_of_layers
 from raypar.errors import ConfigError
 from raypar.job.start.batch_checks import warn_of_batches
 
@@ -37,8 +37,8 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
 def _warn_of_first_batches(run: Run) -> None:
     """Log warnings of what the user's layers and loss do with the first batches."""
     if isinstance(run.model, Layers):
-        from raypar.config.attribute_trial import warn_of_attributes
-        from raypar.config.loss_trial import warn_of_loss
+        from raypar.config.trial.loss import warn_of_loss
+        from raypar.config.trial.silent_faults import warn_of_attributes
 
         model, data = pickled_copies((run.model, run.data))
         trial, skeleton = replace(run, model=model, data=data), Skeleton(model, run.seed)

@@ -11,7 +11,7 @@ an operation of the measured group of nearest size. Further costs of an axis wer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
@@ -20,7 +20,6 @@ from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.planner.assumed_rates import Rates
 from raypar.planner.calibrated.calibration import Calibration, Kind
-from raypar.planner.calibrated.product_seconds import block_products, head_products, num_logits
 from raypar.planner.cost_model import seconds_after_update, seconds_of_run
 from raypar.planner.memory.worker import ParameterCounts, element_bytes
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
@@ -32,6 +31,73 @@ from raypar.schedules.timeline import Event, Timeline
 
 _ON_CORES = COMPUTE | SENDS  # actions for which an actor needs a core; all actors STEP at once
 _ROUNDS = 4  # of simulations that find how many actors compute at once, each with the durations of the one before
+
+
+@dataclass(frozen=True)
+class MicrobatchSeconds:
+    """The seconds of products for a microbatch.
+
+    Attributes:
+        forward: Seconds of its forward.
+        backward: Seconds of its backward.
+        core: The part of the forward that a selective recomputation runs again.
+        later: The part of the backward that can be left for W.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    core: float = 0.0
+    later: float = 0.0
+
+
+def block_products(
+    run: Run, model: Transformer, block: int, calibration: Calibration, tp: int = 1
+) -> MicrobatchSeconds:
+    """Return the seconds of a block's products and attention for a microbatch.
+
+    Args:
+        run: The run.
+        model: Its model.
+        block: Index of the block.
+        calibration: The measured products.
+        tp: Number of tensor ranks that divide the block.
+    """
+    rows, hidden, width = _num_tokens(run, model), model.hidden, model.heads * model.head_size
+    keys = model.num_kv_heads * model.head_size
+    shapes = [(rows, hidden, (width + 2 * keys) / tp), (rows, width / tp, hidden)]
+    experts, moe = model.num_experts(block), model.moe
+    if moe is not None and experts:
+        local = experts / run.mesh.ep
+        share = rows * moe.top_k * run.mesh.ep / experts
+        shapes += [(rows, hidden, experts)]
+        shapes += int(local) * _mlp(model, share, hidden, model.expert_width / tp)
+    else:
+        shapes += _mlp(model, rows, hidden, model.mlp_width / tp)
+    each = [calibration.product(*shape) for shape in shapes]
+    queries = model.seq / run.mesh.cp
+    core = calibration.core(model.seq, run.micro_batch_size * model.heads / tp, model.head_size)
+    core = core[0] * queries / model.seq, core[1] * queries / model.seq
+    forward, backward = float_sum(one for one, _ in each), float_sum(two for _, two in each)
+    return MicrobatchSeconds(forward + core[0], backward + core[1], core[0], backward / 2)
+
+
+def head_products(run: Run, model: Transformer, calibration: Calibration, tp: int = 1) -> MicrobatchSeconds:
+    """Return the seconds of the head's product for a microbatch; the arguments are those of ``block_products``."""
+    forward, backward = calibration.product(_num_tokens(run, model), model.hidden, model.vocab / tp)
+    return MicrobatchSeconds(forward, backward, 0.0, backward / 2)
+
+
+def num_logits(run: Run, model: Transformer, tp: int = 1) -> float:
+    """Return how many logits of a microbatch an actor has; the arguments are those of ``block_products``."""
+    return _num_tokens(run, model) * model.vocab / tp
+
+
+def _num_tokens(run: Run, model: Transformer) -> float:
+    return run.micro_batch_size * model.seq / run.mesh.cp
+
+
+def _mlp(model: Transformer, rows: float, hidden: float, width: float) -> list[tuple[float, float, float]]:
+    return [*([(rows, hidden, width)] * (model.mlp_matrices - 1)), (rows, width, hidden)]
 
 
 def calibrated_costs(

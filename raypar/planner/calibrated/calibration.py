@@ -1,4 +1,7 @@
-"""The measurements of ``raypar calibrate`` on a machine or cluster, and their interpolation to other sizes."""
+"""The measurements of ``raypar calibrate`` on a machine or cluster, and their interpolation to other sizes.
+
+The fit by least squares is plain Python, so that predictions import neither numpy nor torch.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,26 @@ from annotated_types import Ge, Gt, Le, MinLen
 
 from raypar.actors.bounds import Count
 from raypar.actors.specs.types import DeviceKind
-from raypar.planner.calibrated.least_squares import relative_fit
 from raypar.schedules.float_sum import float_sum
 
 FORMAT = 4
 
+
 SomeSeconds = Annotated[float, Ge(0), Le(3600)]  # may be 0
+
+
 Seconds = Annotated[float, Ge(1e-12), Le(3600)]
+
+
 Size = Annotated[int, Ge(1), Le(10**15)]  # bytes, or elements of a tensor
+
+
 GroupOp = Literal["all_reduce", "all_gather", "p2p"]
+
+
 Family = Literal["gpt", "llama"]
+
+
 Kind = Literal[
     Family,
     "tensor",
@@ -39,8 +52,49 @@ Kind = Literal[
 ]
 #: Kinds whose size is the parameters of a block.
 OF_PARAMETERS: frozenset[Kind] = frozenset(("reduced", "lent", "gathered"))
-
 _BUSY = 0.5  # load of others, by core, from which on a calibration measures them too
+_RIDGE = 1e-12  # added to the diagonal of normal equations of columns between 0 and 1: few points, no division by zero
+
+
+def relative_fit(terms: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the coefficients whose sums of terms are nearest to values, an error counting as a part of its value.
+
+    Args:
+        terms: For each value its terms, which are not negative.
+        values: The positive values.
+
+    Returns:
+        The coefficient of each term.
+    """
+    count = len(terms[0])
+    rows = [[term / value for term in each] for each, value in zip(terms, values, strict=True)]
+    sizes = [max(row[place] for row in rows) or 1.0 for place in range(count)]
+    scaled = [[one / size for one, size in zip(row, sizes, strict=True)] for row in rows]
+    equations = [
+        [
+            *(float_sum(row[i] * row[j] for row in scaled) + (_RIDGE if i == j else 0.0) for j in range(count)),
+            float_sum(row[i] for row in scaled),
+        ]
+        for i in range(count)
+    ]
+    return [one / size for one, size in zip(_solved(equations), sizes, strict=True)]
+
+
+def _solved(equations: list[list[float]]) -> list[float]:
+    """Solve linear equations, each a row of coefficients and its right side, by elimination with pivots."""
+    count = len(equations)
+    for place in range(count):
+        pivot = max(range(place, count), key=lambda row: abs(equations[row][place]))
+        equations[place], equations[pivot] = equations[pivot], equations[place]
+        for row in range(place + 1, count):
+            part = equations[row][place] / equations[place][place]
+            for column in range(place, count + 1):
+                equations[row][column] -= part * equations[place][column]
+    found = [0.0] * count
+    for place in reversed(range(count)):
+        known = float_sum(equations[place][column] * found[column] for column in range(place + 1, count))
+        found[place] = (equations[place][count] - known) / equations[place][place]
+    return found
 
 
 @dataclass(frozen=True)

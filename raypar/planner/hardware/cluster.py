@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raypar.planner.hardware.devices import Device
-from raypar.planner.hardware.links import Link
+from raypar.planner.hardware.data_sheets import Device, Link
 
 MOST_DEVICES = 1 << 20
 

@@ -7,8 +7,15 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES, MEASURE, Device, data_sheet_faults
-from raypar.planner.hardware.links import LINKS, Link, link_faults
+from raypar.planner.hardware.data_sheets import (
+    DEVICES,
+    LINKS,
+    MEASURE_DEVICE,
+    Device,
+    Link,
+    data_sheet_faults,
+    link_faults,
+)
 from raypar.schedules.nearest_name import did_you_mean
 
 _USUAL = {"nvlink3": "ib-hdr", "nvlink4": "ib-ndr", "nvlink5": "ib-xdr", "shm": "ethernet-10"}  # else ethernet-100
@@ -137,7 +144,7 @@ def _device(given: object, faults: list[str]) -> Device | None:
     wrong = [f"there is no device.{key}: fields are {', '.join(kinds)}" for key in given if key not in kinds]
     holes = [name for name, field in kinds.items() if field.default is MISSING and name not in given]
     if holes:
-        wrong.append(f"device lacks {', '.join(holes)}: {MEASURE}")
+        wrong.append(f"device lacks {', '.join(holes)}: {MEASURE_DEVICE}")
     texts, whole = ("name", "inside", "source"), ("each_node", "units")
     for key, value in given.items():
         if key in kinds and isinstance(value, str) != (key in texts):

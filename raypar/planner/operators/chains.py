@@ -53,15 +53,11 @@ _ACTIVATIONS = (
     nn.LogSigmoid,
     nn.Tanhshrink,
 )
-
-
 _DIMS = {  # modules that compute each sample by itself, and how many dims the samples of a batch have
     **dict.fromkeys((nn.Conv1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d), 2),
     **dict.fromkeys((nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), 3),
     **dict.fromkeys((nn.Conv3d, nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d), 4),
 }
-
-
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 

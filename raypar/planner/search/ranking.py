@@ -12,9 +12,8 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.search.fit import Need, need_of
 from raypar.planner.search.space import Space, context_ranks, meshes, runs_on, sparing
 from raypar.planner.timing.messages import LADDER, RACKS, RAYPAR, Order, Software
-from raypar.planner.timing.simulated import most_simulated, simulated
 from raypar.planner.timing.stages import stage_layers
-from raypar.planner.timing.step import PredictedStep, StepModel, predicted
+from raypar.planner.timing.step import PredictedStep, StepModel, most_simulated, predicted, simulated
 
 ROOM = 0.94  # of a device's memory: the rest is lost between blocks of the allocator, and to the driver
 ALIKE = 0.005  # of a step: layouts that differ by less take as long, as nothing is predicted better than that

@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raypar.planner.hardware.devices import Device
+from raypar.planner.hardware.data_sheets import Device
 
 _TILE = 256, 128  # of a result in half precision, in either direction; the guide's example on an A100
 

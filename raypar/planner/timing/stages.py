@@ -12,7 +12,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
-from raypar.planner.hardware.devices import Device
+from raypar.planner.hardware.data_sheets import Device
 from raypar.planner.timing.layer import LayerOperation, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
 from raypar.planner.timing.roofline import Roofline

@@ -10,7 +10,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from raypar.planner.hardware.devices import DEVICES
+from raypar.planner.hardware.data_sheets import DEVICES
 from raypar.reporting.device_peaks import DeviceName, peak_of
 
 NO_CARD = "none (CPU)"

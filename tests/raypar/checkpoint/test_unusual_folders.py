@@ -15,8 +15,8 @@ from raypar.actors.data.text.token_batches import text_faults
 from raypar.actors.layers.rope_angles import speeds
 from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened_positions
-from raypar.config.hugging_face import model_of_config
-from raypar.config.hugging_face_config import config_of, type_of
+from raypar.config.hugging_face.config_reader import model_of_config
+from raypar.config.hugging_face.config_writer import config_of, type_of
 from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.examples import made_jsonl
 from tests.support.hugging_face import VOCAB, checkpoint_of, logits_of, saved, some_ids

@@ -4,7 +4,7 @@ import pytest
 
 from raypar.cli.plan.planning import PlanArgs, run_plan
 from raypar.cli.words.parsing import parse
-from raypar.config.depth import depth
+from raypar.config.recipes import depth
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.sizes.parameters import num_parameters

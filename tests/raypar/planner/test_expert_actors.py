@@ -14,7 +14,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
-from raypar.planner.memory.server_and_expert_memory import others_memory
+from raypar.planner.memory.all_actors import others_memory
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of, need_rows

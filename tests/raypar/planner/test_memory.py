@@ -21,7 +21,7 @@ from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.hardware import this_machine as host
-from raypar.planner.memory.server_and_expert_memory import server_memory
+from raypar.planner.memory.all_actors import server_memory
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, worker_memory
 from raypar.planner.prediction import from_flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from raypar.planner.hardware.devices import DEVICES
+from raypar.planner.hardware.data_sheets import DEVICES
 from raypar.reporting.device_peaks import DeviceName, peak_of
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES, data_sheet_faults
-from raypar.planner.hardware.links import LINKS, link_faults
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS, data_sheet_faults, link_faults
 
 DEVICE = replace(DEVICES["a100"], reached=1.0)
 CLUSTER = Cluster(DEVICE, 4, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)

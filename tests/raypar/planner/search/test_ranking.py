@@ -12,8 +12,7 @@ from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import cluster_of
-from raypar.planner.hardware.devices import DEVICES
-from raypar.planner.hardware.links import LINKS
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice
@@ -22,8 +21,7 @@ from raypar.planner.search.fit import need_of
 from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
 from raypar.planner.timing.messages import LADDER, RACKS
-from raypar.planner.timing.simulated import schedule_of
-from raypar.planner.timing.step import StepModel, predicted
+from raypar.planner.timing.step import StepModel, predicted, schedule_of
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.simulation.simulate import simulate
 from tests.published_steps import MEGATRON, NARAYANAN, run_of

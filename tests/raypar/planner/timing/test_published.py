@@ -5,8 +5,7 @@ from statistics import mean
 import pytest
 
 from raypar.planner.formulas.flops import training_flops
-from raypar.planner.timing.simulated import simulated
-from raypar.planner.timing.step import predicted
+from raypar.planner.timing.step import predicted, simulated
 from tests.published_steps import (
     FULL_SECONDS,
     KORTHIKANTI,

@@ -11,12 +11,10 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
-from raypar.planner.hardware.devices import DEVICES
-from raypar.planner.hardware.links import LINKS
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.timing.layer import embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.roofline import Product
-from raypar.planner.timing.simulated import simulated
-from raypar.planner.timing.step import StepModel, predicted
+from raypar.planner.timing.step import StepModel, predicted, simulated
 
 CLUSTER = Cluster(DEVICES["a100"], 8, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
 RUN = Run(
@@ -74,7 +72,7 @@ def test_the_closed_form_is_near_the_simulation(changes, bound):
 
 def test_a_long_step_is_told_from_two_shorter_ones():
     """The steady state repeats, so that 67 microbatches simulated in whole take what is told from 27 and 35."""
-    from raypar.planner.timing import simulated as module
+    from raypar.planner.timing import step as module
 
     found = paper(mesh=PIPELINE, microbatches=67)
     assert simulated(found) == pytest.approx(module._makespan(found, 67), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Check that this system has what recovery needs. Only a launch checks it: a plan may be for another system."""
+"""Check that this system has the device, the resources and the features that a run needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ import sys
 from collections.abc import Iterator
 
 from raypar.actors.machine.system_features import REQUIREMENTS, Feature
+from raypar.actors.specs.types import DeviceChoice
+from raypar.config.rules import Conflict, RunRule, Setting
+from raypar.planner.hardware.this_machine import torch_has_cuda
 
 _NEEDS: tuple[Feature, ...] = ("memory_files", "process_handles")  # for snapshots; to end an actor that hangs
+
+
+def device_faults(choice: DeviceChoice) -> Iterator[str]:
+    """Yield a fault if "cuda" is chosen and the torch that is installed here is built without CUDA."""
+    if choice == "cuda" and torch_has_cuda() is False:
+        yield "device is 'cuda', but torch is built without CUDA here: install a build with it"
+
+
+RESOURCE_RULES: tuple[RunRule, ...] = (
+    lambda examined: examined.run.resources.faults(),
+    Conflict(
+        Setting("resources.gpus", lambda gpus: gpus is not None),
+        Setting("device", "cpu"),
+        fix="leave one of them out",
+    ),
+)
 
 
 def recovery_faults(max_failures: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ from raypar.actors.models.user_layers import user_metric
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
-from raypar.config.layer_calls import may_call, unnoticed
+from raypar.config.trial.calls import may_call, unnoticed
 
 log = logging.getLogger(__name__)
 

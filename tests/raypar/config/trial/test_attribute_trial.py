@@ -10,7 +10,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
-from raypar.config.attribute_trial import warn_of_attributes
+from raypar.config.trial.silent_faults import warn_of_attributes
 
 
 class Counts(nn.Module):

@@ -15,8 +15,8 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run
+from raypar.config.trial.silent_faults import warn_of_layers
 
 
 class Normed(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
-from raypar.config.layer_trial import layer_faults
 from raypar.config.run import check_run
+from raypar.config.trial.layers import layer_faults
 from raypar.job.start.before_launch import look_ahead
 
 

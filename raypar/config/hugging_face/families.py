@@ -12,11 +12,9 @@ from typing import Any, Literal
 
 from raypar.actors.hugging_face.conversions import TABLES
 from raypar.actors.specs.model import GPT, Llama
-from raypar.config.transformers_model import MOST_SEQ
+from raypar.config.hugging_face.transformers_model import MOST_SEQ
 
 REQUIRED = object()  # the default of a setting that must be there
-
-
 _NO_BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 

@@ -27,42 +27,28 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
-from raypar.config.distributed_trial import noticed_questions
-from raypar.config.layer_calls import may_call, unnoticed
-from raypar.config.plan_trial import plan_misfits
+from raypar.config.trial.calls import may_call, unnoticed
+from raypar.config.trial.distributed import noticed_questions
+from raypar.config.trial.plan import plan_misfits
 
 _OF_SHAPES = re.compile(
     r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
     "|must be one floating number|index out of range"
 )
-
-
 _OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral type|not implemented for '\w+')")
-
-
 _NO_GRADIENT = (
     "model.loss returns a loss without a gradient: compute it from the last layer's output, without detach or no_grad"
 )
-
-
 _EACH = (
     "; of a layer that returns a tuple the next one gets each tensor as an argument of its own, forward(self, a, b), "
     "and the loss gets the tuple"
 )
-
-
 _OWN_INPUTS = (
     "; inputs and targets are asked for apart, so what a target repeats of the inputs is another tensor: take the "
     "derivative in a layer, by its own input, and return it"
 )
-
-
 _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
-
-
 _MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the loss is tried
-
-
 OUTSIDE_THE_GRAPH = r"not have been used in the graph|does not require grad and does not have a grad_fn"
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
-from raypar.config.loss_trial import warn_of_loss
+from raypar.config.trial.loss import warn_of_loss
 
 CLASSES = 5
 COUNTS = 8, 3, 1, 5

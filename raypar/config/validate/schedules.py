@@ -1,13 +1,20 @@
-"""Rules of an asynchronous schedule, which excludes all that needs the gradients of every stage at once."""
+"""Rules of schedules: asynchronous ones, the dynamic order of actions, and slices of microbatches.
+
+An asynchronous schedule excludes all that needs the gradients of every stage at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceChoice
 from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.validate.near_sizes import divisors_near
 from raypar.config.validate.settings import (
     CLIP,
+    CONTEXT,
     CUDA,
     DYNAMIC,
     EMA,
@@ -15,12 +22,26 @@ from raypar.config.validate.settings import (
     HALVES,
     NONFINITE,
     OFFLOAD,
+    OFFLOADED_WEIGHTS,
     OVERFLOW,
+    OWN_LAYERS,
     RECHECK,
     SERVERS,
+    SHARDED_WEIGHTS,
+    SLICES,
     TIED,
+    UNEVEN,
 )
 from raypar.schedules.schedule import Schedule
+
+_ROWS = "but {other}, and weights come for use in the order of the rows"
+_COMPILED = Setting("executor", "compiled", undo="set executor to 'tasks'")
+_BY_THEMSELVES = "but {other}, and its actors follow their rows by themselves"
+_FLUSH = Setting("flush_every", lambda steps: steps is not None)
+_DROPOUT = Setting("model.dropout", undo="set model.dropout to 0")
+_PACKED = Setting("data.packing", undo="set data.packing to False")
+_VARYING = Setting("data.varying", undo="set data.varying to False")
+_NOT_EAGER = Setting("compile", undo="set compile to False")
 
 
 def _stream_faults(examined: Examined) -> Iterator[str]:
@@ -103,4 +124,51 @@ STREAM_RULES: tuple[RunRule, ...] = (
     *(Conflict(one, when, fix=one.without) for one in _TOGETHER for when in (_UNVOTED, _VOTED)),
     *(Conflict(EXPERTS, when, _LOADS, EXPERTS.undo) for when in (_UNVOTED, _VOTED)),
     *(Conflict(_TIED_ENDS, when, fix=TIED.undo) for when in (_UNVOTED, _VOTED)),
+)
+
+
+def order_on(run: Run, device: DeviceChoice) -> Iterator[str]:
+    """Yield a fault if messages on a device have no tags, and so must keep the order of the rows.
+
+    Args:
+        run: The run.
+        device: The device, as far as it is known.
+    """
+    if run.order == "dynamic" and device == "cuda":
+        yield f"order is 'dynamic', but messages of NCCL have no tags on GPUs: {DYNAMIC.without}, or device to 'cpu'"
+
+
+ORDER_RULES: tuple[RunRule, ...] = (
+    Conflict(DYNAMIC, _COMPILED, _BY_THEMSELVES, "set executor to 'tasks', or order to 'row'"),
+    Conflict(DYNAMIC, SHARDED_WEIGHTS, _ROWS, DYNAMIC.undo),
+    Conflict(DYNAMIC, OFFLOADED_WEIGHTS, _ROWS, DYNAMIC.undo),
+    lambda examined: order_on(examined.run, examined.run.device),
+)
+
+
+def _length_faults(examined: Examined) -> Iterator[str]:
+    """Yield why sequences can't be cut into slices of equal length, which tensor ranks divide."""
+    run = examined.run
+    if OWN_LAYERS.is_in(examined) or not SLICES.is_in(examined):
+        return
+    named, seq = f"token_slices is {run.token_slices}", run.model.seq
+    assert seq is not None
+    if seq % run.token_slices:
+        yield f"{named}, but model.seq is {seq}: set token_slices to {divisors_near(run.token_slices, seq)}"
+    elif run.sequence_parallel and seq // run.token_slices % run.mesh.tensor_ranks:
+        each = seq // run.token_slices
+        yield f"{named}, so that a slice has {each} tokens, which mesh.tp does not divide: give fewer slices"
+
+
+SLICE_RULES: tuple[RunRule, ...] = (
+    Conflict(SLICES, OWN_LAYERS, "but own layers compute whole sequences"),
+    Conflict(SLICES, EXPERTS, "but experts are chosen among the tokens of whole sequences"),
+    Conflict(SLICES, _DROPOUT, "but {other}, and masks are drawn for whole sequences"),
+    _length_faults,
+    Conflict(SLICES, CONTEXT, "but with mesh.cp actors hold parts of a sequence"),
+    *(Conflict(SLICES, axis, "but with {other} replicas that take turns would take slices in turn") for axis in UNEVEN),
+    Conflict(SLICES, _PACKED, "but with data.packing a slice does not know its documents"),
+    Conflict(SLICES, _VARYING, "but with data.varying lengths change"),
+    Conflict(SLICES, _NOT_EAGER, "but with compile layers are made for whole sequences"),
+    Conflict(SLICES, _FLUSH, "but with flush_every steps are one stream of whole microbatches"),
 )

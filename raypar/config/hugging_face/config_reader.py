@@ -1,4 +1,4 @@
-"""Models of Hugging Face: the config.json of a folder as a model of raypar, and a model of raypar as a config.json."""
+"""Read the config.json in a folder of Hugging Face as a model of raypar."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
-from raypar.config.hugging_face_config import REQUIRED_NAMES, SCALING
-from raypar.config.hugging_face_families import FAMILIES, REQUIRED, Family, Windows
-from raypar.config.transformers_model import their_model
+from raypar.config.hugging_face.config_writer import REQUIRED_NAMES, SCALING
+from raypar.config.hugging_face.families import FAMILIES, REQUIRED, Family, Windows
+from raypar.config.hugging_face.transformers_model import their_model
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 

@@ -1,4 +1,4 @@
-"""Check the settings of ZeRO, of parameter servers and of offloading."""
+"""Rules of replicas: ZeRO, parameter servers, offloading, and the comparison of replicas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import tempfile
 from collections.abc import Iterator
 
 from raypar.actors.machine.files import expanded
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.worlds import world_of
 from raypar.config.rules import Conflict, Examined, RunRule, Setting, several, unusual
-from raypar.config.validate.settings import EXPERT_ACTORS, OFFLOAD, SERVERS, SHARDED_WEIGHTS
+from raypar.config.validate.settings import (
+    EP,
+    EXPERT_ACTORS,
+    OFFLOAD,
+    OFFLOADED_WEIGHTS,
+    RECHECK,
+    SERVERS,
+    SHARDED_WEIGHTS,
+)
 from raypar.planner.hardware.this_machine import starts_own_ray
 
 _GATHERS = tuple(map(unusual, ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")))
@@ -26,6 +35,15 @@ _FREES = Setting(
     "zero_gather is 'microbatch'",
     "set zero_gather to 'step'",
 )
+_CHECK = Setting("check_every", undo="set it to 0")
+_ONE = Setting("run", lambda run: run.mesh.ways("dp") * run.mesh.cp == 1, "there is one replica (dp x cp)")
+_ALL_SHARDED = Setting(
+    "run", lambda run: run.zero == 3 and run.mesh.shards == run.mesh.ways("dp") * run.mesh.cp > 1, "zero is 3"
+)
+_NO_TWO = "but {other}, so no two actors hold the same weights"
+_A_WHILE = "but {other}, so weights are on an actor only for a while"
+_TOGETHER = "but experts are divided over actors, which compute the tokens of several replicas together"
+_CHECK_COPIES = "set it to 0 (with mesh.shard, copies of shards are compared)"
 
 
 def _idle_gathers(examined: Examined) -> Iterator[str]:
@@ -47,7 +65,7 @@ def _one_shard(examined: Examined) -> Iterator[str]:
         yield f"zero is {run.zero}, but there is one replica to share out to: {fix}"
 
 
-def _folder_faults(examined: Examined) -> Iterator[str]:
+def _offload_folder_faults(examined: Examined) -> Iterator[str]:
     """Yield the faults of the folder for offloading, if actors run on this machine."""
     folder = examined.run.offload_folder
     if folder is None or not OFFLOAD.is_in(examined) or not starts_own_ray():
@@ -87,7 +105,6 @@ def share_faults(examined: Examined) -> Iterator[str]:
 
 
 _GATHER_RULES = (Conflict(setting, SERVERS, fix="servers shard nothing, leave it out") for setting in _GATHERS)
-
 ZERO_RULES: tuple[RunRule, ...] = (
     Conflict(Setting("servers", several), Setting("data_parallel", "all_reduce", undo=_SERVED)),
     Conflict(Setting("zero"), SERVERS, fix="servers hold the optimizer, leave zero out"),
@@ -100,11 +117,73 @@ ZERO_RULES: tuple[RunRule, ...] = (
     Conflict(_RESIDENT, _FREES, "but {other}, which frees weights after every action"),
     Conflict(OFFLOAD, SERVERS, "but parameter servers hold the optimizer"),
     Conflict(_FOLDER, Setting("offload", "none", undo="set offload to 'optimizer' or 'parameters'")),
-    _folder_faults,
+    _offload_folder_faults,
 )
 HOST_RULES: tuple[RunRule, ...] = (
     Conflict(_ON_DEVICE, _RECOMPUTED, "but with recompute=full only inputs are kept, which are small"),
     Conflict(_ON_DEVICE, SHARDED_WEIGHTS, "but with zero=3 graphs keep weights that come and go"),
     Conflict(_ON_DEVICE, OFFLOAD, "but {other}, which uses the same way"),
     Conflict(_ON_DEVICE, EXPERT_ACTORS, "but expert actors keep rows of experts by themselves"),
+)
+
+
+def sharing_faults(examined: Examined) -> Iterator[str]:
+    """Yield the weights of the user's layers that sharding would break, if a run shards weights.
+
+    Args:
+        examined: A run whose layers fit its schedule.
+    """
+    run, skeleton = examined.run, examined.skeleton
+    if run.zero != 3 or not isinstance(run.model, Layers):
+        return
+    from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch
+    from raypar.actors.models.unregistered import borrowed
+
+    names, modules = skeleton.model.names, skeleton.model.skeleton
+    between = set()
+    for layer, owner, name in borrowed(modules):
+        between |= {(layer, owner), (owner, layer)}
+        yield (
+            f"model: {names[layer]} uses {names[owner]}.{name} without registering it, and zero is 3, which has "
+            f"weights only while their layer runs: make the module or the parameter an attribute of {names[layer]} (it "
+            "is one tied weight then), or set zero to 2"
+        )
+    for one, other in overlapping(names, modules):
+        if (one.layer, other.layer) not in between:
+            yield (
+                f"model: {one.name} and {other.name} overlap in memory, and zero is 3, which gives each memory of its "
+                "own: make them one parameter, or compute one from the other in the forward, or set zero to 2"
+            )
+
+
+def _fewest_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if there are fewer replicas than a run may go on with."""
+    run = examined.run
+    if run.min_dp > run.mesh.dp:
+        there = "is 1 replica" if run.mesh.dp == 1 else f"are {run.mesh.dp} replicas"
+        yield f"min_dp is {run.min_dp}, but there {there}: set it to {run.mesh.dp} at most"
+
+
+def _snapshot_faults(examined: Examined) -> Iterator[str]:
+    """Yield a fault if snapshots are taken of what was not compared."""
+    run = examined.run
+    if run.check_every and run.max_failures and run.snapshot_every % run.check_every:
+        yield (
+            f"snapshot_every is {run.snapshot_every}, and check_every {run.check_every}: a snapshot would hold what no "
+            f"check has seen, so set snapshot_every to {run.check_every} or a multiple"
+        )
+
+
+REPLICA_RULES: tuple[RunRule, ...] = (
+    _fewest_faults,
+    Conflict(RECHECK, Setting("mesh.dp", 1), "but {other}, so no other actor has the same weights", RECHECK.undo),
+    Conflict(RECHECK, SERVERS, "but replicas of servers do not talk to each other", RECHECK.undo),
+    *(Conflict(RECHECK, experts, _TOGETHER, RECHECK.undo) for experts in (EP, EXPERT_ACTORS)),
+    Conflict(RECHECK, SHARDED_WEIGHTS, _A_WHILE, RECHECK.undo),
+    Conflict(RECHECK, OFFLOADED_WEIGHTS, _A_WHILE, RECHECK.undo),
+    Conflict(_CHECK, _ONE, "but {other}, so nothing to compare", _CHECK.undo),
+    Conflict(_CHECK, SERVERS, "but servers send replicas their weights in every step", _CHECK.undo),
+    Conflict(_CHECK, _ALL_SHARDED, _NO_TWO, _CHECK_COPIES),
+    Conflict(_CHECK, OFFLOADED_WEIGHTS, _NO_TWO, _CHECK.undo),
+    _snapshot_faults,
 )
