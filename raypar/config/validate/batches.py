@@ -16,7 +16,7 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values
 from raypar.config.rules import Examined
-from raypar.config.validate.near_sizes import multiples_near
+from raypar.config.validate.parallel import multiples_near
 from raypar.planner.hardware.this_machine import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)

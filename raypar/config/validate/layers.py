@@ -11,7 +11,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.config.rules import Conflict, Examined, RunRule, Setting
 from raypar.config.validate.experts import idle_expert_faults
-from raypar.config.validate.near_sizes import divisors_near
+from raypar.config.validate.parallel import divisors_near
 from raypar.config.validate.replicas import share_faults, sharing_faults
 from raypar.config.validate.schedules import unversioned_weight_faults
 from raypar.config.validate.settings import EXPERT_ACTORS, EXPERTS, HALVES, OWN_LAYERS, RANK_TP, SERVERS, TENSOR, TILES

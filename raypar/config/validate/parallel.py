@@ -1,4 +1,4 @@
-"""Check that the tensor, context and uneven axes of a mesh can divide a model and its batches."""
+"""Check that the tensor, context and uneven axes of a mesh can divide a model and its batches, and name sizes that fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
 from raypar.config.rules import Conflict, Examined, RunRule, Setting, builds
-from raypar.config.validate.near_sizes import heads_near, multiples_near
 from raypar.config.validate.settings import (
     CONTEXT,
     DIVIDED_SEQUENCE,
@@ -36,6 +35,39 @@ from raypar.config.validate.settings import (
 )
 
 _ENDS = Setting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
+
+
+def heads_near(heads: int, ways: int, hidden: int) -> str:
+    """Name the multiples of ``ways`` closest to a number of heads, each with a hidden size that it divides.
+
+    Args:
+        heads: Number of attention heads.
+        ways: The number that must divide the heads.
+        hidden: The model's hidden size. The suggested hidden sizes are the closest to it.
+
+    Returns:
+        A phrase for a message, such as "6 heads with model.hidden 30 or 9 heads with model.hidden 36".
+    """
+    below = heads // ways * ways
+    return " or ".join(_of(near, hidden) for near in (below, below + ways) if near)
+
+
+def multiples_near(size: int, ways: int) -> str:
+    """Name the multiples of ``ways`` just below and above a size, such as "6 or 9"."""
+    below = size // ways * ways
+    return " or ".join(str(fit) for fit in (below, below + ways) if fit)
+
+
+def divisors_near(number: int, whole: int) -> str:
+    """Name the divisors of ``whole`` just below and above a number, such as "2 or 4"."""
+    below = next(fit for fit in range(min(number, whole), 0, -1) if whole % fit == 0)
+    above = next((fit for fit in range(number + 1, whole + 1) if whole % fit == 0), below)
+    return " or ".join(str(fit) for fit in sorted({below, above}))
+
+
+def _of(heads: int, hidden: int) -> str:
+    nearest = max(1, round(hidden / heads)) * heads
+    return f"{heads} heads" if nearest == hidden else f"{heads} heads with model.hidden {nearest}"
 
 
 def idle_fields(run: Run) -> Iterator[str]:
@@ -209,10 +241,20 @@ def divided_faults(model: GPT | Llama, tp: int, named: str = "mesh.tp") -> Itera
 _BLOCKS = Setting(
     "run", lambda run: run.mesh.cp > 1 and run.context not in ("ulysses", "rsa"), "context is {run.context!r}"
 )
+
+
 _CAP = Setting("model.attention_cap")
+
+
 _CAPPED = "which computes attention in blocks, and model.attention_cap changes every score"
+
+
 _UNCAPPED = "use context 'ulysses' or 'rsa', or set mesh.cp to 1"
+
+
 _ONE_AXIS = "set it to {run.mesh.tensor_ranks}, or model.moe to None"
+
+
 PARALLEL_RULES: tuple[RunRule, ...] = (
     Conflict(TENSOR, SERVERS, "but servers hold whole weights", SERVERS.undo),
     Conflict(GRID, OWN_LAYERS, "but own layers are divided by a plan, over a number of actors", "set it to 2, say"),
@@ -259,9 +301,17 @@ _REASONS = {
     OVERFLOW: "overflow is not counted",
     EXPERTS: "replicas that take microbatches in turn do not sum the loads of their experts",
 }
+
+
 _EACH = "leave one out, or give it for each rank as mesh.rank_"
+
+
 _FIXES = {REPLICAS: f"{_EACH}dp", TENSOR: f"{_EACH}tp", **dict.fromkeys((CONTEXT, EP, EXPERT_ACTORS), "leave one out")}
+
+
 _FOR_ALL = "which is for all ranks, and does not combine with {other}"
+
+
 UNEVEN_RULES: tuple[RunRule, ...] = (
     *(Conflict(one, axis, _FOR_ALL, fix) for one, fix in _FIXES.items() for axis in UNEVEN),
     *(Conflict(one, axis, f"but with {{other}} {why}") for one, why in _REASONS.items() for axis in UNEVEN),

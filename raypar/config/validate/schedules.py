@@ -11,7 +11,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
 from raypar.config.rules import Conflict, Examined, RunRule, Setting
-from raypar.config.validate.near_sizes import divisors_near
+from raypar.config.validate.parallel import divisors_near
 from raypar.config.validate.settings import (
     CLIP,
     CONTEXT,
