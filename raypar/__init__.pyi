@@ -31,9 +31,9 @@ from raypar.actors.specs.run import Run as Run
 from raypar.cli.repl import tab_completion as tab_completion
 from raypar.config.automatic import Planned as Planned
 from raypar.config.automatic import plan as plan
-from raypar.config.depth import depth as depth
 from raypar.config.expert_layout_names import layout as layout
 from raypar.config.hugging_face.config_reader import HF as HF
+from raypar.config.recipes import depth as depth
 from raypar.config.recipes import recipe as recipe
 from raypar.errors import (
     ActorDiedError as ActorDiedError,

@@ -119,10 +119,7 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
     """
     if backward == "whole" or programs["train"].stream:
         return programs
-    train = split_backward(programs["train"], costs, every=backward == "split", hold=hold)
-    if train is not programs["train"]:
-        demand_sound(train, send_capacity=SEND_WINDOW)
-    return {**programs, "train": train}
+    return _with_train(programs, split_backward(programs["train"], costs, every=backward == "split", hold=hold))
 
 
 def with_offload(programs: Programs, most: int | None) -> Programs:
@@ -139,6 +136,11 @@ def with_offload(programs: Programs, most: int | None) -> Programs:
         train = offload_activations(programs["train"], most)
     except ScheduleError as error:
         raise ConfigError([f"activations_on_device is {most}: {error}"]) from None
+    return _with_train(programs, train)
+
+
+def _with_train(programs: Programs, train: Schedule) -> Programs:
+    """Return the programs with another training step, checked if it is new. Raises ScheduleError."""
     if train is not programs["train"]:
         demand_sound(train, send_capacity=SEND_WINDOW)
     return {**programs, "train": train}
@@ -201,42 +203,37 @@ class Loaded:
     schedule: Schedule
     generate: Generate | None = None
 
+    def passed(self, change: Pass, smaller: Callable[..., Schedule] | None = None) -> Loaded:
+        """Return the schedule after a pass, with a generator whose schedules are changed in the same way.
+
+        Args:
+            change: The pass. Raises ScheduleError if it does not fit the schedule.
+            smaller: Generates the schedule that the pass changes, for other sizes; None for the generator's own.
+        """
+        generate = smaller or self.generate
+        return Loaded(change(self.schedule), generate and (lambda *sizes: change(generate(*sizes))))
+
     def without_flush(self, steps: int) -> Loaded:
         """Return so many steps of a synchronous schedule as one stream. Raises ScheduleError if it can't be one."""
-        generate = self.generate
-        smaller = None if generate is None else lambda *sizes: without_flush(generate(*sizes), steps)
-        return Loaded(without_flush(self.schedule, steps), smaller)
+        return self.passed(lambda schedule: without_flush(schedule, steps))
 
     def in_slices(self, slices: int) -> Loaded:
         """Return the schedule for microbatches that are cut into slices. Raises ScheduleError if it can't be one."""
         if slices == self.schedule.slices:
             return self
-        schedule, whole = with_slices(self.schedule, slices), self.generate
-        if whole is None:
-            return Loaded(schedule)
-
-        def generate(ranks: int, microbatches: int, chunks: int) -> Schedule:
-            return with_slices(whole(ranks, microbatches * slices, chunks), slices)
-
-        return Loaded(schedule, generate)
+        whole = self.generate
+        smaller = whole and (lambda ranks, microbatches, chunks: whole(ranks, microbatches * slices, chunks))
+        return self.passed(lambda schedule: with_slices(schedule, slices), smaller)
 
     def skipping(self, skips: Callable[[int], Skips]) -> Loaded:
         """Return the schedule with skips between its stages.
 
         Args:
-            skips: Returns the pairs of stages for a number of stages; of a smaller schedule, those that it has.
+            skips: Returns the pairs of stages for a number of stages; a smaller schedule has those that fit into it.
         """
         if not (pairs := skips(self.schedule.num_stages)):
             return self
-        schedule, smaller = with_skips(self.schedule, pairs), self.generate
-        if smaller is None:
-            return Loaded(schedule)
-
-        def generate(ranks: int, microbatches: int, chunks: int) -> Schedule:
-            small = smaller(ranks, microbatches, chunks)
-            return with_skips(small, [pair for pair in pairs if pair[1] < small.num_stages])
-
-        return Loaded(schedule, generate)
+        return self.passed(lambda one: with_skips(one, [pair for pair in pairs if pair[1] < one.num_stages]))
 
     def lowered(
         self,
@@ -257,19 +254,17 @@ class Loaded:
         Raises:
             ScheduleError: The schedule breaks a rule. The text also shows the smallest sizes that break it.
         """
-        generate = self.generate
 
         def full(schedule: Schedule) -> Schedule:
             return reduce(lambda rows, change: change(rows), passes, lower(schedule, order, reduce_grad=reduce_grad))
 
         try:
-            lowered = full(self.schedule)
+            lowered = self.passed(full)
         except ScheduleError:
-            demand_sound(self.schedule, generate)  # its error says more: what is missing, and where
+            demand_sound(self.schedule, self.generate)  # its error says more: what is missing, and where
             raise
-        smaller = None if generate is None else lambda *sizes: full(generate(*sizes))
-        demand_sound(lowered, smaller, send_capacity=send_capacity)
-        return lowered
+        demand_sound(lowered.schedule, lowered.generate, send_capacity=send_capacity)
+        return lowered.schedule
 
 
 def load(

@@ -36,6 +36,9 @@ Rows = list[tuple[str, str]]
 
 
 TOO_MUCH = "TOO MUCH"
+_OF_ALL_RUNS = frozenset(("weights", "gradients", "optimizer", "activations", "process"))  # kinds of memory
+_BEFORE = ("weights", "gradients", "optimizer", "gathered", "versions", "buckets", "activations", "working")
+_KINDS = (*_BEFORE, "shared", "process", "snapshots", "copies", "offloaded")
 _MOST = 8  # pipeline ranks that have a row of their own
 
 
@@ -262,19 +265,9 @@ def _kinds(memory: ActorMemory) -> str:
 
 def kinds_of(memory: ActorMemory) -> dict[str, str]:
     """Return the memory of an actor by kind, in words; kinds that only some runs have are left out if they are 0."""
-    known = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        **{kind: held for kind in ("gathered", "versions", "buckets") if (held := getattr(memory, kind))},
-    }
-    text = {kind: size(held) for kind, held in known.items()}
-    text["activations"] = "unknown" if memory.activations is None else size(memory.activations)
-    others = {"working": memory.working, "shared": memory.shared}
-    text |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
-    away = "copies of snapshots, on several nodes"
-    others = {"snapshots": memory.snapshots, away: memory.copies, "offloaded": memory.offloaded}
-    return text | {kind: size(count) for kind, count in others.items() if count}
+    held = {kind: getattr(memory, kind) for kind in _KINDS if kind in _OF_ALL_RUNS or getattr(memory, kind)}
+    words = {"copies": "copies of snapshots, on several nodes"}
+    return {words.get(kind, kind): "unknown" if count is None else size(count) for kind, count in held.items()}
 
 
 def _in_memory(run: Run, of: Callable[[ActorMemory], int]) -> Callable[[ActorMemory], int]:

@@ -11,6 +11,7 @@ from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.rules import Conflict, Examined, RunRule, Setting, several
+from raypar.config.validate.parallel import multiples_near
 from raypar.config.validate.settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 
 
@@ -28,7 +29,7 @@ def _part_faults(examined: Examined) -> Iterator[str]:
         yield f"{field} is {parts}, but the model has no experts to divide: {fix}, or {off}"
     for count in sorted(count for count in counts if count % parts):
         fewer = max(few for few in range(1, parts + 1) if count % few == 0)
-        near = " or ".join(str(near) for near in (count // parts * parts, count // parts * parts + parts) if near)
+        near = multiples_near(count, parts)
         moe = None if isinstance(run.model, Layers) else run.model.moe
         is_one_number = moe is not None and isinstance(moe.experts, int)
         fit = f"set model.moe.experts to {near}" if is_one_number else f"use {near} experts"

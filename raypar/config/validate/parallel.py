@@ -1,4 +1,4 @@
-"""Check that the tensor, context and uneven axes of a mesh can divide a model and its batches, and name sizes that fit."""
+"""Check that the tensor, context and uneven axes of a mesh divide a model and its batches, and name sizes that fit."""
 
 from __future__ import annotations
 
@@ -148,17 +148,14 @@ def _grid_faults(model: GPT | Llama, tp: str) -> Iterator[str]:
     if model.heads % grid.side:
         near = heads_near(model.heads, grid.side, model.hidden)
         yield f"{named}, but {grid.side} does not divide model.heads {model.heads}: use {near}"
-    if isinstance(model, Llama) and model.num_kv_heads % grid.side:
-        near = multiples_near(model.num_kv_heads, grid.side)
-        fix = f"set model.kv_heads to {near}"
-        yield f"{named}, but {grid.side} does not divide model.kv_heads {model.num_kv_heads}: {fix}"
     inputs = grid.side**2 if grid.kind == "3d" else grid.side  # number of parts of a matrix's input dim
-    if model.hidden % inputs:
-        near = multiples_near(model.hidden, inputs)
-        yield f"{named}, but {inputs} does not divide model.hidden {model.hidden}: set model.hidden to {near}"
-    if isinstance(model, Llama) and model.mlp_width % inputs:
-        near = multiples_near(model.mlp_width, inputs)
-        yield f"{named}, but {inputs} does not divide model.ffn {model.mlp_width}: set model.ffn to {near}"
+    fields = ("num_kv_heads", "hidden", "mlp_width") if isinstance(model, Llama) else ("hidden",)
+    for field in fields:
+        size, parts = getattr(model, field), grid.side if field == "num_kv_heads" else inputs
+        if size % parts:
+            near = multiples_near(size, parts)
+            name = {"num_kv_heads": "kv_heads", "mlp_width": "ffn"}.get(field, field)
+            yield f"{named}, but {parts} does not divide model.{name} {size}: set model.{name} to {near}"
     if model.vocab < grid.side:
         fix = f"set model.vocab to {grid.side} at least"
         yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: {fix}"

@@ -8,7 +8,7 @@ and the B200 take the H100's, and the L4 the A100's, as nothing published was us
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from raypar.schedules.nearest_name import did_you_mean
@@ -84,43 +84,19 @@ class Device:
             yield f"device {self.name!r}: reached is {self.reached}: it is a part of the data sheet, 1 at the most"
 
 
+_A100 = Device(
+    "a100", 312e12, 19.5e12, 80e9, 2039e9, "nvlink3", units=108, source="NVIDIA A100 80GB SXM data sheet, 2021"
+)
+_H100 = Device(
+    "h100", 989.4e12, 66.9e12, 80e9, 3350e9, "nvlink4", 8, REACHED_H100, 5e-6, 132, "NVIDIA H100 SXM data sheet, 2023"
+)
 _DEVICE_SHEETS = (
-    Device("a100", 312e12, 19.5e12, 80e9, 2039e9, "nvlink3", units=108, source="NVIDIA A100 80GB SXM data sheet, 2021"),
+    _A100,
+    replace(_A100, name="a100-40gb", memory=40e9, bandwidth=1555e9, source="NVIDIA A100 40GB SXM data sheet, 2020"),
+    _H100,
+    replace(_H100, name="h200", memory=141e9, bandwidth=4800e9, source="NVIDIA H200 SXM data sheet, 2024"),
     Device(
-        "a100-40gb", 312e12, 19.5e12, 40e9, 1555e9, "nvlink3", units=108, source="NVIDIA A100 40GB SXM data sheet, 2020"
-    ),
-    Device(
-        "h100",
-        989.4e12,
-        66.9e12,
-        80e9,
-        3350e9,
-        "nvlink4",
-        reached=REACHED_H100,
-        units=132,
-        source="NVIDIA H100 SXM data sheet, 2023",
-    ),
-    Device(
-        "h200",
-        989.4e12,
-        66.9e12,
-        141e9,
-        4800e9,
-        "nvlink4",
-        reached=REACHED_H100,
-        units=132,
-        source="NVIDIA H200 SXM data sheet, 2024",
-    ),
-    Device(
-        "b200",
-        2250e12,
-        75e12,
-        180e9,
-        7700e9,
-        "nvlink5",
-        reached=REACHED_H100,
-        units=148,
-        source="NVIDIA HGX B200 data sheet, 2024",
+        "b200", 2250e12, 75e12, 180e9, 7700e9, "nvlink5", 8, REACHED_H100, 5e-6, 148, "NVIDIA HGX B200 data sheet, 2024"
     ),
     Device("l4", 121e12, 30.3e12, 24e9, 300e9, "pcie4", units=58, source="NVIDIA L4 data sheet, 2023"),
     # A core of docs/benchmarks.md (2026-11-24), measured, so that it reaches all of it; fp32 is its fastest dtype.

@@ -72,10 +72,7 @@ def computes_here(device: DeviceChoice) -> bool:
 
 def total_memory() -> int | None:
     """Return the bytes of memory that this machine has, or that a container may use; None if unknown."""
-    found = []
-    with suppress(OSError):
-        if entry := re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
-            found.append(int(entry[1]) << 10)
+    found = _meminfo("MemTotal")
     with suppress(OSError, ValueError):  # "max" if there is no limit
         found.append(int((_CGROUP / "memory.max").read_text()))
     if not found:  # macOS
@@ -86,14 +83,18 @@ def total_memory() -> int | None:
 
 def free_memory() -> int | None:
     """Return the bytes of memory that are free here, or that a container's limit leaves; None if unknown."""
-    found = []
-    with suppress(OSError):
-        if entry := re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
-            found.append(int(entry[1]) << 10)
+    found = _meminfo("MemAvailable")
     with suppress(OSError, ValueError):  # "max" if there is no limit
         limit = int((_CGROUP / "memory.max").read_text())
         found.append(max(0, limit - int((_CGROUP / "memory.current").read_text())))
     return min(found, default=None)
+
+
+def _meminfo(entry: str) -> list[int]:
+    """Return the bytes of an entry of /proc/meminfo; [] if there is none."""
+    with suppress(OSError):
+        return [int(kb) << 10 for kb in re.findall(rf"^{entry}:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)]
+    return []
 
 
 def free_disk(folder: Path) -> int | None:

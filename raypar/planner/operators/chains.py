@@ -58,6 +58,7 @@ _DIMS = {  # modules that compute each sample by itself, and how many dims the s
     **dict.fromkeys((nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), 3),
     **dict.fromkeys((nn.Conv3d, nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d), 4),
 }
+_KINDS: Mapping[type[nn.Module], OperatorKind] = {nn.Dropout: "dropout", nn.LayerNorm: "norm", nn.RMSNorm: "norm"}
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -242,13 +243,12 @@ class _Finder:
             return "linear"
         if type(module) is nn.Embedding and not unfit("embedding", name, module):
             return "embedding"
-        if type(module) is nn.Dropout:
-            return "dropout"
-        if type(module) in (nn.LayerNorm, nn.RMSNorm):
-            return "norm"
+        if type(module) in _KINDS:
+            return _KINDS[type(module)]
         if _is_view(module):
             return "view"
-        return "samples" if _is_of_samples(module, call) else "whole"
+        is_of_samples = type(module) is nn.GroupNorm or len(call.taken) == _DIMS.get(type(module), -2) + 1
+        return "samples" if is_of_samples else "whole"
 
 
 def _as_annotated(one: Operator, text: str) -> Operator:
@@ -277,13 +277,6 @@ def _is_view(module: nn.Module) -> bool:
     if type(module) is nn.Flatten:
         return module.start_dim >= 1
     return type(module) is nn.Unflatten and isinstance(module.dim, int) and module.dim >= 1
-
-
-def _is_of_samples(module: nn.Module, call: _Call) -> bool:
-    """Return whether a module computes each sample of a batch by itself."""
-    if type(module) is nn.GroupNorm:
-        return True
-    return len(call.taken) == _DIMS.get(type(module), -2) + 1
 
 
 class Way(NamedTuple):
