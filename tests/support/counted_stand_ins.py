@@ -41,9 +41,9 @@ class CountedCluster(StandInCluster):
         for name, value in super().replaced().items():
             named[name] = ray if name.endswith(".ray") else value
         return named | {
-            "cluster.ray_cluster._connect": lambda: False,
-            "cluster.ray_cluster.driver_id": lambda: "here",
-            "cluster.actors.driver_id": lambda: "here",
+            "cluster.lifecycle.ray_cluster._connect": lambda: False,
+            "cluster.lifecycle.ray_cluster.driver_id": lambda: "here",
+            "cluster.lifecycle.actors.driver_id": lambda: "here",
             "cluster.drain_notices.draining_nodes": dict,
             "cluster.post_mortem._number_here": lambda told: None,
             "job.recover.restarts.own_node": lambda: "here",
