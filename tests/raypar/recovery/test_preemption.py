@@ -31,7 +31,7 @@ class TakenAway:
         patch.setattr(notices, "draining_nodes", lambda: dict(self.draining))
         patch.setattr(notices, "_LOOK", 0.0)
         patch.setattr("raypar.job.recover.restarts._LOOK", 0.0)
-        for user in ("job.recover.restarts", "job.recover.active_layout", "cluster.actors"):
+        for user in ("job.recover.restarts", "job.recover.active_layout", "cluster.lifecycle.actors"):
             patch.setattr(f"raypar.{user}.nodes_of", self.nodes_of)
 
     def nodes_of(self, homes):
