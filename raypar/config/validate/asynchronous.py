@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from raypar.actors.models.skeleton import Skeleton
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import (
     CLIP,
     CUDA,
@@ -73,20 +73,22 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Map
 
 
 _ALONE = "in schedule {train.name!r}%s every stage updates by itself"
-_UNVOTED = Setting("train", lambda train: train.stream and not train.validated, _ALONE % "")
-_VOTED = Setting("train", lambda train: train.validated, _ALONE % " with flush_every={run.flush_every}")
-_ON_TIME = Setting(
+_UNVOTED = RunSetting("train", lambda train: train.stream and not train.validated, _ALONE % "")
+_VOTED = RunSetting("train", lambda train: train.validated, _ALONE % " with flush_every={run.flush_every}")
+_ON_TIME = RunSetting(
     "train", lambda train: not train.stream or train.validated, "in schedule {train.name!r} no gradient is late"
 )
-_FLUSHED_LATE = Setting("train", lambda train: train.validated, "flush_every is {run.flush_every}", "leave it out")
-_TIED_ENDS = Setting("run", lambda run: run.mesh.pp > 1 and getattr(run.model, "tied", False), "model.tied is True")
+_FLUSHED_LATE = RunSetting("train", lambda train: train.validated, "flush_every is {run.flush_every}", "leave it out")
+_TIED_ENDS = RunSetting("run", lambda run: run.mesh.pp > 1 and getattr(run.model, "tied", False), "model.tied is True")
 _WHOLE_VERSIONS = "set zero to 0, so that replicas hold all versions whole"
 _SHARED = tuple(
-    Setting("run", lambda run, level=level: run.mesh.dp * run.mesh.cp > 1 and run.zero == level, said, _WHOLE_VERSIONS)
+    RunSetting(
+        "run", lambda run, level=level: run.mesh.dp * run.mesh.cp > 1 and run.zero == level, said, _WHOLE_VERSIONS
+    )
     for level, said in ((None, "zero is 1 (its usual level)"), *((level, f"zero is {level}") for level in (1, 2, 3)))
 )
 _TOGETHER = (SERVERS, OFFLOAD, HALVES, DYNAMIC, RECHECK, OVERFLOW, *_SHARED)
-_SCALED = Setting(
+_SCALED = RunSetting(
     "run",
     lambda run: run.loss_scale.is_on(run.precision),
     "the loss is scaled",
@@ -96,7 +98,7 @@ _LOADS = "but {other}, and loads of experts are counted in a step"
 _NO_TAGS = "but messages of NCCL have no tags on GPUs, and forwards come again"
 STREAM_RULES: tuple[RunRule, ...] = (
     _stream_faults,
-    Conflict(Setting("delay_feedback"), _ON_TIME, fix="leave it out"),
+    Conflict(RunSetting("delay_feedback"), _ON_TIME, fix="leave it out"),
     Conflict(_FLUSHED_LATE, CUDA, _NO_TAGS),
     *(Conflict(one, _UNVOTED, fix=one.without) for one in (CLIP, NONFINITE, EMA)),
     Conflict(_SCALED, _UNVOTED, "but {other}, without a vote of all", _SCALED.undo),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.rules import Conflict, RunRule, Setting
+from raypar.config.rules import Conflict, RunRule, RunSetting
 from raypar.planner.hardware.this_machine import torch_has_cuda
 
 
@@ -21,8 +21,8 @@ def device_faults(choice: DeviceChoice) -> Iterator[str]:
 RESOURCE_RULES: tuple[RunRule, ...] = (
     lambda examined: examined.run.resources.faults(),
     Conflict(
-        Setting("resources.gpus", lambda gpus: gpus is not None),
-        Setting("device", "cpu"),
+        RunSetting("resources.gpus", lambda gpus: gpus is not None),
+        RunSetting("device", "cpu"),
         fix="leave one of them out",
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from raypar.actors.models.partition import split_faults
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.recompute import recompute_faults
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.asynchronous import unversioned_weight_faults
 from raypar.config.validate.experts import idle_expert_faults
 from raypar.config.validate.settings import EXPERT_ACTORS, HALVES, OWN_LAYERS
@@ -19,9 +19,11 @@ def _layer_faults(examined: Examined) -> Iterator[str]:
     """Yield what does not fit the layers, and else what does not fit where they are."""
     if examined.num_stages is None:
         return
-    if found := [*_fields_of_layers(examined, examined.num_stages)]:
-        yield from found
-    else:
+    fits = True
+    for fault in _fields_of_layers(examined, examined.num_stages):
+        fits = False
+        yield fault
+    if fits:
         for rule in (share_faults, idle_expert_faults, sharing_faults, _placement_faults):
             yield from rule(examined)
 
@@ -98,17 +100,17 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
             )
 
 
-_WHOLE = Setting(
+_WHOLE = RunSetting(
     "run", lambda run: isinstance(run.model, Layers) and not run.model.halves, "your own Layers are not to be split"
 )
 _HALVES = "give Layers(halves=True), or let backward be auto or whole"
 _CORES = "but raypar can't tell which of your own layers attend"
-_SELECTIVE = Setting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
+_SELECTIVE = RunSetting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
 LAYER_RULES: tuple[RunRule, ...] = (
     _layer_faults,
     Conflict(_SELECTIVE, OWN_LAYERS, _CORES, "use 'full' or 'none'"),
     Conflict(
-        Setting("model.skips", said="model.skips has skips"),
+        RunSetting("model.skips", said="model.skips has skips"),
         EXPERT_ACTORS,
         "which expert actors have no part in",
         EXPERT_ACTORS.undo,

@@ -10,7 +10,7 @@ from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patt
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.config.fields import short_repr
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import EMA, SERVERS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 _HARDLY_MOVES = "but {other}, in which an average hardly moves"
-_ROUGH = Setting("precision.master", lambda kind: kind != "fp32", undo="set precision.master to 'fp32'")
+_ROUGH = RunSetting("precision.master", lambda kind: kind != "fp32", undo="set precision.master to 'fp32'")
 AVERAGE_RULES: tuple[RunRule, ...] = (
     Conflict(EMA, SERVERS, "but {other}, whose servers keep no averages"),
     Conflict(EMA, _ROUGH, _HARDLY_MOVES),

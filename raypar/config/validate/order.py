@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.rules import Conflict, RunRule, Setting
+from raypar.config.rules import Conflict, RunRule, RunSetting
 from raypar.config.validate.settings import DYNAMIC, OFFLOADED_WEIGHTS, SHARDED_WEIGHTS
 
 _ROWS = "but {other}, and weights come for use in the order of the rows"
-_COMPILED = Setting("executor", "compiled", undo="set executor to 'tasks'")
+_COMPILED = RunSetting("executor", "compiled", undo="set executor to 'tasks'")
 _BY_THEMSELVES = "but {other}, and its actors follow their rows by themselves"
 
 

@@ -11,7 +11,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, Setting, builds
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, builds
 from raypar.config.validate.model import heads_near, multiples_near
 from raypar.config.validate.settings import CONTEXT, DIVIDED_SEQUENCE, EXPERTS, GRID, OWN_LAYERS, SERVERS, TENSOR
 
@@ -184,10 +184,10 @@ def divided_faults(model: GPT | Llama, tp: int, named: str = "mesh.tp") -> Itera
         yield f"{named} {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"
 
 
-_BLOCKS = Setting(
+_BLOCKS = RunSetting(
     "run", lambda run: run.mesh.cp > 1 and run.context not in ("ulysses", "rsa"), "context is {run.context!r}"
 )
-_CAP = Setting("model.attention_cap")
+_CAP = RunSetting("model.attention_cap")
 _CAPPED = "which computes attention in blocks, and model.attention_cap changes every score"
 _UNCAPPED = "use context 'ulysses' or 'rsa', or set mesh.cp to 1"
 _ONE_AXIS = "set it to {run.mesh.tensor_ranks}, or model.moe to None"

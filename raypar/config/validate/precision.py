@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from raypar.actors.specs.optim import AdamW, Muon
 from raypar.actors.specs.precision import FP16_SMALLEST
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import SERVERS
 
 
@@ -29,14 +29,16 @@ def _eps_faults(examined: Examined) -> Iterator[str]:
         )
 
 
-_HALF = Setting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
-_SKIPS = Setting(
+_HALF = RunSetting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
+_SKIPS = RunSetting(
     "run",
     lambda run: run.counts_skips and not run.precision.is_half,
     "nonfinite is {run.nonfinite!r}, and loss_scale.use {run.loss_scale.use!r}",
 )
-_REWINDS = Setting("nonfinite", "rewind")
-_UNSAVED = Setting("run", lambda run: run.folder is None or not run.save_every, "no checkpoints are saved on the way")
+_REWINDS = RunSetting("nonfinite", "rewind")
+_UNSAVED = RunSetting(
+    "run", lambda run: run.folder is None or not run.save_every, "no checkpoints are saved on the way"
+)
 PRECISION_RULES: tuple[RunRule, ...] = (
     _dtype_faults,
     Conflict(_HALF, SERVERS, "but parameter servers hold fp32 weights only", SERVERS.undo),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import EP, EXPERT_ACTORS, OFFLOADED_WEIGHTS, RECHECK, SERVERS, SHARDED_WEIGHTS
 
-_CHECK = Setting("check_every", undo="set it to 0")
-_ONE = Setting("run", lambda run: run.mesh.ways("dp") * run.mesh.cp == 1, "there is one replica (dp x cp)")
-_ALL_SHARDED = Setting(
+_CHECK = RunSetting("check_every", undo="set it to 0")
+_ONE = RunSetting("run", lambda run: run.mesh.ways("dp") * run.mesh.cp == 1, "there is one replica (dp x cp)")
+_ALL_SHARDED = RunSetting(
     "run", lambda run: run.zero == 3 and run.mesh.shards == run.mesh.ways("dp") * run.mesh.cp > 1, "zero is 3"
 )
 _NO_TWO = "but {other}, so no two actors hold the same weights"
@@ -38,7 +38,7 @@ def _snapshot_faults(examined: Examined) -> Iterator[str]:
 
 REPLICA_RULES: tuple[RunRule, ...] = (
     _fewest_faults,
-    Conflict(RECHECK, Setting("mesh.dp", 1), "but {other}, so no other actor has the same weights", RECHECK.undo),
+    Conflict(RECHECK, RunSetting("mesh.dp", 1), "but {other}, so no other actor has the same weights", RECHECK.undo),
     Conflict(RECHECK, SERVERS, "but replicas of servers do not talk to each other", RECHECK.undo),
     *(Conflict(RECHECK, experts, _TOGETHER, RECHECK.undo) for experts in (EP, EXPERT_ACTORS)),
     Conflict(RECHECK, SHARDED_WEIGHTS, _A_WHILE, RECHECK.undo),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.model import divisors_near
 from raypar.config.validate.settings import CONTEXT, EXPERTS, OWN_LAYERS, SLICES, UNEVEN
 
-_FLUSH = Setting("flush_every", lambda steps: steps is not None)
-_DROPOUT = Setting("model.dropout", undo="set model.dropout to 0")
-_PACKED = Setting("data.packing", undo="set data.packing to False")
-_VARYING = Setting("data.varying", undo="set data.varying to False")
-_COMPILED = Setting("compile", undo="set compile to False")
+_FLUSH = RunSetting("flush_every", lambda steps: steps is not None)
+_DROPOUT = RunSetting("model.dropout", undo="set model.dropout to 0")
+_PACKED = RunSetting("data.packing", undo="set data.packing to False")
+_VARYING = RunSetting("data.varying", undo="set data.varying to False")
+_COMPILED = RunSetting("compile", undo="set compile to False")
 
 
 def _length_faults(examined: Examined) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.parallel import divided_faults
 from raypar.config.validate.settings import (
     CONTEXT,
@@ -28,7 +28,7 @@ from raypar.config.validate.settings import (
     UNEVEN,
 )
 
-_ENDS = Setting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
+_ENDS = RunSetting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
 
 
 def turn_faults(run: Run) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _width_faults(examined: Examined) -> Iterator[str]:
 
 
 _REASONS = {
-    Setting("zero"): "every replica of a rank updates all its weights",
+    RunSetting("zero"): "every replica of a rank updates all its weights",
     SERVERS: "there are no servers",
     OFFLOAD: "weights stay on the device",
     SEQUENCE: "stages pass whole sequences",
