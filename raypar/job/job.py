@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.models.skeleton import Skeleton
@@ -36,9 +36,6 @@ from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.stepper import Stepper
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked_methods
