@@ -60,6 +60,8 @@ from raypar.job.job import Job as Job
 from raypar.job.launch import launch as launch
 from raypar.job.lm_eval import lm_eval_model as lm_eval_model
 from raypar.job.microbatch import fit_microbatch as fit_microbatch
+from raypar.job.recover import chaos as chaos
+from raypar.job.recover.failures import Failure as Failure
 from raypar.job.recover.relayout import Relayout as Relayout
 from raypar.job.start.before_launch import faults as faults
 from raypar.job.text.growing_text import Continuation as Continuation
@@ -67,8 +69,6 @@ from raypar.job.text.scoring import Scored as Scored
 from raypar.parity.verify import Verdict as Verdict
 from raypar.parity.verify import verify as verify
 from raypar.planner import formulas as formulas
-from raypar.recovery import chaos as chaos
-from raypar.recovery.failures import Failure as Failure
 from raypar.reporting.evaluation import Evaluation as Evaluation
 from raypar.reporting.expert_table import expert_table as expert_table
 from raypar.reporting.report import Report as Report

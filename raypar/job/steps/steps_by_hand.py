@@ -10,8 +10,8 @@ from typing import Any
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.programs import lowered_step
 from raypar.errors import JobError, StepLostError
+from raypar.job.recover.failures import Failure
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.recovery.failures import Failure
 from raypar.reporting.report import Report
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
