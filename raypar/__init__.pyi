@@ -64,6 +64,9 @@ from raypar.job.recover import chaos as chaos
 from raypar.job.recover.failures import Failure as Failure
 from raypar.job.recover.relayout import Relayout as Relayout
 from raypar.job.start.before_launch import faults as faults
+from raypar.job.stepping.replay import Replayed as Replayed
+from raypar.job.stepping.replay import replay as replay
+from raypar.job.stepping.stepper import Stepper as Stepper
 from raypar.job.text.growing_text import Continuation as Continuation
 from raypar.job.text.scoring import Scored as Scored
 from raypar.parity.verify import Verdict as Verdict
@@ -73,6 +76,3 @@ from raypar.reporting.evaluation import Evaluation as Evaluation
 from raypar.reporting.expert_table import expert_table as expert_table
 from raypar.reporting.report import Report as Report
 from raypar.schedules.catalog import register_schedule as register_schedule
-from raypar.stepping.replay import Replayed as Replayed
-from raypar.stepping.replay import replay as replay
-from raypar.stepping.stepper import Stepper as Stepper

@@ -387,7 +387,7 @@ MAY_IMPORT = {
     "raypar/calibration": (
         "actors/collective actors/layers actors/machine actors/mesh actors/specs raypar "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
-        "raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
+        "raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
     ),
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/hugging_face actors/machine actors/models actors/specs raypar "
@@ -397,8 +397,8 @@ MAY_IMPORT = {
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/plan raypar/cli/schedules raypar/cli/text raypar/cli/train "
         "raypar/cli/words raypar/cluster raypar/config raypar/doctor raypar/job raypar/job/start "
-        "raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting raypar/reporting/html "
-        "raypar/reporting/run_folder raypar/stepping schedules schedules/drawing"
+        "raypar/job/stepping raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting "
+        "raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
@@ -454,8 +454,8 @@ MAY_IMPORT = {
         "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
         "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
-        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory raypar/reporting "
-        "raypar/stepping schedules"
+        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
+        "raypar/reporting schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
@@ -480,10 +480,15 @@ MAY_IMPORT = {
         "raypar/config/validate raypar/job/layout raypar/job/recover raypar/job/steps raypar/planner "
         "raypar/reporting schedules"
     ),
+    "raypar/job/stepping": (
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
+        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
+        "raypar/reporting schedules schedules/drawing"
+    ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
         "raypar raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover raypar/job/start "
-        "raypar/reporting raypar/stepping schedules schedules/passes"
+        "raypar/job/stepping raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
         "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
@@ -491,8 +496,7 @@ MAY_IMPORT = {
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start "
-        "raypar/reporting schedules"
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
@@ -536,11 +540,6 @@ MAY_IMPORT = {
         "schedules schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
-    "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
-        "raypar/reporting schedules schedules/drawing"
-    ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",

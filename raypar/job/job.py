@@ -25,6 +25,7 @@ from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import loaded_on
 from raypar.job.start.run_switch import RunSwitch
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
@@ -35,7 +36,6 @@ from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
 from raypar.schedules.schedule import Schedule
-from raypar.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     pass

@@ -24,6 +24,7 @@ from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.averages import with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
@@ -35,7 +36,6 @@ from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")
 
