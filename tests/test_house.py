@@ -387,22 +387,22 @@ MAY_IMPORT = {
     "raypar/calibration": (
         "actors/collective actors/layers actors/machine actors/mesh actors/specs raypar "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
-        "raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
+        "raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
     ),
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/cluster/calls raypar/config raypar/config/validate schedules"
+        "actors actors/checkpoint actors/hugging_face actors/machine actors/models actors/specs raypar "
+        "raypar/config schedules"
     ),
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/plan raypar/cli/schedules raypar/cli/text raypar/cli/train "
         "raypar/cli/words raypar/cluster raypar/config raypar/doctor raypar/job raypar/job/start "
-        "raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting raypar/reporting/html "
-        "raypar/reporting/run_folder raypar/stepping schedules schedules/drawing"
+        "raypar/job/stepping raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting "
+        "raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
-        "raypar/cluster/placement raypar/config raypar/planner raypar/planner/calibrated "
+        "raypar/cluster/placement raypar/config raypar/job/start raypar/planner raypar/planner/calibrated "
         "raypar/planner/hardware raypar/planner/memory raypar/planner/search raypar/planner/sizes "
         "raypar/planner/timing raypar/reporting schedules schedules/drawing"
     ),
@@ -417,9 +417,9 @@ MAY_IMPORT = {
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
         "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
-        "raypar/config raypar/config/validate raypar/job raypar/job/start raypar/job/text raypar/parity "
-        "raypar/planner raypar/planner/calibrated raypar/planner/hardware raypar/recovery raypar/reporting "
-        "raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/config raypar/config/validate raypar/job raypar/job/recover raypar/job/start raypar/job/text "
+        "raypar/parity raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
+        "schedules schedules/drawing"
     ),
     "raypar/cli/words": (
         "actors actors/machine actors/specs raypar raypar/config schedules schedules/drawing schedules/passes "
@@ -430,21 +430,21 @@ MAY_IMPORT = {
     "raypar/cluster/deaths": "actors/machine actors/specs raypar raypar/cluster raypar/cluster/nodes",
     "raypar/cluster/lifecycle": (
         "actors actors/machine actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes "
-        "raypar/cluster/placement raypar/planner/hardware schedules"
+        "raypar/cluster/placement schedules"
     ),
     "raypar/cluster/nodes": "actors raypar raypar/cluster raypar/cluster/placement",
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
-        "actors/mesh actors/models actors/specs actors/worker/build raypar raypar/cluster/lifecycle "
-        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
-        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
-        "schedules/passes schedules/simulation"
+        "actors/mesh actors/models actors/specs actors/worker/build raypar raypar/config/validate "
+        "raypar/planner raypar/planner/hardware raypar/planner/operators raypar/planner/sizes "
+        "raypar/planner/timing schedules schedules/checking schedules/generators schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
         "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs actors/worker/build raypar raypar/config raypar/planner/hardware schedules"
+        "actors/specs actors/worker/build raypar raypar/config schedules"
     ),
     "raypar/doctor": (
         "actors/collective actors/machine raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
@@ -454,12 +454,12 @@ MAY_IMPORT = {
         "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
         "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
-        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/hardware raypar/planner/memory "
-        "raypar/recovery raypar/reporting raypar/stepping schedules"
+        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
+        "raypar/reporting schedules"
     ),
     "raypar/job/layout": (
-        "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
-        "raypar/planner raypar/planner/hardware raypar/reporting schedules"
+        "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
+        "raypar/config/validate raypar/job/start raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/look": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster/calls "
@@ -470,28 +470,33 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
         "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes "
         "raypar/config raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware "
-        "raypar/planner/memory raypar/recovery schedules"
+        "raypar/planner/memory schedules"
     ),
     "raypar/job/start": (
-        "actors actors/data actors/data/examples actors/data/text actors/data/tokenizers actors/data_parallel "
-        "actors/machine actors/mesh actors/models actors/specs actors/worker/build raypar raypar/checkpoint "
-        "raypar/cluster raypar/cluster/calls raypar/cluster/deaths raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/config raypar/job/layout raypar/job/recover raypar/job/steps "
-        "raypar/planner/hardware raypar/recovery raypar/reporting schedules"
+        "actors actors/checkpoint actors/data actors/data/examples actors/data/text actors/data/tokenizers "
+        "actors/data_parallel actors/machine actors/mesh actors/models actors/optim actors/specs "
+        "actors/worker/build raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
+        "raypar/cluster/deaths raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
+        "raypar/config/validate raypar/job/layout raypar/job/recover raypar/job/steps raypar/planner "
+        "raypar/reporting schedules"
+    ),
+    "raypar/job/stepping": (
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
+        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
+        "raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover "
-        "raypar/job/start raypar/recovery raypar/reporting raypar/stepping schedules schedules/passes"
+        "raypar raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover raypar/job/start "
+        "raypar/job/stepping raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
-        "actors actors/data/tokenizers actors/specs raypar raypar/config raypar/config/validate "
-        "raypar/job/start raypar/job/steps raypar/planner/hardware raypar/planner/memory schedules"
+        "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
+        "raypar/config/validate raypar/job/start raypar/job/steps raypar/planner/memory schedules"
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start "
-        "raypar/reporting schedules"
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
@@ -504,10 +509,9 @@ MAY_IMPORT = {
     ),
     "raypar/planner/fleet": "actors actors/machine raypar raypar/planner/formulas schedules schedules/simulation",
     "raypar/planner/formulas": "",
-    "raypar/planner/hardware": "actors/machine actors/specs schedules",
+    "raypar/planner/hardware": "schedules",
     "raypar/planner/memory": (
-        "actors/mesh actors/models actors/specs raypar/planner/hardware raypar/planner/sizes schedules "
-        "schedules/simulation"
+        "actors/machine actors/mesh actors/models actors/specs raypar/planner/sizes schedules schedules/simulation"
     ),
     "raypar/planner/operators": (
         "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
@@ -521,14 +525,11 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
-    "raypar/recovery": (
-        "actors actors/checkpoint actors/machine actors/mesh actors/specs raypar raypar/config schedules"
-    ),
     "raypar/reporting": (
-        "actors actors/collective actors/data/examples actors/data/text actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/planner raypar/planner/calibrated "
-        "raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder raypar/reporting/trackers "
-        "schedules schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
+        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder "
+        "raypar/reporting/trackers schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
@@ -539,11 +540,6 @@ MAY_IMPORT = {
         "schedules schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
-    "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster "
-        "raypar/cluster/calls raypar/config raypar/reporting schedules schedules/drawing"
-    ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",

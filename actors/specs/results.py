@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.schedules.action import Action
+from raypar.schedules.float_sum import float_sum
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]
 """kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors;
@@ -223,3 +224,38 @@ class Progress:
     done: int
     action: Action | None
     idle: bool = False
+
+
+def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
+    """Collect loss and token count of every microbatch, in the order in which one process would take them.
+
+    That is the first microbatch of each replica, then the second of each, and so on.
+
+    Args:
+        results: The actors' results, by rank.
+
+    Returns:
+        The losses, and the numbers of target elements.
+    """
+    last = [result for result in results if result.losses]
+    losses = [loss for same in zip(*(result.losses for result in last), strict=True) for loss in same]
+    counts = [count for same in zip(*(result.counts for result in last), strict=True) for count in same]
+    return losses, counts
+
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Compute the mean loss over tokens.
+
+    Args:
+        losses: Mean loss of each microbatch, in the order of addition.
+        counts: Number of tokens of each microbatch.
+
+    Returns:
+        The mean; None if there are no tokens.
+    """
+    most = max(counts)
+    if not most:
+        return None
+    # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
+    shares = [count / most for count in counts]
+    return float_sum(share * loss for share, loss in zip(shares, losses, strict=True)) / float_sum(shares)

@@ -20,22 +20,22 @@ from raypar.config.schedule import Programs
 from raypar.job.export import export_hf
 from raypar.job.layout.rebalance import Loads
 from raypar.job.look.inspection import Inspection
+from raypar.job.recover.failures import Failure
 from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import loaded_on
 from raypar.job.start.run_switch import RunSwitch
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, TextScorer
 from raypar.notebook import box, text_block
-from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
 from raypar.schedules.schedule import Schedule
-from raypar.stepping.stepper import Stepper
 
 
 @checked_methods

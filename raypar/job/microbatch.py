@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from raypar.actors.machine.this_machine import computes_here, free_memory
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError, JobError
-from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import before_run
 from raypar.planner.resource_needs import counts_of

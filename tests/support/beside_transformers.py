@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.actors.hugging_face.conversions import converted
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint.hugging_face import export
 from raypar.job.text.scoring import scores
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.generation import TeamGeneration
 from tests.support.hugging_face import checkpoint_of, random_model
 from tests.support.tiny_models import SEQ

@@ -10,10 +10,10 @@ from typing import Any
 
 from raypar.actors.data.batches import LengthError, lengths_of, pair_of
 from raypar.actors.errors import is_ours
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensors import Values
-from raypar.planner.hardware.this_machine import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 _FIGURES = ("step", "steps_taken", "loss", "val_loss", "perplexity", "tokens", "bits_per_byte")  # of an evaluation

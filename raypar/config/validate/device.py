@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from raypar.actors.machine.this_machine import torch_has_cuda
 from raypar.actors.specs.types import DeviceChoice
 from raypar.config.rules import Conflict, RunRule, RunSetting
-from raypar.planner.hardware.this_machine import torch_has_cuda
 
 
 def device_faults(choice: DeviceChoice) -> Iterator[str]:

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator
 
 from raypar.actors.machine.files import expanded
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.worlds import world_of
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several, unusual
 from raypar.config.validate.settings import EXPERT_ACTORS, OFFLOAD, SERVERS, SHARDED_WEIGHTS
-from raypar.planner.hardware.this_machine import starts_own_ray
 
 _GATHERS = tuple(map(unusual, ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")))
 _ON_DEVICE = RunSetting("activations_on_device", lambda most: most is not None)

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raypar.actors.machine.this_machine import computes_here, total_memory
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.launchable import check_launch
 from raypar.config.run import unrecorded
 from raypar.config.schedule import Programs
 from raypar.config.validate.order import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
-from raypar.planner.hardware.this_machine import computes_here, total_memory
+from raypar.job.start.launchable import check_launch
 from raypar.planner.resource_needs import memory_in_all
 from raypar.schedules.formatting import size
 

@@ -14,13 +14,13 @@ from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from raypar.errors import JobError
 from raypar.job.layout.elastic import Layout, Layouts
+from raypar.job.recover.rank_assignment import rank_assignment
 from raypar.job.recover.snapshots import Snapshots
 from raypar.job.start.actor_plans import begun, plans_of
 from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.rank_assignment import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is

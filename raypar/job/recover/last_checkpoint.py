@@ -12,8 +12,8 @@ from raypar.checkpoint.save import Save
 from raypar.cluster.calls.calls import Calls
 from raypar.config.toml import plain_of
 from raypar.job.recover.snapshots import Snapshots
+from raypar.job.recover.transfers import holders_of
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
-from raypar.recovery.transfers import holders_of
 
 _HEARD = 2.5  # seconds in which an actor that lives answers
 

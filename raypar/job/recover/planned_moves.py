@@ -6,11 +6,11 @@ import logging
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.background_save import Saver
-from raypar.checkpoint.resume import find
 from raypar.errors import PreemptedError, RayLostError
+from raypar.job.recover.background_save import Saver
 from raypar.job.recover.restarts import Restarts
 from raypar.job.recover.snapshots import takes_snapshots
+from raypar.job.start.resume import find
 from raypar.job.start.run_folders import put_aside
 from raypar.paths import absolute, checkpoints_in
 

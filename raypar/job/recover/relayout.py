@@ -20,9 +20,9 @@ from raypar.cluster.lifecycle.ray_cluster import free_cpus_text
 from raypar.errors import ConfigError, JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.active_layout import ActiveLayout
+from raypar.job.recover.failures import failure_reason
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
-from raypar.recovery.failures import failure_reason
 from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)

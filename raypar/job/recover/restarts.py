@@ -18,6 +18,7 @@ from raypar.errors import JobError, NoRoomError, RayLostError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.layout.other_layout import state_copy_faults
 from raypar.job.recover.active_layout import ActiveLayout
+from raypar.job.recover.failures import Failure, Failures, death_in, failure_line, failure_reason
 from raypar.job.recover.last_checkpoint import last_checkpoint
 from raypar.job.recover.relayout import rebuilt
 from raypar.job.recover.snapshots import takes_snapshots
@@ -25,7 +26,6 @@ from raypar.job.recover.stops import Stops
 from raypar.job.recover.waiting_for_nodes import no_room_error, room_awaited, why_no_room
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
-from raypar.recovery.failures import Failure, Failures, death_in, failure_line, failure_reason
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s

@@ -15,10 +15,10 @@ from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls.calls import Calls
 from raypar.errors import JobError
+from raypar.job.recover.buddies import CopyPace, buddies_of, failure_domains
+from raypar.job.recover.transfers import Steps, chosen_holders, has_all, transfers
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.memory.snapshots import kept_copies
-from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
-from raypar.recovery.transfers import Steps, chosen_holders, has_all, transfers
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
 

@@ -96,7 +96,7 @@ def _free_teller() -> Callable[[], dict[str, Any]]:
 
     def tell() -> dict[str, Any]:
         """Return the bytes that a node, or a container's limit on it, leaves."""
-        from raypar.planner.hardware.this_machine import free_memory
+        from raypar.actors.machine.this_machine import free_memory
 
         return {"free": free_memory() or 0}
 

@@ -10,15 +10,15 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
-from raypar.config.launchable import check_launch
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs
 from raypar.errors import ConfigError
 from raypar.job.start.batch_checks import warn_of_batches
+from raypar.job.start.launchable import check_launch
+from raypar.job.start.resume import Prepared, prepared
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:

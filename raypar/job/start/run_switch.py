@@ -18,6 +18,7 @@ from raypar.errors import RelayoutLostError
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
 from raypar.job.recover.active_layout import ActiveLayout
+from raypar.job.recover.failures import Failure
 from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
 from raypar.job.recover.restarts import Restarts
 from raypar.job.start.before_launch import replacement
@@ -25,7 +26,6 @@ from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.start.run_folders import put_aside, settled
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.recovery.failures import Failure
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 

@@ -14,11 +14,11 @@ from typing import Any
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.job.steps.averages import demand_averages
 from raypar.reporting.evaluation import Evaluation, are_tokens, is_cross_entropy
-from raypar.reporting.report import losses_of, mean_loss
 
 
 def target_bytes(run: Run, steps: int, targets: int) -> int | None:

@@ -14,28 +14,28 @@ from typing import Any, TypeVar
 from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
-from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.errors import CallError, JobError, MovedError
+from raypar.job.recover.background_save import Saver
+from raypar.job.recover.failures import Failure
 from raypar.job.recover.planned_moves import rearranged
 from raypar.job.recover.restarts import Restarts
 from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.averages import with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.paths import absolute, checkpoints_in, step_folder_name
-from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")
 

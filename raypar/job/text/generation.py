@@ -11,6 +11,7 @@ from typing import Any
 from raypar.actors.bounds import Count, NotNegative, Probability, Seed
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
+from raypar.actors.machine.this_machine import computes_here, free_memory
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -24,7 +25,6 @@ from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.averages import demand_averages, use_averages
 from raypar.job.steps.training_loop import TrainingLoop
 from raypar.job.text.growing_text import Continuation, GrowingText, Request
-from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.schedules.action import Action, Op
 from raypar.schedules.formatting import size

@@ -20,7 +20,7 @@ from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
-from raypar.reporting.report import losses_of, mean_loss
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.schedules.action import COMPUTE, Action, Op
 from tests.support.local_groups import local_groups
 from tests.support.replicas import CLOSE, LAYOUTS, MODES, SHARED, UNEQUAL, agrees, classes, labels, shared

@@ -10,8 +10,8 @@ import torch
 import raypar as rp
 from raypar.actors.expert_parallel.rounds import Trip
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.results import losses_of
 from raypar.config.recipes import recipe
-from raypar.reporting.report import losses_of
 from tests.support.expert_layouts import batches, tilted
 from tests.support.team import Team
 from tests.support.thinned import thinned

@@ -12,7 +12,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.pipeline import compiled
 from raypar.actors.pipeline.compiled import compile_layers
-from raypar.reporting.report import losses_of
+from raypar.actors.specs.results import losses_of
 from tests.support.hugging_face import some_ids
 from tests.support.team import Team
 

@@ -7,8 +7,8 @@ import torch
 
 import raypar as rp
 from raypar.checkpoint.averaged import averaged
-from raypar.checkpoint.resume import find
 from raypar.errors import JobError
+from raypar.job.start.resume import find
 
 MODEL = rp.GPT(layers=2, hidden=32, heads=4, seq=64, qkv_bias=True)
 RUN = rp.Run(

@@ -16,7 +16,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
-from raypar.checkpoint.background_save import Saver
+from raypar.job.recover.background_save import Saver
 from raypar.paths import checkpoints
 
 HOST = DeviceStorage(torch.device("cpu"))
@@ -135,7 +135,7 @@ def test_an_actor_that_can_not_answer_is_let_be(actors, tmp_path):
 
 
 def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("raypar.checkpoint.background_save._GRACE", 0.02)
+    monkeypatch.setattr("raypar.job.recover.background_save._GRACE", 0.02)
     saver = saver_of(actors, tmp_path, save_every=4)
     actors.go.clear()
     saver.after(4)

@@ -13,7 +13,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.worlds import world_of
 from raypar.actors.worker.fault_injection import FaultInjector, InjectedError, flip_bit
 from raypar.config.run import check_run
-from raypar.recovery.chaos import faults_in, injectable, never_happen
+from raypar.job.recover.chaos import faults_in, injectable, never_happen
 from raypar.schedules.action import Action, Op
 
 RUN = rp.Run(mesh=rp.Mesh(pp=2), microbatches=4)

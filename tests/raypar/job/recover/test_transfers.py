@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
-from raypar.recovery.transfers import SnapshotTransfer, chosen_holders, has_all, transfers
+from raypar.job.recover.transfers import SnapshotTransfer, chosen_holders, has_all, transfers
 
 
 def shares(count):

@@ -18,8 +18,8 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.checkpoint import verified
-from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.config.toml import as_begun, plain_of, recorded_run
+from raypar.job.start.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.paths import CHECKPOINTS, checkpoints
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip

@@ -22,8 +22,8 @@ from raypar.config.arguments import checked_arguments
 from raypar.config.fields import field_faults, short_repr
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
+from raypar.job.stepping.recording import Recorded, read_recording
 from raypar.schedules.schedule import first_faults
-from raypar.stepping.recording import Recorded, read_recording
 
 Tensors = Mapping[str, Tensor]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.checkpoint.memory_snapshot import SnapshotFiles
-from raypar.recovery.transfers import SnapshotTransfer
+from raypar.job.recover.transfers import SnapshotTransfer
 
 pytestmark = pytest.mark.usefixtures("cluster", "kept_actors")
 MODEL = rp.GPT(layers=2, hidden=32, heads=2, seq=16, dropout=0.1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.checkpoint.resume import find
+from raypar.job.start.resume import find
 from raypar.paths import LOG
 from raypar.reporting.html.events import happenings
 from raypar.reporting.html.page import page

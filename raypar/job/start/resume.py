@@ -20,12 +20,12 @@ from raypar.checkpoint.find import VerifiedCheckpoint, instead_of, listed, newes
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
 from raypar.config.fields import FieldFault, field_faults, short_repr
-from raypar.config.launchable import check_launch
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.replacing import is_under_way
 from raypar.errors import ConfigError
+from raypar.job.start.launchable import check_launch
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from torch import nn
 import raypar as rp
 from raypar.cli.train import train as commands
 from raypar.config.fields import field_faults, right_fields
-from raypar.config.launchable import check_launch
 from raypar.config.rules import Examined, UnsoundError, faults_by, guarded
 from raypar.config.run import check_run
 from raypar.job.launch import launch
+from raypar.job.start.launchable import check_launch
 
 LARGE = rp.GPT(layers=200, hidden=65536, heads=64)
 

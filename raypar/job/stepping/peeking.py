@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.mesh.mesh import Axis
 from raypar.actors.mesh.world import World
 from raypar.cluster.calls.calls import Calls
+from raypar.job.stepping.views import State
 from raypar.schedules.action import MOVES, Action, Op
 from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.rules import rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.step_board import MoveError, makes_tensors
-from raypar.stepping.views import State
 
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import ActorContents, ComputedValue

@@ -6,7 +6,7 @@ import pytest
 
 import raypar as rp
 from raypar.errors import Death, PreemptedError
-from raypar.recovery.failures import Failure, Failures, failure_line
+from raypar.job.recover.failures import Failure, Failures, failure_line
 
 DIED = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this differs from time to time")
 

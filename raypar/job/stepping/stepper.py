@@ -16,15 +16,15 @@ from raypar.cluster.calls.calls import Calls
 from raypar.cluster.interrupts import patience
 from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
+from raypar.job.stepping.peeking import Peeking, demand_tensors, predicate_faults
+from raypar.job.stepping.recording import Recorder
+from raypar.job.stepping.views import Ready, State, Taken
 from raypar.reporting.report import Report
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.schedule import Schedule, Written
 from raypar.schedules.step_board import Board, Move, MoveError, Why, maker_of, makes_tensors
-from raypar.stepping.peeking import Peeking, demand_tensors, predicate_faults
-from raypar.stepping.recording import Recorder
-from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import ComputedValue

@@ -13,13 +13,13 @@ from annotated_types import Ge, Le
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.checkpoint.manifest import Step
 from raypar.config.fields import short_repr
 from raypar.config.toml import plain_of
 from raypar.errors import ConfigError

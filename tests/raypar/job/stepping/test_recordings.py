@@ -13,7 +13,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.checkpoint.shards import write_shard
-from raypar.stepping.recording import _sha256, read_recording, write_recording
+from raypar.job.stepping.recording import _sha256, read_recording, write_recording
 from tests.support.team import Team
 from tests.support.thread_jobs import Hands
 
