@@ -9,7 +9,7 @@ from raypar.errors import ConfigError
 
 
 def averaged(found: VerifiedCheckpoint) -> VerifiedCheckpoint:
-    """Return a checkpoint with the averages in the place of the weights, and without the optimizer's state.
+    """Return a checkpoint with the averages instead of the weights, and without the optimizer's state.
 
     Args:
         found: The checkpoint of a run with ``ema``.

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a folder of Hugging Face: the files of a tokenizer, and what ends a text."""
+"""The files beside the weights in a folder of Hugging Face: those of a tokenizer, and the token that ends a text."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as t
     _TEMPLATE,
     "chat_template.json",
 )
-_OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # what tokens went by, beside tokenizer.json
+_OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # settings of a tokenizer, beside tokenizer.json
 
 
-def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
-    """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from.
+def write_files_beside(run: Run, origin: Path | None, folder: Path) -> None:
+    """Copy the files that a tokenizer and a generation need, from the folder of the first weights or of the tokenizer.
 
-    Of a model from nothing, generation_config.json says the token that ends a text, if the tokenizer has one.
+    For a model that began with random weights, generation_config.json gets the token that ends a text, if there is one.
 
     Args:
         run: The run.
-        home: The folder that the weights came from; None if they began as random numbers.
+        origin: The folder of the weights that training began with; None if they were random numbers.
         folder: The folder to write.
     """
-    templates = home  # where those are that have names
-    if home is not None:
-        _copy_named(_OF_WEIGHTS, home, folder)
+    templates = origin  # the folder of named templates
+    if origin is not None:
+        _copy_named(_OF_WEIGHTS, origin, folder)
     tokenizer = getattr(run.data, "tokenizer", None)
     if tokenizer is not None and not (folder / _TOKENIZER).exists():
         path = Path(tokenizer)
@@ -54,23 +54,23 @@ def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
         templates = beside
     template = getattr(run.data, "template", None)
     if template is not None and Path(template).is_file():
-        _copy(Path(template), folder / _TEMPLATE)  # the run has gone by this one alone
+        _copy(Path(template), folder / _TEMPLATE)  # the run has used this one alone
     elif templates is not None:
         _copy_templates(templates, folder)
-    if home is None and (end := _end_of(folder)) is not None:
+    if origin is None and (end := _end_of(folder)) is not None:
         write_whole(folder / _GENERATION, [memoryview(json.dumps({"eos_token_id": end}).encode())])
 
 
-def _copy_named(names: Sequence[str], home: Path, folder: Path) -> None:
+def _copy_named(names: Sequence[str], source: Path, folder: Path) -> None:
     """Copy those of these files that a folder has."""
     for name in names:
-        if (home / name).is_file():
-            _copy(home / name, folder / name)
+        if (source / name).is_file():
+            _copy(source / name, folder / name)
 
 
-def _copy_templates(home: Path, folder: Path) -> None:
+def _copy_templates(source: Path, folder: Path) -> None:
     """Copy the chat templates of a folder that have names."""
-    for path in sorted(path for path in (home / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
+    for path in sorted(path for path in (source / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
         (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
         _copy(path, folder / _NAMED_TEMPLATES / path.name)
 
@@ -91,7 +91,7 @@ def _end_of(folder: Path) -> int | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; nothing if there is none. What it holds is copied as it is anyway."""
+    """Return the object in a JSON file; {} if there is none."""
     try:
         return read_json(path)
     except CheckpointError:

@@ -14,7 +14,7 @@ from raypar.checkpoint.manifest import Manifest
 from raypar.paths import checkpoints, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
-_MOST_TOLD = 10  # steps that a message names
+_MOST_STEPS = 10  # steps that a message names
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def ls(folder: Path) -> list[Listed]:
         manifest, faults = look(path)
         size = sum(logical.nbytes for logical in manifest.tensors.values()) if manifest else 0
         names = list(manifest.tensors) if manifest else []
-        kept = sum(name.startswith("optim.") for name in names)
-        lines.append(Listed(path, step, size, len(names), kept, faults))
+        of_optimizer = sum(name.startswith("optim.") for name in names)
+        lines.append(Listed(path, step, size, len(names), of_optimizer, faults))
     return lines
 
 
 def instead_of(path: Path) -> str:
-    """Say which checkpoints there are beside one that isn't there; "" if it is there, or if there are no others."""
+    """Return a message with the checkpoints that exist beside a missing one; "" if it exists, or if there are no others."""
     if os.path.lexists(path) or step_of(path.name) is None:
         return ""
     try:
@@ -89,9 +89,9 @@ def instead_of(path: Path) -> str:
         return ""
     if not steps:
         return ""
-    told = ", ".join(f"{step:,}" for step in steps[:_MOST_TOLD])
-    more = f" and {len(steps) - _MOST_TOLD:,} earlier ones" if len(steps) > _MOST_TOLD else ""
-    return f"{str(path)!r} is not there: {str(path.parent)!r} has checkpoints after step {told}{more}"
+    named = ", ".join(f"{step:,}" for step in steps[:_MOST_STEPS])
+    more = f" and {len(steps) - _MOST_STEPS:,} earlier ones" if len(steps) > _MOST_STEPS else ""
+    return f"{str(path)!r} is not there: {str(path.parent)!r} has checkpoints after step {named}{more}"
 
 
 def listed(folder: Path) -> list[tuple[int, Path]]:

@@ -16,7 +16,7 @@ def model_card(
     step: int,
     dtype: str,
     loss: float | None,
-    home: str | None,
+    origin: str | None,
     *,
     from_function: bool,
 ) -> str:
@@ -29,7 +29,7 @@ def model_card(
         step: Number of steps taken.
         dtype: Dtype of the weights.
         loss: The last loss of the run in nats per token; None if it is not known.
-        home: The folder whose weights the run began with; None if they were random.
+        origin: The folder whose weights the run began with; None if they were random.
         from_function: Whether the data were batches of a function; then those of ``run`` are not looked at.
     """
     if not step:
@@ -46,7 +46,7 @@ def model_card(
     rows = {
         "type": f"{kind}: {sizes}",
         "weights": dtype,
-        "began with": f"the weights in {home}" if home else "random weights",
+        "began with": f"the weights in {origin}" if origin else "random weights",
         **_learned(run),
         "data": data,
         "steps": f"{step} of {run.steps}, of {each} sequences{length}",
@@ -63,7 +63,7 @@ def model_card(
 
 
 def _learned(run: Run) -> Mapping[str, str]:
-    """Return the row that says what has learned, if that was not all weights."""
+    """Return the row with the trained adapters; {} if all weights were trained."""
     if isinstance(run.model, Layers) or (lora := run.model.lora) is None:
         return {}
     adapters = f"low-rank adapters of {', '.join(lora.layers)}, rank {lora.rank}, alpha {lora.alpha:g}"

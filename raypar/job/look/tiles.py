@@ -1,4 +1,4 @@
-"""Put weights, or their gradients, together again that actors hold in tiles."""
+"""Join the tiles in which actors hold weights or their gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
     """Join the tiles among named tensors; the whole comes when its last tile does.
 
     Args:
-        pairs: Names and tensors; None for a gradient that there is not.
+        pairs: Names and tensors; None for a missing gradient.
     """
     import torch
 
@@ -39,8 +39,8 @@ def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         parts[tile.own[0]] = tensor
         if len(parts) == tile.count:
             ordered = [part for _, part in sorted(found.pop(untiled(name)).items())]
-            made = [part for part in ordered if part is not None]
-            yield untiled(name), torch.cat(made) if len(made) == tile.count else None
+            present = [part for part in ordered if part is not None]
+            yield untiled(name), torch.cat(present) if len(present) == tile.count else None
 
 
 def held_part(tiles: Sequence[tuple[str, Tensor]]) -> tuple[Shard, Tensor]:

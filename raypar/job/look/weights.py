@@ -1,4 +1,4 @@
-"""The weights of a replica as a mapping, whose tensors are fetched from the actors when they are asked for."""
+"""The weights of a replica as a mapping, whose tensors are fetched from the actors at each access."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Pairs = Iterator[tuple[str, "Tensor"]]
 class Weights(Mapping[str, "Tensor"]):
     """All weights of one replica by logical name, each whole and on the CPU.
 
-    Nothing is kept: every look fetches the weights of now. ``items()`` and ``values()`` ask each pipeline rank once and
+    Nothing is cached: every access fetches the present weights. ``items()`` and ``values()`` call each pipeline rank once and
     hold the weights of one rank at a time.
 
     Args:
         shapes: The shapes by logical name, without the copies of tied weights.
         fetch: Fetches one weight by name.
-        fetch_all: Fetches all weights, rank by rank. If the two ends of a tied weight are on different ranks, both come
-            under the name of the home.
+        fetch_all: Fetches all weights, rank by rank. If the two ends of a tied weight are on different ranks, both have
+            the name of the first copy.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ _HEARD = 2.5  # seconds in which an actor that lives answers
 
 
 def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) -> Path | None:
-    """Save the newest step of which all snapshots are there as a checkpoint.
+    """Save the newest step with all snapshots as a checkpoint.
 
-    What actors had that are gone is on others: snapshots outlive their actors, and there are copies on other nodes.
+    The state of dead actors is not lost: snapshots outlive their actors, and other nodes have copies.
 
     Args:
         run: The run, with all its replicas.

@@ -1,4 +1,4 @@
-"""The driver's part in snapshots: who holds which, the newest step of which all are there, and going back to it."""
+"""The driver's part in snapshots: which actor holds which, the newest complete step, and the way back to it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Snapshots:
         self.pace: CopyPace | None = None
 
     def close(self) -> None:
-        """Let go of all snapshots."""
+        """Drop all snapshots."""
         self._held.close()
         self.source, self.pace, self.are_kept_for_stop = (), None, False
 
@@ -125,7 +125,7 @@ class Snapshots:
     def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[SnapshotOwner]]:
         """Return by rank the shares of a step that its actor needs.
 
-        Those that have shares say which parts of which tensors these have, and each actor finds there what it loads.
+        Actors that have shares list the parts of tensors in them, and each actor finds there the shares that it loads.
         The arguments are those of ``restore``.
 
         Raises:
@@ -147,7 +147,7 @@ class Snapshots:
     def begin(
         self, loaded: LoadedRun, layout: int, others: Calls, step: int, processes: Sequence[ProcessIdentity]
     ) -> None:
-        """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.
+        """Make the actors go on after a step with snapshots of it, and drop the snapshots of other steps and layouts.
 
         Args:
             loaded: The run.
@@ -166,7 +166,7 @@ class Snapshots:
                 self._copy(loaded, step, processes)
 
     def are_taken(self, run: Run) -> bool:
-        """Return whether the actors of a run take snapshots, for whichever reason."""
+        """Return whether the actors of a run take snapshots."""
         return self.are_kept_for_stop or takes_snapshots(run)
 
     def _copy(self, loaded: LoadedRun, step: int, processes: Sequence[ProcessIdentity]) -> None:

@@ -1,4 +1,4 @@
-"""Room for other actors in the place of those that are lost: the wait for nodes that have it, and why there is none."""
+"""Nodes for actors that replace lost ones: the wait for them, and the error if none comes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def room_awaited(actors: Actors, layouts: Layouts, who: str) -> Layout | None:
 
 
 def why_no_room(actors: Actors) -> str:
-    """Say why no other actor comes."""
+    """Return the reason why no other actor starts."""
     if any(one.has_room for one in actors.pending):
         return "no other actor starts"
     free = free_cpus_text()
@@ -58,10 +58,10 @@ def no_room_error(actors: Actors, layouts: Layouts, who: str) -> NoRoomError:
 
 
 def _what_helps(run: Run, waited: float) -> str:
-    """Say what lets a run survive the loss of nodes, or lose less by it, besides what it has."""
-    told = f"Where nodes come back, wait_for_nodes (--wait-for-nodes), which was {waited:g} s, lets a run wait for them"
+    """Return advice on options with which a run survives the loss of nodes, or loses less by it."""
+    text = f"Where nodes come back, wait_for_nodes (--wait-for-nodes), which was {waited:g} s, lets a run wait for them"
     if run.folder is None:
-        told += "; in a folder (--folder) it is saved, also at its end, from what is left in memory"
+        text += "; in a folder (--folder) it is saved, also at its end, from what is left in memory"
     elif not run.save_every:
-        told += "; save_every (--save-every) keeps checkpoints on the disk, whatever is lost"
-    return f"{told}."
+        text += "; save_every (--save-every) keeps checkpoints on the disk, whatever is lost"
+    return f"{text}."
