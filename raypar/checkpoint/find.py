@@ -1,16 +1,17 @@
-"""Find checkpoints by listing their folder. No file points to the newest one."""
+"""Find checkpoints by listing their folder: no file points to the newest one. Take the averages of one as weights."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
+from raypar.errors import ConfigError
 from raypar.paths import checkpoints, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def ls(folder: Path) -> list[Listed]:
 
 
 def instead_of(path: Path) -> str:
-    """Return a message with the checkpoints that exist beside a missing one; "" if it exists, or if there are no others."""
+    """Return a message with the checkpoints beside a missing one; "" if it exists, or if there are no others."""
     if os.path.lexists(path) or step_of(path.name) is None:
         return ""
     try:
@@ -101,3 +102,26 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
     """
     with checkpoint_errors(f"{str(folder)!r} can't be read"):
         return checkpoints(folder)
+
+
+def averaged(found: VerifiedCheckpoint) -> VerifiedCheckpoint:
+    """Return a checkpoint with the averages instead of the weights, and without the optimizer's state.
+
+    Args:
+        found: The checkpoint of a run with ``ema``.
+
+    Raises:
+        ConfigError: It has no averages.
+    """
+    from raypar.actors.checkpoint.snapshot import AVERAGE, logical_name  # imports torch
+
+    tensors = {name: one for name, one in found.manifest.tensors.items() if not name.startswith("optim.")}
+    means = {
+        name: found.manifest.tensors[kept]
+        for name in tensors
+        if (kept := logical_name(name, AVERAGE)) in found.manifest.tensors
+    }
+    if not means:
+        fix = "leave ema out, or train with ema 0.999, say, which keeps them"
+        raise ConfigError([f"{str(found.path)!r} has no averages of its weights: {fix}"])
+    return replace(found, manifest=replace(found.manifest, tensors=tensors | means))

@@ -23,9 +23,8 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.files_beside import write_files_beside
+from raypar.checkpoint.files_beside import model_card, write_files_beside
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face_config import config_of, type_of
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError

@@ -90,8 +90,8 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the logarithm of the probability of each (text,).
 
-        A longer text is cut into pieces that score ``seq`` tokens each; the last scores the rest, after as much context as
-        fits.
+        A longer text is cut into pieces that score ``seq`` tokens each; the last scores the rest, after as much context
+        as fits.
         """
         every = [(self._begin, *self._encode(request.args[0])) for request in requests]
         cut = [[*self._pieces(ids)] for ids in every]

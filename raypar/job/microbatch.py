@@ -1,4 +1,4 @@
-"""The largest microbatch that fits: by the forecast of memory, and then by the memory that some steps take on actors."""
+"""The largest microbatch that fits: by the forecast of memory, and then by the memory of some steps on actors."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from raypar.actors.specs.types import KEPT, DeviceKind
 from raypar.cluster.calls.calls import Calls
 from raypar.config.arguments import checked_methods
 from raypar.errors import ConfigError, UnknownNameError
-from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
-from raypar.job.look.weights import Weights
+from raypar.job.look.weights import Weights, held_part, joined, tiles_of, whole_shapes
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds
 from raypar.job.steps.training_loop import TrainingLoop

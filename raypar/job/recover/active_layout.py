@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
+from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
@@ -14,7 +16,6 @@ from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from raypar.errors import JobError
 from raypar.job.layout.elastic import Layout, Layouts
-from raypar.job.recover.rank_assignment import rank_assignment
 from raypar.job.recover.snapshots import Snapshots
 from raypar.job.start.actor_plans import begun, plans_of
 from raypar.job.start.clocks import align
@@ -23,10 +24,73 @@ from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
-"""called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is
-another one"""
+"""called when the run goes on in another layout, with the loaded run, the shards of its ranks, and the run itself if it
+is another one"""
 
-HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+
+
+class _Role(NamedTuple):
+    """The role of a rank in a layout. Servers and expert actors belong to no replica.
+
+    Attributes:
+        pp: Its pipeline rank.
+        dp: Its replica, as numbered in the previous layout; None for a server or expert actor.
+        inner: Its number among the actors of its pipeline rank in that replica, or among servers and expert actors.
+    """
+
+    pp: int
+    dp: int | None
+    inner: int
+
+
+def rank_assignment(before: World, after: World, present: Collection[int], spares: Iterable[int]) -> list[int]:
+    """Choose the actor of each rank of a layout. Actors keep their roles if possible, so tensor groups stay together.
+
+    If there are fewer replicas, the replicas with most actors present stay; actors of the others fill their gaps.
+
+    Args:
+        before: The ranks of the previous layout.
+        after: The ranks of the next layout, which may have more or fewer replicas. Enough actors are present.
+        present: The ranks of the previous layout whose actors are present.
+        spares: Numbers of actors that had no rank.
+
+    Returns:
+        By rank, the previous rank of its actor, or the number of a spare.
+    """
+    ranks = sorted(present)
+    by_rank = dict(zip(ranks, _roles(before, ranks), strict=True))
+    found = Counter(role.dp for role in by_rank.values())
+    fullest = sorted(range(before.mesh.dp), key=lambda dp: (-found[dp], dp))
+    stays = dict(enumerate(sorted(fullest[: after.mesh.dp])))  # by replica, its number before
+    by_role = {role: rank for rank, role in by_rank.items()}
+    roles = _roles(after, range(after.size), stays)
+    staying = {by_role[role] for role in roles if role in by_role}
+    free = iter([*(rank for rank in ranks if rank not in staying), *spares])
+    return [by_role[role] if role in by_role else next(free) for role in roles]
+
+
+def _roles(world: World, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> list[_Role]:
+    """Return the roles of ranks.
+
+    Args:
+        world: The ranks of their layout.
+        ranks: The ranks.
+        before: By replica, its number in the previous layout; None if this is the previous layout.
+    """
+    beyond = Counter[int]()  # by pipeline rank, the number of servers and expert actors so far
+    numbers = dict[int, int]()
+    for rank in range(world.mesh.size, world.size):
+        numbers[rank] = beyond[world.pp(rank)]
+        beyond[world.pp(rank)] += 1
+    found = list[_Role]()
+    for rank in ranks:
+        if rank in numbers:
+            found.append(_Role(world.pp(rank), None, numbers[rank]))
+        else:
+            dp, inner = divmod(rank % world.mesh.inner, world.mesh.cp * world.mesh.tensor_ranks)
+            found.append(_Role(world.pp(rank), dp if before is None else before.get(dp, -1), inner))
+    return found
 
 
 class ActiveLayout:
@@ -169,7 +233,7 @@ class ActiveLayout:
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, again=again)
-        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
         bundles, here = self._lifetime.actors.bundles, own_identity().pid_domain

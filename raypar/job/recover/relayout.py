@@ -26,7 +26,6 @@ from raypar.job.start.loaded_run import Holds
 from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)
-
 _LATE = 600.0  # seconds that an actor may wait for another one, which gives to others first
 _WORTH = 1.01  # times as many bytes as the least that are moved before actors change their ranks
 _LEAVING = 5.0  # seconds in which an actor without a rank forgets what it had

@@ -30,7 +30,7 @@ from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run,
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = (  # fields whose changes are allowed (except optim.kind) and logged
+_MAY_VARY = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
     "model.hf",
@@ -196,7 +196,7 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) ->
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name, now, was in changed:
-        if name.startswith(_MAY_DIFFER):
+        if name.startswith(_MAY_VARY):
             log.warning("resumed with %s %s, which was %s", name, now, was)
 
 
@@ -215,8 +215,7 @@ def _compared(run: Run, found: VerifiedCheckpoint) -> tuple[list[str], list[tupl
     faults = [
         f"{name} is {new}, but {old} in the checkpoint: give the same"
         for name, new, old in changed
-        if name in ("seed", "optim.kind")
-        or (name.startswith("model.") and not mine and not name.startswith(_MAY_DIFFER))
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_MAY_VARY))
     ]
     has_adapters = any(name.startswith("model.lora.") for name in now)
     had_adapters = any(name.startswith("model.lora.") for name in was)
@@ -278,7 +277,7 @@ def _as_fp32(dtype: str, wanted: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _of_own_layers(differing: Sequence[str]) -> list[str]:
-    """Return one fault instead of one for each weight of the user's layers; without a weight, the faults as they are."""
+    """Return one fault for all weights of the user's layers; without a weight, the faults as they are."""
     weights = [fault for fault in differing if fault.startswith("weight ")]
     if not weights:
         return [*differing]

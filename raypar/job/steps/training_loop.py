@@ -18,9 +18,8 @@ from raypar.cluster.interrupts import CtrlC, patience
 from raypar.errors import CallError, JobError, MovedError
 from raypar.job.recover.background_save import Saver
 from raypar.job.recover.failures import Failure
-from raypar.job.recover.planned_moves import rearranged
+from raypar.job.recover.planned_moves import rearranged, rewound
 from raypar.job.recover.restarts import Restarts
-from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun

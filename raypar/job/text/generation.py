@@ -160,7 +160,7 @@ class TextGenerator:
 class TextGeneration:
     """One generation on the actors of a job.
 
-    After a failure that the run survives it begins again, with the prompts and the tokens that they have got until then.
+    After a failure that the run survives it begins again, with the prompts and the tokens so far.
 
     Args:
         request: What to generate.
