@@ -105,11 +105,11 @@ class Job(Inspection):
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
-        return f"{self._told()}\n{schedule_told(self.schedule)}"
+        return f"{self._summary()}\n{schedule_told(self.schedule)}"
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
-        return box(text_block(self._told()), self._actor_table(), self.schedule._repr_svg_() or "")
+        return box(text_block(self._summary()), self._actor_table(), self.schedule._repr_svg_() or "")
 
     # --- training ---
 
@@ -275,5 +275,5 @@ class Job(Inspection):
         finally:
             self.close()
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -104,8 +104,8 @@ def launch_in(
     if wrong:
         raise ConfigError(wrong)
     look_ahead(run, programs, skeleton)
-    for told in never_happen(chaos, run, 0 if found is None else found.manifest.step):
-        log.warning("%s", told)
+    for warning in never_happen(chaos, run, 0 if found is None else found.manifest.step):
+        log.warning("%s", warning)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder, group=group)

@@ -46,7 +46,7 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoi
     Raises:
         ConfigError: There is no checkpoint, or it has no averages.
     """
-    from raypar.checkpoint.averaged import averaged
+    from raypar.checkpoint.find import averaged
     from raypar.job.start.resume import find  # imports numpy
 
     found = find(path, typed or str(path))

@@ -128,7 +128,7 @@ class Saver:
                 )
             saving = self._begin(folder, step, self._run.keep_last, beside=not last)
         except CheckpointError as error:
-            _tell(error)
+            _warn_unsaved(error)
             self.lost = error if last else None
             return
         saving.add_done_callback(_warn)
@@ -240,8 +240,8 @@ class Saver:
 def _warn(saved: Future[Path]) -> None:
     with suppress(BaseException):  # no error of a save ends the training
         if (error := saved.exception()) is not None:
-            _tell(error)
+            _warn_unsaved(error)
 
 
-def _tell(error: BaseException) -> None:
+def _warn_unsaved(error: BaseException) -> None:
     log.warning("no checkpoint was saved, the training goes on:\n%s", error)

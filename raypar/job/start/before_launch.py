@@ -1,4 +1,4 @@
-"""What a launch and a reset look at in a checked run, before actors get it."""
+"""Warnings about a checked run before its launch, and the checks of a run that replaces another one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypar.job.start.resume import Prepared, prepared
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
-    """Log warnings of what would go wrong unnoticed.
+    """Log warnings of mistakes that no error reports.
 
     Args:
         run: The run, checked.
@@ -35,7 +35,7 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
 
 
 def _warn_of_first_batches(run: Run) -> None:
-    """Log warnings of what the user's layers and loss do with the first batches."""
+    """Log warnings about the user's layers and loss, which are tried with the first batches."""
     if isinstance(run.model, Layers):
         from raypar.config.attribute_trial import warn_of_attributes
         from raypar.config.loss_trial import warn_of_loss

@@ -28,8 +28,8 @@ _WORTH = 64 << 20  # bytes that this machine is busy with for longer than it tak
 def convert_on_cluster(run: Run) -> None:
     """Convert a run's data with the CPUs of all nodes, if it is large, not converted, and there are several nodes.
 
-    Otherwise nothing is done, and nothing is raised for faulty data: whoever opens it next tells its faults, and
-    converts it with the cores of its own machine.
+    Otherwise nothing is done, and nothing is raised for faulty data: the next reader reports its faults, and converts
+    it with the cores of its machine.
 
     Args:
         run: The run, which may have faults.

@@ -1,4 +1,4 @@
-"""The check of a run that is to be launched: all that is wrong with it here, before anything else happens with it."""
+"""The check of a run before its launch: all faults of the run on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_launch(
         wrong: Faults that were found where the run was read.
         replaces: Whether another run on this machine ends first, with what it has in memory and on the disk.
         convert: Converts the run's data; called once, for a run without faults so far.
-        others: What else is wrong, which the caller has found.
+        others: Further faults, which the caller has found.
         here: Whether the run is to begin on this system; a plan may be for another one.
 
     Returns:

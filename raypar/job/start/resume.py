@@ -30,7 +30,7 @@ from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run,
 
 log = logging.getLogger(__name__)
 
-_TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
+_MAY_VARY = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
     "model.hf",
@@ -57,35 +57,35 @@ def find(path: Path, typed: str | None = None) -> VerifiedCheckpoint:
     Raises:
         ConfigError: There is no sound checkpoint.
     """
-    home = absolute(path)
-    if others := instead_of(home):
+    folder = absolute(path)
+    if others := instead_of(folder):
         raise ConfigError([others if typed else f"resume: {others}"])
-    if typed and not os.path.lexists(home):
+    if typed and not os.path.lexists(folder):
         raise ConfigError([f"there is no {typed!r}: correct the path"])
-    path = checkpoints_in(home)
+    path = checkpoints_in(folder)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
         found = VerifiedCheckpoint(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
         what = repr(typed) if typed else what
-        busy = _unsaved(home, typed) if not one and not path.exists() else ""
+        busy = _unsaved(folder, typed) if not one and not path.exists() else ""
         raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
         fix = "give another folder" + ("" if typed else ", or start anew, without resume")
         lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {fix}"
-        raise ConfigError([_unsaved(home, typed) or lack])
+        raise ConfigError([_unsaved(folder, typed) or lack])
     return found
 
 
-def _unsaved(home: Path, typed: str | None) -> str:
-    """Say that a run is under way in a folder that has no checkpoint yet; "" if none is."""
+def _unsaved(folder: Path, typed: str | None) -> str:
+    """Return a fault if a run is under way in a folder that has no checkpoint yet; else ""."""
     try:
-        busy = is_under_way(home)
+        busy = is_under_way(folder)
     except OSError:
         busy = False
     fix = "wait for its first one (save_every says when), or end it, or give another folder"
-    what = repr(typed) if typed else f"resume {str(home)!r}"
+    what = repr(typed) if typed else f"resume {str(folder)!r}"
     return f"{what}: it holds a run that is under way and has saved no checkpoint yet: {fix}" if busy else ""
 
 
@@ -196,7 +196,7 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) ->
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name, now, was in changed:
-        if name.startswith(_TOLD):
+        if name.startswith(_MAY_VARY):
             log.warning("resumed with %s %s, which was %s", name, now, was)
 
 
@@ -215,7 +215,7 @@ def _compared(run: Run, found: VerifiedCheckpoint) -> tuple[list[str], list[tupl
     faults = [
         f"{name} is {new}, but {old} in the checkpoint: give the same"
         for name, new, old in changed
-        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_MAY_VARY))
     ]
     has_adapters = any(name.startswith("model.lora.") for name in now)
     had_adapters = any(name.startswith("model.lora.") for name in was)
@@ -277,7 +277,7 @@ def _as_fp32(dtype: str, wanted: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _of_own_layers(differing: Sequence[str]) -> list[str]:
-    """Say in one sentence that the user's own layers have other weights; without a weight, what differs stays."""
+    """Return one fault for all weights of the user's layers; without a weight, the faults as they are."""
     weights = [fault for fault in differing if fault.startswith("weight ")]
     if not weights:
         return [*differing]

@@ -18,9 +18,8 @@ from raypar.cluster.interrupts import CtrlC, patience
 from raypar.errors import CallError, JobError, MovedError
 from raypar.job.recover.background_save import Saver
 from raypar.job.recover.failures import Failure
-from raypar.job.recover.planned_moves import rearranged
+from raypar.job.recover.planned_moves import rearranged, rewound
 from raypar.job.recover.restarts import Restarts
-from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
@@ -87,7 +86,7 @@ class TrainingLoop:
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
 
     def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
-        """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
+        """Go on in another layout, between two steps, as another run if there is one."""
         self.loaded, self.holds, self._evaluations.run = loaded, holds, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
@@ -363,7 +362,7 @@ class TrainingLoop:
 
     @contextmanager
     def _exclusively(self, otherwise: str) -> Iterator[None]:
-        """Let no other thread take steps. Raises JobError if one does, and says what to do ``otherwise``."""
+        """Let no other thread take steps. Raises JobError, with the advice ``otherwise``, if one does."""
         if not self._training.acquire(blocking=False):
             raise JobError(f"another thread is taking steps of this job: {otherwise}")
         try:

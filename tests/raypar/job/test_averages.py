@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.checkpoint.averaged import averaged
+from raypar.checkpoint.find import averaged
 from raypar.errors import JobError
 from raypar.job.start.resume import find
 

@@ -36,7 +36,7 @@ def elsewhere(monkeypatch):
 
 def files_of(job, which):
     """What the driver holds: of each actor first its own three files, then those that copies arrive in."""
-    held = job._starter.standing.snapshots._held.files()
+    held = job._starter.active.snapshots._held.files()
     return SnapshotFiles({share: files[which] for share, files in held.items()})
 
 
@@ -75,7 +75,7 @@ def test_a_rewind_begins_copies_anew(elsewhere, tmp_path):
     run = replace(RUN, model=layers, data=rp.Batches(data), nonfinite="rewind", save_every=3, folder=folder)
     with rp.launch(run) as job:
         job.train(5)
-        share = job._starter.standing.snapshots.source[0]
+        share = job._starter.active.snapshots.source[0]
         before = content(files_of(job, slice(3, None)), share, 4)
         job.train(1)  # its data is not finite: back to the checkpoint of step 3, and on to step 6 with other data
         job.train(1)
@@ -88,4 +88,4 @@ def test_a_rewind_begins_copies_anew(elsewhere, tmp_path):
 def test_on_one_node_there_are_no_copies():
     with rp.launch(RUN) as job:
         job.train(2)
-        assert (job._starter.standing.snapshots.pace, copies(job)) == (None, {})
+        assert (job._starter.active.snapshots.pace, copies(job)) == (None, {})

@@ -6,7 +6,7 @@ import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.job.recover.rank_assignment import rank_assignment
+from raypar.job.recover.active_layout import rank_assignment
 
 FOUR, TWO, PIPELINE, HALF = World(Mesh(dp=4)), World(Mesh(dp=2)), World(Mesh(pp=2, dp=4)), World(Mesh(pp=2, dp=2))
 TENSOR, ONE = World(Mesh(dp=2, tp=2)), World(Mesh(tp=2))

@@ -96,7 +96,7 @@ def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reaso
     with rp.launch(run, chaos=chaos, wait_for_nodes=60.0) as job:
         with without_room() as cluster:
             tell = lambda text, *values: (told.append(text % values), cluster.make_room())  # noqa: E731
-            monkeypatch.setattr("raypar.job.recover.waiting_for_nodes.log.warning", tell)
+            monkeypatch.setattr("raypar.job.recover.restarts.log.warning", tell)
             job.train(2)
         job._lifetime.actors.wait_for_nodes = 0.5
         why = r"no node has room for another actor .* place of pp=1"
