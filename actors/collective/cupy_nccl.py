@@ -36,7 +36,7 @@ class CupyGroup(GpuGroup):
     """A group over ``cupy.cuda.nccl.NcclCommunicator`` of cupy 14 or newer. See ``GpuGroup`` for the arguments.
 
     cupy cannot limit how much of the GPU a communicator occupies. With many edges set NCCL_MAX_CTAS, or waiting
-    receives may leave no room to compute.
+    receives may leave no multiprocessors to compute.
     """
 
     def _prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""A store for code that asks for a key of each member: the members exchange them all at once instead."""
+"""A store for code that gets a key of each member: the members exchange all keys at once instead."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raypar.actors.collective.exchange import gather_objects, pack_parts, unpack
 
 
 class ExchangedStore(Store):
-    """A store over ``gather_objects``: what is set goes to all members when a member first asks for what it lacks.
+    """A store over ``gather_objects``: all new keys go to all members when a member first gets a key that it lacks.
 
-    Torch's ProcessGroupGloo asks for the keys of each member. Over this store it finds them in its own process. All
-    members have to ask equally often for keys that they lack.
+    Torch's ProcessGroupGloo gets the keys of each member. Over this store it finds them in the local process. All
+    members must equally often get keys that they lack.
 
     Args:
-        store: Where the members meet; its keys must be new.
+        store: Store for the exchange; its keys must be new.
         rank: Rank of this member.
         size: Number of members.
         seconds: Timeout of an exchange.
@@ -42,8 +42,8 @@ class ExchangedStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         while not self.check(keys):
             store = PrefixStore(f"round{self._rounds}", self._store)
-            given = [part for key, data in self._new.items() for part in (key.encode(), data)]
+            own = [part for key, data in self._new.items() for part in (key.encode(), data)]
             self._new, self._rounds = {}, self._rounds + 1
-            for given_by_one in gather_objects(store, self._rank, self._size, pack_parts(given), self._seconds):
-                parts = unpacked(given_by_one)
+            for packed in gather_objects(store, self._rank, self._size, pack_parts(own), self._seconds):
+                parts = unpacked(packed)
                 self._known |= {key.decode(): data for key, data in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,4 +1,4 @@
-"""One pipeline stage: its layers, their forward and backward for a microbatch, and what is kept in between."""
+"""One pipeline stage: its layers, their forwards and backwards, and the tensors that are saved in between."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Stage:
         model: The model.
         layers: Indices of the stage's layers in the model.
         modules: The layers themselves, in the same order.
-        place: The device of the modules and of their inputs.
+        device: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        ends: Where what it takes and makes belongs; None: to the neighbouring stages, and the model's first layer takes
-            data.
-        learns: Whether its backwards have something to do; else all is frozen in it and in the stages before it.
+        ends: Divides its inputs and outputs between neighbouring stages and skips; None if it has no skips, and only
+            the model's first layer takes data.
+        learns: Whether it has backwards; False if all its parameters and those of the stages before it are frozen.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
             word for each. A "full" layer keeps its inputs. A "selective" layer keeps everything except what its
@@ -64,15 +64,15 @@ class Stage:
         overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
-        record: What modules of the layers tell of a training step; None to drop it.
-        is_alone: Whether its layers talk to no other actor. Then a forward may be taken once more to find a fault.
+        record: What routers report about a training step; None to drop it.
+        is_alone: Whether its layers do not communicate. Then a forward may be repeated to find a fault.
 
     Attributes:
         step_buffers: The buffers of the modules, over a training step.
-        ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
+        ends: Divides the inputs and outputs of forwards and backwards, in which tensors of skips come last.
         modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
-        host: What its graphs keep, if some of it is moved to host memory; else None.
+        host: The tensors that its graphs save, if some are moved to host memory; else None.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Stage:
         layers: Sequence[int],
         modules: Sequence[nn.Module],
         *,
-        place: ComputeDevice,
+        device: ComputeDevice,
         is_last: bool,
         recompute: Recompute,
         seed: int,
@@ -123,8 +123,8 @@ class Stage:
         # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
         plain = bool(halved) and recompute == "none" and weights is None and overflow is None
         self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
-        self._owed: dict[_Key, DeferredGradients] = {}  # what is left for backward_weight
-        self._place = place
+        self._deferred: dict[_Key, DeferredGradients] = {}  # gradients that are left for backward_weight
+        self._device = device
         self._train, self._twice = True, InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
@@ -139,15 +139,15 @@ class Stage:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The microbatches whose forward is done and whose backward is not complete."""
-        return tuple(microbatch for _, microbatch in (*self._saved, *self._owed))
+        return tuple(microbatch for _, microbatch in (*self._saved, *self._deferred))
 
-    def make_gradients_in(self, places: Mapping[Tensor, Callable[[], Tensor]]) -> None:
+    def make_gradients_in(self, memory: Mapping[Tensor, Callable[[], Tensor]]) -> None:
         """Let the first backward of each step write gradients directly into given tensors, where that saves a copy.
 
         Args:
-            places: For each parameter, what returns the tensor for its gradient.
+            memory: For each parameter, a function that returns the tensor for its gradient.
         """
-        self._linears.make_in(places)
+        self._linears.make_in(memory)
         self.modules = self._linears.modules
 
     def begin_round(self) -> None:
@@ -168,7 +168,7 @@ class Stage:
         return {name: parameter for name, parameter in self._parameters() if not parameter.requires_grad}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return what forwards change, by logical name.
+        """Return the tensors that forwards change, by logical name.
 
         These are persistent buffers, such as the running statistics of a BatchNorm, and frozen parameters that forwards
         have written into.
@@ -194,20 +194,20 @@ class Stage:
             yield from ((f"{layer}.{inner}", parameter) for inner, parameter in module.named_parameters())
 
     def begin(self, *, train: bool) -> None:
-        """Open a step, and drop what an interrupted step left behind.
+        """Open a step, and drop the state of an interrupted one.
 
         Args:
             train: Whether it is a training step; else an evaluation, which keeps nothing for a backward.
         """
         self._saved.clear()
-        self._owed.clear()
+        self._deferred.clear()
         self._linears.begin()
         self.listener = None
         if self.host is not None:
             self.host.begin()
         if self.model.slices is not None:
             self.model.slices.begin()
-        if train or self._train:  # an evaluation behind another one changes nothing; of a generation each token is one
+        if train or self._train:  # nothing changes between two evaluations; each token of a generation is one
             for module in self.modules:
                 module.train(train)
         self._train = train
@@ -271,15 +271,15 @@ class Stage:
             return self.backward(step, microbatch, gradients)
         return self._backward_input(step, microbatch, gradients)
 
-    def owed(self, step: int, microbatch: int) -> frozenset[Tensor]:
+    def deferred(self, step: int, microbatch: int) -> frozenset[Tensor]:
         """Return the parameters whose gradients of this microbatch are left for ``backward_weight``."""
         key = step, microbatch
-        return self._owed[key].parameters if key in self._owed else frozenset()
+        return self._deferred[key].parameters if key in self._deferred else frozenset()
 
     def backward_weight(self, step: int, microbatch: int) -> None:
         """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
-        if (step, microbatch) in self._owed:
-            self._owed.pop((step, microbatch)).pay(self._linears.places)
+        if (step, microbatch) in self._deferred:
+            self._deferred.pop((step, microbatch)).pay(self._linears.memory)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if self._weights is not None:
@@ -306,7 +306,7 @@ class Stage:
         return found
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
-        self._record.close()  # what a recomputation tells once more is not news
+        self._record.close()  # a recomputation reports nothing new
         if not self._learns:
             return ()
         inputs, tail, then, target = self._saved.pop((step, microbatch))
@@ -319,11 +319,11 @@ class Stage:
             del outputs
         if tail is not None:
             try:
-                with self._linears.postponed() as owed, self._first_time.guarded("backward"):
-                    self._owed[step, microbatch] = owed
+                with self._linears.postponed() as deferred, self._first_time.guarded("backward"):
+                    self._deferred[step, microbatch] = deferred
                     ordered = self.ends.in_order(gradients)
                     if self._later and microbatch in self._halved and self.listener is None:
-                        owed.others = tail.backward_input(ordered, self._later)
+                        deferred.others = tail.backward_input(ordered, self._later)
                     else:
                         tail.backward(ordered)
             except Exception as error:
@@ -336,7 +336,7 @@ class Stage:
         return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
 
     def _once_more(self, step: int, microbatch: int, inputs: Values, target: Values, gradients: Values) -> None:
-        """Take a forward and its backward whose fault is looked for; layers are called under their names."""
+        """Repeat a forward and its failing backward; layers are called under their names."""
         modules, names = self.modules, [self.model.names[index] for index in self.layers]
         self.modules = tuple(map(called_as, names, modules))  # type: ignore[arg-type]
         try:
@@ -369,8 +369,8 @@ class Stage:
         Args:
             step: The step.
             microbatch: Number of the microbatch in the whole step.
-            target: Its targets; None if the values are those of no batch, whose documents are not known and whose loss
-                is not computed.
+            target: Its targets; None if the values are not those of a batch: documents are unknown then, and no loss is
+                computed.
             *values: The inputs.
             head: Whether to run the last layer of the last stage.
         """
@@ -403,8 +403,8 @@ class Stage:
             return self.model.figures(values, target, train=self._train, is_half=self._is_half)
 
     def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
-        """Seed a layer for a microbatch, and turn to its documents."""
-        self._place.seed(derive(self.seed, "layer", step, microbatch, layer))
+        """Seed a layer for a microbatch, and select its documents and slice."""
+        self._device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)
@@ -413,9 +413,9 @@ class Stage:
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-    """Return the parameters if to leave them for later is worth to keep a whole graph: if some are matrices.
+    """Return the parameters if deferring their gradients is worth keeping a whole graph: if some are matrices.
 
-    Vectors, as those of norms, take no time; and nothing waits for what is behind an embedding.
+    The gradients of vectors, as those of norms, take no time; and no gradient waits for that of an embedding.
     """
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     return others if any(p.dim() > 1 and id(p) not in tables for p in others) else ()

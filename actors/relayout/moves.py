@@ -73,7 +73,7 @@ class TransferGroup(NamedTuple):
 
 
 class TensorMove(NamedTuple):
-    """A part of a tensor that an actor gets.
+    """The move of a part of a tensor to an actor.
 
     Attributes:
         source: Number of the actor that has it.

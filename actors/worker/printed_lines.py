@@ -1,16 +1,16 @@
-"""What the user's code prints on an actor, kept for the driver."""
+"""Lines that the user's code prints on an actor, stored for the driver."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any, TextIO
 
-_MOST = 200  # lines that are kept until somebody takes them
+_MOST = 200  # lines that are stored until the driver takes them
 _LONGEST = 2000  # characters of a line
 
 
 class PrintedLines:
-    """A standard output that keeps its lines, and writes all to another one.
+    """A standard output that stores its lines, and writes everything to another one.
 
     Args:
         through: The other one.
@@ -21,17 +21,17 @@ class PrintedLines:
         self._lines, self._begun, self._dropped = list[str](), "", 0
 
     def write(self, text: str) -> int:
-        """Write a text, and keep the lines that it ends."""
+        """Write a text, and store the lines that it completes."""
         with self._lock:
             *ended, begun = (self._begun + text).split("\n")
             self._begun = begun[:_LONGEST]
-            room = _MOST - len(self._lines)
-            self._lines += [line[:_LONGEST] for line in ended[:room]]
-            self._dropped += max(0, len(ended) - room)
+            free = _MOST - len(self._lines)
+            self._lines += [line[:_LONGEST] for line in ended[:free]]
+            self._dropped += max(0, len(ended) - free)
         return self._through.write(text)
 
     def take(self) -> tuple[str, ...]:
-        """Return the lines that were printed since the last call, and say how many more there were."""
+        """Return the lines that were printed since the last call, and the number of those that were dropped."""
         if not self._lines:
             return ()
         with self._lock:

@@ -1,4 +1,4 @@
-"""What an actor refuses after a call that has failed."""
+"""Refusal of calls after a call that has failed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from raypar.actors.errors import NonFiniteError, StaleError
 
 
 class Refusals:
-    """Refuses calls after a failure: of steps that were handed over already, and of the rest of a step.
+    """Refuses calls after a failure: queued steps, and the remaining calls of the failed step.
 
     Attributes:
-        has_failed: Whether a step has failed, so that later ones are refused. A step that is not finite has not.
+        has_failed: Whether a step has failed, so that later ones are refused. A non-finite step is no failure.
     """
 
     def __init__(self) -> None:
         self.has_failed = False
-        self._of_step: Exception | None = None  # with which all other calls of the step fail
+        self._of_step: Exception | None = None  # the error of all further calls of the step
 
     def stop(self) -> None:
         """Refuse all steps after the present one."""
@@ -31,7 +31,7 @@ class Refusals:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Do something of the step. After something that has failed, all else of the step fails in the same way."""
+        """Return a context for a call of the step. After a failure, all further calls of the step raise its error."""
         if self._of_step is not None:
             raise self._of_step.with_traceback(None)
         try:

@@ -233,10 +233,10 @@ def reads(layout):
     """What the host read, by the action in which it did, of a second step of one rank."""
     _, team = outcome(PretendedTeam, layout)
     (worker,) = team.workers
-    worker.member.seat.place.log.clear()
+    worker.member.context.device.log.clear()
     READS.clear()
     team.step(2)
-    marks = worker.member.seat.place.log
+    marks = worker.member.context.device.log
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 

@@ -159,7 +159,7 @@ class Team:
         tables = []
         for actor in self.all:
             total = {}
-            for group in actor.member.seat.groups.values():
+            for group in actor.member.context.groups.values():
                 for (at, op), entry in group.ledger.entries().items():
                     if at == axis:
                         calls, count = total.get(op, (0, 0))

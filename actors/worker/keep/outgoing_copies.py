@@ -1,4 +1,4 @@
-"""The copies that an actor sends of its snapshots: when each should be whole, and what must stay until it is."""
+"""The copies of its snapshots that an actor sends: their deadlines, and the snapshots that must stay until then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Begun(NamedTuple):
 
     Attributes:
         step: Number of steps taken before the snapshot.
-        due: The number of the step, counted from the beginning of copies, at whose end it should be whole.
+        due: The step, counted from the beginning of copies, at whose end the copy should be complete.
     """
 
     step: int
@@ -23,16 +23,16 @@ class _Begun(NamedTuple):
 
 
 class OutgoingCopies:
-    """Sends copies of an actor's snapshots to its buddy, and pins those that the actor must still have itself.
+    """Sends copies of an actor's snapshots to its buddy, and pins those that the actor must keep.
 
-    What is on the buddy is of use only with the snapshots of the same step of all others. So each actor keeps its own
-    until it knows that all copies of a later step are whole: every actor waits at the end of the step at which one is
-    due, and nobody ends the step after it before all others have got there.
+    A copy on the buddy is useful only with the copies of all other actors of the same step. So each actor keeps a
+    snapshot until all copies of a later step are complete: every actor waits at the end of the step at which a copy is
+    due, and no actor ends the next step before all others have reached it.
 
     Args:
         to: The buddy.
         slots: The actor's snapshots.
-        patience: The most seconds that a step waits for a copy.
+        patience: The largest number of seconds that a step waits for a copy.
     """
 
     def __init__(self, to: Recipient, slots: Slots, patience: float) -> None:
@@ -46,13 +46,13 @@ class OutgoingCopies:
         return self._sender.lost
 
     def after_step(self) -> float:
-        """Count a step, wait for a copy that is due, and unpin what is needed no more; return the seconds waited."""
+        """Count a step, wait for a copy that is due, and unpin old snapshots; return the seconds waited."""
         self._steps += 1
         is_due = any(one.due == self._steps for one in self._begun)
         waited = self._sender.wait(self._patience) if is_due else 0.0
         while len(self._begun) > 1 and self._begun[1].due < self._steps:
             if self._begun.popleft().step == self._sent:
-                self._sender.give_up()  # if it is still under way, what it reads is about to be written over
+                self._sender.give_up()  # its snapshot is about to be overwritten
         self._pin()
         return waited
 
@@ -61,7 +61,7 @@ class OutgoingCopies:
 
         Args:
             step: Number of steps taken.
-            within: In how many steps the copy should be whole.
+            within: Number of steps in which the copy should be complete.
         """
         if self._sender.begin(self._slots.file(step)):
             self._sent = step

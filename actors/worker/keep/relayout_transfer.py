@@ -1,4 +1,4 @@
-"""An actor's part in the move of a run to another layout: it gives what others need, and loads what it needs."""
+"""An actor's part in the move of a run to another layout: it sends and receives parts of the state, and loads them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def passed_on(
     member: Member | None,
     joined: MutableMapping[str, Group],
     moves: Sequence[TensorMove],
-    meeting: TransferGroup | None,
+    transfer: TransferGroup | None,
 ) -> dict[str, int]:
-    """Give others what they need, get what this actor needs, and load it.
+    """Send the parts that others need, and receive and load the parts that this actor needs.
 
     Args:
-        handover: What it has, and what it needs.
-        member: What it is in the new layout; None if it has no rank there.
-        joined: The groups that are aborted if it is to stop, by key: that of this exchange is one of them meanwhile.
+        handover: The parts that it has and needs.
+        member: The worker or server that it is in the new layout; None if it has no rank there.
+        joined: The groups that ``abort`` aborts, by key: the group of this transfer is added meanwhile.
         moves: The moves from and to this actor; see ``Handover.pass_on``.
-        meeting: The group of all who give or get something; None if nothing is sent.
+        transfer: The group of all senders and receivers; None if nothing is sent.
 
     Returns:
         The bytes that this actor has sent and received, by op.
@@ -40,9 +40,9 @@ def passed_on(
     """
     with nullcontext() if member is None else member.probe.idle():
         try:
-            if meeting is not None:
-                device = torch.device("cpu") if member is None else member.seat.place.device
-                joined[RELAYOUT] = ray_groups.join(meeting.name, RELAYOUT, *meeting[1:], device=device)
+            if transfer is not None:
+                device = torch.device("cpu") if member is None else member.context.device.device
+                joined[RELAYOUT] = ray_groups.join(transfer.name, RELAYOUT, *transfer[1:], device=device)
             group = joined.get(RELAYOUT)
             handover.pass_on(moves, group)
             if member is not None:
@@ -50,7 +50,7 @@ def passed_on(
         except Exception as error:
             if member is None:
                 raise
-            raise member.seat.failed("relayout", None, error) from None
+            raise member.context.failed("relayout", None, error) from None
     if group is None:
         return {}
     ray_groups.leave(joined.pop(RELAYOUT).name)

@@ -53,7 +53,7 @@ def test_snapshots_take_the_memory_that_is_planned(name):
     schedule, world = check_run(run)["train"], world_of(run)
     counts, team = counts_of(run, schedule, None), Team.of(run)
     timeline = from_flops(run, world, counts, schedule).timeline
-    keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
+    keepers = [SnapshotKeeper(actor.member.context.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)
         for actor, keeper in zip(team.all, keepers, strict=True):
