@@ -8,6 +8,8 @@ once and passes on their data; member 0 publishes one table, and all others wait
 So a member makes two requests to the store, or up to four if it has children, in a group of any size. A request is a
 call of the store: to set a key, or to get at most FAN_IN keys that are there by then. Repeated requests for keys that
 are not there yet come on top: the store decides how often (KVStore: ever less often).
+
+``ExchangedStore`` is for code that gets a key of each member: the members exchange all keys at once instead.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 FAN_IN: Final = 32  # children of a member
 _NAMED = 16  # missing ranks that a message names
@@ -184,3 +186,42 @@ def _silent(store: Store, size: int) -> int:
 def left(deadline: float) -> float:
     """Return the seconds until a deadline, at least a millisecond."""
     return max(0.001, deadline - time.monotonic())
+
+
+class ExchangedStore(Store):
+    """A store over ``gather_objects``: all new keys go to all members when a member first gets a key that it lacks.
+
+    Torch's ProcessGroupGloo gets the keys of each member. Over this store it finds them in the local process. All
+    members must equally often get keys that they lack.
+
+    Args:
+        store: Store for the exchange; its keys must be new.
+        rank: Rank of this member.
+        size: Number of members.
+        seconds: Timeout of an exchange.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        super().__init__()
+        self._store, self._seconds = store, seconds
+        self._rank, self._size = rank, size
+        self._new, self._known, self._rounds = dict[str, bytes](), dict[str, bytes](), 0
+
+    def set(self, key: str, value: Any) -> None:
+        self._new[key] = self._known[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._known for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        while not self.check(keys):
+            store = PrefixStore(f"round{self._rounds}", self._store)
+            own = [part for key, data in self._new.items() for part in (key.encode(), data)]
+            self._new, self._rounds = {}, self._rounds + 1
+            for packed in gather_objects(store, self._rank, self._size, pack_parts(own), self._seconds):
+                parts = unpacked(packed)
+                self._known |= {key.decode(): data for key, data in zip(parts[::2], parts[1::2], strict=True)}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
-from raypar.actors.collective.exchanged_store import ExchangedStore
+from raypar.actors.collective.exchange import ExchangedStore
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 from raypar.actors.collective.torch_options import options_of

@@ -1,31 +1,38 @@
-"""One pipeline stage: its layers, their forwards and backwards, and the tensors that are saved in between."""
+"""One pipeline stage: its layers, their forwards and backwards, and the tensors that are saved in between.
+
+The first passes are checked, buffers are restored after a step that is not taken, and the cause of a failed backward is
+found: the layer, and the line of the user's code whose gradient failed.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import GraphEnd
-from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
+from raypar.actors.autograd.forward_state import NOTHING_BEFORE, ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.errors import is_ours
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
-from raypar.actors.models.meta_guard import NO_VALUES
+from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import NO_SKIPS, Skipped
-from raypar.actors.pipeline.backward_faults import called_as, forward_of_fault
-from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
-from raypar.actors.pipeline.step_buffers import StepBuffers
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -33,6 +40,156 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
+Work = Literal["train", "eval", "backward"]
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<code>.+)\n)?', re.MULTILINE
+)
+
+
+def called_as(name: str, module: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with this name that calls a layer, so that the name appears in tracebacks."""
+
+    def call(*values: Any) -> Any:
+        return module(*values)
+
+    return FunctionType(call.__code__.replace(co_name=name), globals(), name, None, call.__closure__)
+
+
+def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
+    """Repeat a forward and its failing backward, and return the line and the layer at which the backward fails.
+
+    Args:
+        again: Repeats them. It calls the layers by functions that ``called_as`` returned.
+        names: The names of these functions.
+
+    Returns:
+        Such as "(in layers.1, in the backward of model.py:17: y = x.exp())"; "" if it is unknown.
+    """
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        warnings.simplefilter("always")
+        with suppress(Exception):  # the fault itself, or one that only anomaly mode finds
+            again()
+    texts = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
+    frames = list(_FRAME.finditer(texts[0])) if texts else []
+    entry = next((at for at in range(len(frames) - 1, -1, -1) if _enters(frames[at], names)), len(frames))
+    layer = frames[entry]["name"] if entry < len(frames) and frames[entry]["name"] in names else None
+    inside = [frame for frame in frames[entry + 1 :] if not is_ours(frame["file"])]
+    line = inside[-1] if inside else None  # of the user's code; a layer of torch has none
+    where = [] if layer is None else [f"in {layer}"]
+    if line is not None:
+        where.append(f"in the backward of {Path(line['file']).name}:{line['line']}: {line['code'] or line['name']}")
+    return f"({', '.join(where)})" if where else ""
+
+
+def _enters(frame: re.Match[str], names: Sequence[str]) -> bool:
+    """Return whether a frame of a traceback calls a layer or the loss."""
+    return frame["name"] in (*names, "loss") and is_ours(frame["file"])
+
+
+class StepBuffers:
+    """Restores buffers, and frozen parameters that forwards change, to their values before a step that is not taken.
+
+    Or to those before forwards that are repeated.
+
+    Args:
+        state: The buffers and parameters.
+    """
+
+    def __init__(self, state: ForwardState) -> None:
+        self._state = state
+        self._before = self._noted = NOTHING_BEFORE  # at the step's begin, and at the end of a speculative step
+
+    def begin(self) -> None:
+        """Begin a training step."""
+        self._before = self._state.before()
+
+    def settle(self, *, taken: bool) -> None:
+        """End a training step; if it is not taken, restore the buffers' values before it.
+
+        Args:
+            taken: Whether the weights were updated.
+        """
+        if taken:
+            self._state.changed(self._before)
+        else:
+            self._state.put_back(self._before)
+
+    def speculate(self) -> None:
+        """End a training step whose update may turn out to be wrong, while forwards of the next step follow."""
+        self._state.changed(self._before)  # buffers that this step was the first to change are saved, too
+        self._noted = self._state.before()
+
+    def conclude(self, *, taken: bool, is_right: bool) -> None:
+        """Settle a speculative step, and begin the next one.
+
+        Args:
+            taken: As in ``settle``.
+            is_right: Whether the forwards that followed are valid; else they are repeated.
+        """
+        self._state.changed(self._before)
+        if not is_right:
+            self._state.put_back(self._noted if taken else self._before)
+        self._before = self._noted if is_right else self._state.before()
+
+
+class FirstTime:
+    """Guards the first forward in training, the first in evaluation and the first backward; checks the first loss.
+
+    Args:
+        writes: Records writes into frozen parameters.
+        is_deferred: Whether the layers were built without values, so that some of their tensors may have none yet.
+        weights: The stage's weights, if they are sharded over replicas; else None.
+        check_loss: Called with the first loss; raises ValueError if it is computed from only a part of the last layer's
+            outputs. None if there is nothing to check.
+    """
+
+    def __init__(
+        self,
+        writes: FrozenWrites,
+        *,
+        is_deferred: bool,
+        weights: StageWeights | None,
+        check_loss: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._is_deferred, self._weights, self._check_loss = is_deferred, weights, check_loss
+        self._writes = writes
+        self._left: set[Work] = {"train", "eval", "backward"}
+        self._has_loss = False
+
+    @contextmanager
+    def guarded(self, what: Work) -> Iterator[None]:
+        """Guard the first pass of a kind against meta tensors and unusual uses of sharded weights.
+
+        In the first forward in training, also record which frozen parameters it writes into.
+        """
+        is_first = what in self._left
+        self._left.discard(what)
+        with (
+            MetaGuard() if is_first and self._is_deferred else nullcontext(),
+            self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
+            self._writes if is_first and what == "train" and self._writes.is_needed else nullcontext(),
+        ):
+            yield
+
+    def check(self, loss: Tensor, *, learns: Callable[[], bool]) -> None:
+        """Check the first loss of a training step.
+
+        Args:
+            loss: The loss.
+            learns: Returns whether it must have a gradient, because an input or a weight of the stage needs one.
+
+        Raises:
+            ValueError: It has no gradient, or is computed from only a part of the outputs.
+        """
+        if self._has_loss:
+            return
+        if learns() and not loss.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
+            )
+        if self._check_loss is not None:
+            self._check_loss(loss)
+        self._has_loss = True
 
 
 class Stage:

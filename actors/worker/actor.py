@@ -1,4 +1,8 @@
-"""The class of a job's Ray actors, which hosts a worker or a parameter server for each run."""
+"""The class of a job's Ray actors, which hosts a worker or a parameter server for each run.
+
+It refuses calls after a failed one, stores the lines that the user's code prints, and takes part in the move of a run
+to another layout.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,25 @@ import gc
 import json
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
-from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.ray import ray_groups
+from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.machine.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
@@ -41,12 +49,123 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order, Scores
-from raypar.actors.worker.keep.relayout_transfer import passed_on
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper, keep_after, keeper_of
 from raypar.actors.worker.members import Member, count_fault, member_of, there, worker_in
-from raypar.actors.worker.printed_lines import PrintedLines
-from raypar.actors.worker.refusals import Refusals
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, keeper_of
 from raypar.schedules.action import Action
+
+_MOST = 200  # lines that are stored until the driver takes them
+_LONGEST = 2000  # characters of a line
+RELAYOUT = "relayout"  # the axis under which the ledger counts
+
+
+def passed_on(
+    handover: Handover,
+    member: Member | None,
+    joined: MutableMapping[str, Group],
+    moves: Sequence[TensorMove],
+    transfer: TransferGroup | None,
+) -> dict[str, int]:
+    """Send the parts that others need, and receive and load the parts that this actor needs.
+
+    Args:
+        handover: The parts that it has and needs.
+        member: The worker or server that it is in the new layout; None if it has no rank there.
+        joined: The groups that ``abort`` aborts, by key: the group of this transfer is added meanwhile.
+        moves: The moves from and to this actor; see ``Handover.pass_on``.
+        transfer: The group of all senders and receivers; None if nothing is sent.
+
+    Returns:
+        The bytes that this actor has sent and received, by op.
+
+    Raises:
+        ActionError: Another actor failed.
+    """
+    with nullcontext() if member is None else member.probe.idle():
+        try:
+            if transfer is not None:
+                device = torch.device("cpu") if member is None else member.context.device.device
+                joined[RELAYOUT] = ray_groups.join(transfer.name, RELAYOUT, *transfer[1:], device=device)
+            group = joined.get(RELAYOUT)
+            handover.pass_on(moves, group)
+            if member is not None:
+                member.state.adopt(handover.read)
+        except Exception as error:
+            if member is None:
+                raise
+            raise member.context.failed("relayout", None, error) from None
+    if group is None:
+        return {}
+    ray_groups.leave(joined.pop(RELAYOUT).name)
+    return {op: entry.bytes for (_, op), entry in group.ledger.entries().items()}
+
+
+class PrintedLines:
+    """A standard output that stores its lines, and writes everything to another one.
+
+    Args:
+        through: The other one.
+    """
+
+    def __init__(self, through: TextIO) -> None:
+        self._through, self._lock = through, threading.Lock()
+        self._lines, self._begun, self._dropped = list[str](), "", 0
+
+    def write(self, text: str) -> int:
+        """Write a text, and store the lines that it completes."""
+        with self._lock:
+            *ended, begun = (self._begun + text).split("\n")
+            self._begun = begun[:_LONGEST]
+            free = _MOST - len(self._lines)
+            self._lines += [line[:_LONGEST] for line in ended[:free]]
+            self._dropped += max(0, len(ended) - free)
+        return self._through.write(text)
+
+    def take(self) -> tuple[str, ...]:
+        """Return the lines that were printed since the last call, and the number of those that were dropped."""
+        if not self._lines:
+            return ()
+        with self._lock:
+            lines, dropped = self._lines, self._dropped
+            self._lines, self._dropped = [], 0
+        more = [f"(and {dropped:,} more lines, which are in Ray's log of the actor)"] if dropped else []
+        return (*lines, *more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._through, name)
+
+
+class Refusals:
+    """Refuses calls after a failure: queued steps, and the remaining calls of the failed step.
+
+    Attributes:
+        has_failed: Whether a step has failed, so that later ones are refused. A non-finite step is no failure.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._of_step: Exception | None = None  # the error of all further calls of the step
+
+    def stop(self) -> None:
+        """Refuse all steps after the present one."""
+        self.has_failed = True
+
+    def begin(self, label: str) -> None:
+        """Begin a step. Raises StaleError if one before it has failed."""
+        if self.has_failed:
+            raise StaleError(f"{label} has failed in a step before this one")
+        self._of_step = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Return a context for a call of the step. After a failure, all further calls of the step raise its error."""
+        if self._of_step is not None:
+            raise self._of_step.with_traceback(None)
+        try:
+            yield
+        except Exception as error:
+            self._of_step = error
+            self.has_failed = not isinstance(error, NonFiniteError | StaleError)
+            raise
 
 
 class RayparActor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.ray import ray_groups
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.build.plan import ActorPlan

@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import raypar as rp
-from raypar.actors.collective.staged import StagedGroup
+from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.machine.device import Cuda
 from tests.support.team import Team, linears
 

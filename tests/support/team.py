@@ -17,9 +17,8 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.actor import RayparActor
+from raypar.actors.worker.actor import RayparActor, Refusals
 from raypar.actors.worker.members import member_of
-from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.start.actor_plans import plans_of
 from tests.support.local_groups import local_groups

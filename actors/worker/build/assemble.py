@@ -28,7 +28,6 @@ from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
-from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
@@ -37,7 +36,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
 from raypar.actors.worker.build.flow import ExpertFlow, StageExchange, TokenFlow
-from raypar.actors.worker.build.layers import LayerMaker
+from raypar.actors.worker.build.layers import LayerMaker, compile_layers
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan

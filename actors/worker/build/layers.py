@@ -1,8 +1,10 @@
-"""Create the layers of an actor with their weights in the run's precision, perhaps sharded or offloaded."""
+"""Create the layers of an actor with their weights in the run's precision, perhaps sharded, offloaded or compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +13,7 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.errors import first_line
 from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
@@ -20,6 +23,8 @@ from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
 from raypar.actors.worker.build.plan import ActorPlan
+
+log = logging.getLogger(__name__)
 
 
 class LayerMaker:
@@ -115,3 +120,52 @@ class LayerMaker:
         shards = self._parallelize(name, layer)
         strip(layer)
         return shards
+
+
+def compile_layers(modules: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Compile layers with torch's compiler, in place. The compiler is imported here, which takes seconds.
+
+    The first call of each layer compiles it. If that fails, the layer runs uncompiled, and one log line says why.
+
+    Args:
+        modules: The layers. Their names and parameters do not change.
+        backend: The compiler's backend.
+    """
+    logged: set[str] = set()
+    for module in modules:
+        try:
+            module.compile(backend=backend)
+        except Exception as error:
+            _log_once(logged, error)
+        else:
+            assert module._compiled_call_impl is not None
+            module._compiled_call_impl = _CompiledCall(module, module._compiled_call_impl, logged)
+
+
+class _CompiledCall:
+    """A compiled call of a layer, which falls back to the uncompiled call if it fails.
+
+    Args:
+        module: The layer.
+        compiled: Its compiled call.
+        logged: The failures that this actor has logged.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], logged: set[str]) -> None:
+        self._module, self._compiled, self._logged = module, compiled, logged
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        try:
+            return self._compiled(*args, **named)
+        except Exception as error:
+            out = self._module._call_impl(*args, **named)  # raises the layer's own error, if it is one
+            self._module._compiled_call_impl = None
+            _log_once(self._logged, error)
+            return out
+
+
+def _log_once(logged: set[str], error: Exception) -> None:
+    """Log a failure of the compiler, unless it is in ``logged``."""
+    if (why := f"{type(error).__name__}: {first_line(error)}") not in logged:
+        logged.add(why)
+        log.warning("compile: layers are computed without torch's compiler, which failed (%s)", why)

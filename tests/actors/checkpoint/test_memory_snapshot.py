@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, Sna
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 

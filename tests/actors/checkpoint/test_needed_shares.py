@@ -13,7 +13,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.relayout.share_index import ShareIndex
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, batch, linears, mse
 
 MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)

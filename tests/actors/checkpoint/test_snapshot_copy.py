@@ -14,8 +14,7 @@ from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.memory_snapshot import Slots, SnapshotFiles
 from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender
-from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import OutgoingCopies, SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.pipeline import compiled
-from raypar.actors.pipeline.compiled import compile_layers
+from raypar.actors.worker.build import layers as compiled
+from raypar.actors.worker.build.layers import compile_layers
 from raypar.reporting.report import losses_of
 from tests.support.hugging_face import some_ids
 from tests.support.team import Team

@@ -11,7 +11,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.worlds import world_of
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.memory.server_and_expert_memory import others_memory

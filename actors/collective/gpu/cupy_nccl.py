@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.gpu import GpuGroup
+from raypar.actors.collective.gpu.group import GpuGroup
+from raypar.actors.collective.gpu.watcher import IssuedOp
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.watcher import IssuedOp
 
 # Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}

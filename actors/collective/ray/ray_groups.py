@@ -26,11 +26,11 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
 from torch.distributed import Store
 
-from raypar.actors.collective import ray_private
 from raypar.actors.collective.connect import capability, cpu_group, gpu_group
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import TIMEOUT, Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.ray import ray_private
 from raypar.actors.collective.reductions import ReduceOp
 
 BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"

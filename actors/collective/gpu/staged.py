@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.gpu import demand_device
+from raypar.actors.collective.gpu.group import demand_device
 from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
 from raypar.actors.collective.reductions import ReduceOp
 
