@@ -23,7 +23,7 @@ LINKS = {"raypar/actors": "../actors", "raypar/schedules": "../schedules"}
 RAY_IN = {"actors": ("actors/collective/",), "raypar": ("raypar/cluster/", "raypar/reporting/trackers/")}
 PRINTS = {"raypar/cli/main.py"}
 TORCH_PRIVATE = "actors/autograd/torch_private.py"
-RAY_PRIVATE = {"actors": "actors/collective/ray_private.py", "raypar": "raypar/cluster/ray_private.py"}
+RAY_PRIVATE = {"actors": "actors/collective/ray/ray_private.py", "raypar": "raypar/cluster/ray_private.py"}
 PRIVATE_ATTRIBUTES = (  # of tensors, modules, ops and process groups; of our own objects only ``self`` may have one
     "_version _base _is_view _cdata _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks "
     "_post_accumulate_grad_hooks _schema _allgather_base _reduce_scatter_base _Options _devices _threads _timeout"
@@ -179,7 +179,7 @@ def test_a_wrong_import_is_seen(path, source):
     [
         ("schedules/a.py", "import graphlib\nfrom . import action\nfrom raypar.schedules.action import Op"),
         ("actors/a.py", "import torch\nfrom raypar import schedules\nfrom .specs import GPT\nimport rayon"),
-        ("actors/collective/ray_groups.py", "from ray.util import collective"),
+        ("actors/collective/ray/ray_groups.py", "from ray.util import collective"),
         ("raypar/reporting/trackers/gauges.py", "from ray.util.metrics import Gauge"),
         ("actors/layers/a.py", "from ..mesh.mesh import Mesh\nfrom . import linear"),
         (
@@ -332,7 +332,9 @@ MAY_IMPORT = {
     "actors": "actors/specs schedules",
     "actors/autograd": "actors",
     "actors/checkpoint": "actors actors/machine actors/models",
-    "actors/collective": "actors actors/autograd actors/collective/shm actors/machine",
+    "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine",
+    "actors/collective/gpu": "actors actors/autograd actors/collective",
+    "actors/collective/ray": "actors actors/collective",
     "actors/collective/shm": "actors actors/collective actors/machine",
     "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/data": "actors actors/data/examples actors/data/text actors/machine actors/models actors/specs",
@@ -368,24 +370,20 @@ MAY_IMPORT = {
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
-        "actors actors/checkpoint actors/collective actors/data_parallel actors/expert_parallel "
-        "actors/inspect actors/layers actors/machine actors/mesh actors/models actors/optim actors/pipeline "
-        "actors/relayout actors/specs actors/tensor_parallel actors/worker/build actors/worker/keep schedules "
-        "schedules/passes"
+        "actors actors/checkpoint actors/collective actors/collective/ray actors/data_parallel "
+        "actors/expert_parallel actors/inspect actors/layers actors/machine actors/mesh actors/models "
+        "actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel actors/worker/build "
+        "schedules schedules/passes"
     ),
     "actors/worker/build": (
-        "actors actors/collective actors/context_parallel actors/data actors/data_parallel "
+        "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
         "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/optim "
         "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
         "schedules/passes"
     ),
-    "actors/worker/keep": (
-        "actors/checkpoint actors/collective actors/machine actors/relayout actors/specs actors/worker "
-        "actors/worker/build"
-    ),
     "raypar": "actors actors/machine schedules",
     "raypar/calibration": (
-        "actors/collective actors/layers actors/machine actors/mesh actors/specs raypar "
+        "actors/collective/ray actors/layers actors/machine actors/mesh actors/specs raypar "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
         "raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
     ),
@@ -447,8 +445,8 @@ MAY_IMPORT = {
         "actors/specs actors/worker/build raypar raypar/config schedules"
     ),
     "raypar/doctor": (
-        "actors/collective actors/machine raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
-        "raypar/cluster/placement schedules"
+        "actors/collective/ray actors/machine raypar raypar/cluster raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
         "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "

@@ -85,10 +85,10 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
     if not isinstance(run.model, Layers) or (schedule.num_ranks == 1 and not schedule.stream):
         return
     from raypar.actors.models.unregistered import borrowed  # imports torch
-    from raypar.actors.worker.build.weight_owners import homes_of
+    from raypar.actors.worker.build.weight_owners import ranks_of_layers
 
     model = examined.skeleton.model
-    homes, names = homes_of(model, run.split, schedule), model.names
+    homes, names = ranks_of_layers(model, run.split, schedule), model.names
     yield from unversioned_weight_faults(examined.skeleton, schedule, homes)
     for layer, owner, name in borrowed(model.skeleton):
         if homes[layer] != homes[owner]:

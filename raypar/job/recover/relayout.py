@@ -11,8 +11,16 @@ from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.relayout.assignment import assigned, lacking
-from raypar.actors.relayout.moves import Boxes, HeldTensors, TensorMove, TransferGroup, moves_between, volume
+from raypar.actors.relayout.moves import (
+    Boxes,
+    HeldTensors,
+    TensorMove,
+    TransferGroup,
+    assigned,
+    lacking,
+    moves_between,
+    volume,
+)
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.actors import Actors

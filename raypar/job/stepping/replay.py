@@ -148,7 +148,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         model,
         recorded.layers,
         modules,
-        place=device,
+        device=device,
         is_last=recorded.is_last,
         recompute=recorded.recompute,
         seed=recorded.seed,

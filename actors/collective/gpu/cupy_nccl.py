@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.gpu import GpuGroup
+from raypar.actors.collective.gpu.group import GpuGroup
+from raypar.actors.collective.gpu.watcher import IssuedOp
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.watcher import IssuedOp
 
 # Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
@@ -36,7 +36,7 @@ class CupyGroup(GpuGroup):
     """A group over ``cupy.cuda.nccl.NcclCommunicator`` of cupy 14 or newer. See ``GpuGroup`` for the arguments.
 
     cupy cannot limit how much of the GPU a communicator occupies. With many edges set NCCL_MAX_CTAS, or waiting
-    receives may leave no room to compute.
+    receives may leave no multiprocessors to compute.
     """
 
     def _prepare(self) -> None:

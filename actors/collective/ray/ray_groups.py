@@ -26,19 +26,21 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
 from torch.distributed import Store
 
-from raypar.actors.collective import ray_private
 from raypar.actors.collective.connect import capability, cpu_group, gpu_group
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import TIMEOUT, Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.ray import ray_private
 from raypar.actors.collective.reductions import ReduceOp
 
 BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
 CPU = torch.device("cpu")
-# Seconds between two questions of a member that waits: the first pause, and the longest of those that grow by half.
+# Seconds between two requests of a waiting member: the first pause and the longest; each is 1.5 times the last.
 _FIRST_PAUSE, _PAUSE = 0.0005, 0.02
-_PATIENCE = 32  # what the time waited so far is divided by for later pauses
-_MEMBERS = 20  # with more each pauses longer, so that they ask no more often than so many: of 1,024 each once a second
+_LATER = 32  # later pauses are this fraction of the time waited so far
+_MEMBERS = (
+    20  # with more, each pauses longer, so that together they make no more requests: of 1,024 each makes one a second
+)
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
     types.ReduceOp.PRODUCT: "product",
@@ -111,7 +113,7 @@ def register_backends() -> None:
 
 
 def count_occurrence(name: str, times: int) -> bool:
-    """Count an occurrence of what may happen so often in a job, whichever actor lives; return whether it may once more.
+    """Count an event of a job, in a store that outlives actors; return whether it happened at most ``times`` times.
 
     Args:
         name: A name unique to the job.
@@ -129,11 +131,11 @@ def count_occurrence(name: str, times: int) -> bool:
 class KVStore(Store):
     """A torch Store over Ray's internal key-value store: no port, no server, and no first rank that must stay alive.
 
-    To wait is to ask for all missing keys together, ever less often the longer it takes: some 200 times in a minute.
+    A wait requests all missing keys together, at growing intervals: some 200 times in a minute.
 
     Args:
         prefix: Beginning of all keys, unique to the group.
-        members: Number of members that may wait at a time: the more, the less often each of them asks.
+        members: Number of members that may wait at a time: the more, the fewer requests each of them makes.
     """
 
     def __init__(self, prefix: str, members: int = 1) -> None:
@@ -146,7 +148,7 @@ class KVStore(Store):
         ray_private.put(self._name(key), data)
 
     def compare_set(self, key: str, expected: str, desired: Any) -> bytes:
-        """Set a key that is not there yet (``expected`` must be ""), and return what is there then."""
+        """Set a key that is not there yet (``expected`` must be ""), and return its value afterwards."""
         if expected:
             raise NotImplementedError("a key that is there stays as it is")
         if ray_private.put(self._name(key), desired, overwrite=False):
@@ -156,7 +158,7 @@ class KVStore(Store):
     def get(self, key: str) -> bytes:
         if key not in self._found:
             self.wait([key])
-        return self._found.pop(key)  # asked for again, the store is asked again
+        return self._found.pop(key)  # the next get of it is a new request
 
     def check(self, keys: list[str]) -> bool:
         return not self._missing(keys)
@@ -170,10 +172,10 @@ class KVStore(Store):
             if waited >= timeout.total_seconds():
                 raise TimeoutError(f"{keys[0]} did not come within {timeout.total_seconds():g} s")
             time.sleep(min(pause, timeout.total_seconds() - waited))
-            pause = min(pause * 1.5, max(_PAUSE * self._times, waited / _PATIENCE))
+            pause = min(pause * 1.5, max(_PAUSE * self._times, waited / _LATER))
 
     def _missing(self, keys: list[str]) -> list[str]:
-        """Return those of some keys that are not there, and keep what is, for ``get``. One question."""
+        """Return the keys that are not there, and keep the values of the others for ``get``. It makes one request."""
         names = {self._name(key): key for key in keys if key not in self._found}
         found = ray_private.get_all([*names]) if names else {}
         self._found |= {names[name]: data for name, data in found.items()}
@@ -212,7 +214,7 @@ class _Translated(BaseGroup):
             name: Name of the group.
             rank: Rank of this member.
             size: Number of members.
-            store: Where the members exchange addresses.
+            store: Store for the exchange of addresses.
         """
 
     def _clear(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.gpu import demand_device
+from raypar.actors.collective.gpu.group import demand_device
 from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
 from raypar.actors.collective.reductions import ReduceOp
 
@@ -52,21 +52,21 @@ class StagedGroup(Group):
         return _then(self._inner._all_reduce(host, op), tensor, host)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        host = self._room(out)
+        host = self._host_like(out)
         return _then(self._inner._all_gather(host, self._read(tensor)), out, host)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        host = self._room(out)
+        host = self._host_like(out)
         return _then(self._inner._reduce_scatter(host, self._read(tensor), op), out, host)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        host = self._room(out)
+        host = self._host_like(out)
         return _then(self._inner._all_to_all(host, self._read(tensor), outs, ins), out, host)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         if self.rank == root:
             return self._inner._broadcast(self._read(tensor), root)
-        host = self._room(tensor)
+        host = self._host_like(tensor)
         return _then(self._inner._broadcast(host, root), tensor, host)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
@@ -77,11 +77,11 @@ class StagedGroup(Group):
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         if out is None or self.rank != root:
             return self._inner._gather(None, self._read(tensor), root)
-        host = self._room(out)
+        host = self._host_like(out)
         return _then(self._inner._gather(host, self._read(tensor), root), out, host)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        host = self._room(out)
+        host = self._host_like(out)
         source = None if tensor is None or self.rank != root else self._read(tensor)
         return _then(self._inner._scatter(host, source, root), out, host)
 
@@ -92,10 +92,10 @@ class StagedGroup(Group):
         return self._inner._send(self._read(tensor), dst, tag)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        host = self._room(tensor)
+        host = self._host_like(tensor)
         return _then(self._inner._recv(host, src, tag), tensor, host)
 
-    def _room(self, tensor: Tensor) -> Tensor:
+    def _host_like(self, tensor: Tensor) -> Tensor:
         """Allocate a contiguous host tensor of this shape and dtype.
 
         On GPUs it is pinned, and torch reuses freed pinned memory.
@@ -104,7 +104,7 @@ class StagedGroup(Group):
 
     def _read(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the host and wait for the copy: the CPU group reads it at once."""
-        host = self._room(tensor)
+        host = self._host_like(tensor)
         host.copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).record_event().synchronize()

@@ -27,9 +27,9 @@ from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.exchange import gather_objects
+from raypar.actors.collective.gpu.watcher import Issued, IssuedOp, Watcher, block_until_over
 from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Handle
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.watcher import Issued, IssuedOp, Watcher, block_until_over
 from raypar.actors.errors import first_line
 from raypar.actors.tensors import row_size, staged
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from raypar.actors.autograd.torch_private import all_gather_flat, reduce_scatter_flat, set_timeout
-from raypar.actors.collective.gpu import GpuGroup
+from raypar.actors.collective.gpu.group import GpuGroup
+from raypar.actors.collective.gpu.watcher import IssuedOp
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.torch_options import options_of
-from raypar.actors.collective.watcher import IssuedOp
 
 _NEVER = timedelta(days=1)  # torch's own timeout of an op; our deadlines are kept by the watcher
 # Multiprocessors (of 132 on an H100) that a waiting receive may occupy: it must leave the others to compute.

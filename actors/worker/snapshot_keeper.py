@@ -1,25 +1,95 @@
-"""An actor's part in the snapshots of a run: it takes its own, and keeps those of its node and copies of others."""
+"""An actor's snapshots: it takes them, and holds those of other actors of its node and copies from other nodes.
+
+It sends copies of its snapshots to another node. They have deadlines, and the snapshots stay until then.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles, write_snapshots
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
-from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, send_copy
+from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender, send_copy
 from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.build.plan import ActorPlan
-from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.worker import Worker
 
-_COPIED_FILES = 3  # one with what has been copied, one with what is being copied, and one for what comes next
+_COPIED_FILES = 3  # one copied snapshot, one that is being copied, and one for the next
+
+
+class _Begun(NamedTuple):
+    """A copy that was begun.
+
+    Attributes:
+        step: Number of steps taken before the snapshot.
+        due: The step, counted from the beginning of copies, at whose end the copy should be complete.
+    """
+
+    step: int
+    due: int
+
+
+class OutgoingCopies:
+    """Sends copies of an actor's snapshots to its buddy, and pins those that the actor must keep.
+
+    A copy on the buddy is useful only with the copies of all other actors of the same step. So each actor keeps a
+    snapshot until all copies of a later step are complete: every actor waits at the end of the step at which a copy is
+    due, and no actor ends the next step before all others have reached it.
+
+    Args:
+        to: The buddy.
+        slots: The actor's snapshots.
+        patience: The largest number of seconds that a step waits for a copy.
+    """
+
+    def __init__(self, to: Recipient, slots: Slots, patience: float) -> None:
+        self._sender, self._slots, self._patience = CopySender(to), slots, patience
+        self._begun, self._sent = deque[_Begun](), 0
+        self._steps = 0
+
+    @property
+    def lost(self) -> str:
+        """Why no more copies are sent; "" as long as some are."""
+        return self._sender.lost
+
+    def after_step(self) -> float:
+        """Count a step, wait for a copy that is due, and unpin old snapshots; return the seconds waited."""
+        self._steps += 1
+        is_due = any(one.due == self._steps for one in self._begun)
+        waited = self._sender.wait(self._patience) if is_due else 0.0
+        while len(self._begun) > 1 and self._begun[1].due < self._steps:
+            if self._begun.popleft().step == self._sent:
+                self._sender.give_up()  # its snapshot is about to be overwritten
+        self._pin()
+        return waited
+
+    def begin(self, step: int, within: int) -> None:
+        """Begin to copy the snapshot of a step, and keep it.
+
+        Args:
+            step: Number of steps taken.
+            within: Number of steps in which the copy should be complete.
+        """
+        if self._sender.begin(self._slots.file(step)):
+            self._sent = step
+        self._begun.append(_Begun(step, self._steps + within))
+        self._pin()
+
+    def close(self) -> None:
+        """Send no more copies."""
+        self._sender.close()
+
+    def _pin(self) -> None:
+        self._slots.pinned = frozenset(one.step for one in self._begun)
 
 
 class SnapshotKeeper:
@@ -27,7 +97,7 @@ class SnapshotKeeper:
 
     Args:
         plan: The actor's plan.
-        taken: Called when a snapshot is copied, and not yet marked as whole, with the step.
+        taken: Called with the step when a snapshot is copied, and not yet marked as complete.
     """
 
     def __init__(self, plan: ActorPlan, taken: Callable[[int], None]) -> None:
@@ -38,7 +108,7 @@ class SnapshotKeeper:
         self._outgoing: OutgoingCopies | None = None
 
     def join(self, plan: ActorPlan, taken: Callable[[int], None]) -> None:
-        """Take part in the run again, perhaps in another layout, in which snapshots begin anew.
+        """Rejoin the run, perhaps in another layout, in which snapshots begin anew.
 
         Args:
             plan: The actor's plan.
@@ -46,19 +116,19 @@ class SnapshotKeeper:
         """
         self._taken, share = taken, SnapshotOwner(plan.layout, plan.rank)
         if share != self._share:
-            self._held.adopt(self._share, self._slots.files)  # to be read, until all have others
+            self._held.adopt(self._share, self._slots.files)  # they stay readable until all actors have newer ones
             self._share, self._slots = share, Slots(plan.rank, self._files_each)
 
     def after(self, step: int, state: WorkerState, copy_within: int = 0) -> Copied:
-        """Take a snapshot if one is due, and begin to copy it to the buddy if that is.
+        """Take a snapshot if one is due, and begin to copy it to the buddy if a copy is due.
 
         Args:
             step: Number of steps taken.
             state: The actor's state.
-            copy_within: In how many steps the copy should be whole there; 0: there is none of this step.
+            copy_within: Number of steps in which the copy should be complete; 0 for no copy of this step.
 
         Raises:
-            OSError: There is no memory left for it.
+            OSError: There is no memory for it.
         """
         waited = 0.0 if self._outgoing is None else self._outgoing.after_step()
         if step % self._every == 0:
@@ -68,30 +138,30 @@ class SnapshotKeeper:
         return Copied(waited, "" if self._outgoing is None else self._outgoing.lost)
 
     def begin(self, step: int, state: WorkerState) -> None:
-        """Have a snapshot of the step that the run goes on after, and none of later ones, which are taken again.
+        """Take a snapshot of the step after which the run goes on, if there is none, and forget those of later steps.
 
         Args:
-            step: Number of steps taken. There is nothing to go back to before the first one.
+            step: Number of steps taken; no snapshot is taken before the first one.
             state: The actor's state.
 
         Raises:
-            OSError: There is no memory left for it.
+            OSError: There is no memory for it.
         """
         self._slots.forget_after(step)
         if step and step not in self._slots.steps:
             state.keep(self._slots, step, lambda: None)
 
     def drop_old(self) -> None:
-        """Let go of all snapshots that nobody writes to any more: all actors have begun with their own."""
+        """Drop all snapshots that no actor writes to any more, once all actors have begun new ones."""
         self.stop_copies()
         self._held.drop_old()
 
     def addresses(self) -> list[Address]:
-        """Return where others find this actor's snapshots, and those of others that it keeps."""
+        """Return the addresses of this actor's snapshots, and of those of others that it keeps."""
         return [self._written(self._share, self._slots.files), *self._held.addresses()]
 
     def hold(self, addresses: Sequence[Address]) -> None:
-        """Keep the snapshots of other actors of this node, those that are at these addresses."""
+        """Keep the snapshots of other actors of this node, which are at these addresses."""
         self._held.expect_new()
         self._held.hold(addresses)
 
@@ -100,15 +170,15 @@ class SnapshotKeeper:
     def expect_copies(
         self, host: str, expected: Mapping[str, SnapshotOwner], files: int
     ) -> tuple[str, int, list[Address]]:
-        """Get ready for copies of the snapshots of actors of other nodes.
+        """Prepare to receive copies of snapshots of actors of other nodes.
 
         Args:
             host: The address of this node that others reach.
-            expected: Whose come, by their tokens.
+            expected: The owners of the copies, by their tokens.
             files: Number of memory files for each.
 
         Returns:
-            The address and the port to send them to, and where others of this node find them.
+            The address and the port that receive them, and their addresses for other actors of this node.
 
         Raises:
             OSError: It can't listen there.
@@ -125,9 +195,9 @@ class SnapshotKeeper:
 
         Args:
             to: The buddy; None if this actor has none.
-            step: The step that the run goes on after, whose snapshot is the first that is sent, if it is not 0.
-            addresses: Where copies arrive.
-            patience: The most seconds that a step waits for a copy.
+            step: The step after which the run goes on; if it is not 0, its snapshot is sent first.
+            addresses: Addresses of the copies that arrive.
+            patience: The largest number of seconds that a step waits for a copy.
         """
         self._held.hold(addresses)
         if to is not None:
@@ -136,12 +206,12 @@ class SnapshotKeeper:
                 self._outgoing.begin(step, 1)
 
     def interrupt_copies(self) -> None:
-        """Let no step wait for a copy any more. It may be called from another thread."""
+        """Stop sending, so that no step waits for a copy. It may be called from another thread."""
         if (outgoing := self._outgoing) is not None:
             outgoing.close()
 
     def stop_copies(self) -> None:
-        """Send and receive no more copies. Those that are whole stay."""
+        """Stop sending and receiving copies. Complete ones stay."""
         if self._outgoing is not None:
             self._outgoing.close()
             self._slots.pinned, self._outgoing = frozenset(), None
@@ -152,11 +222,11 @@ class SnapshotKeeper:
     # --- going back ---
 
     def steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return, by share, the steps of which this actor has a snapshot."""
+        """Return, by owner, the steps of which this actor has a snapshot."""
         return self._files().steps()
 
     def contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
-        """Return which parts of which tensors snapshots of a step have that are here. Raises KeyError if one is not."""
+        """Return the parts of tensors in snapshots of a step. Raises KeyError if this actor lacks one."""
         files = self._files()
         return {share: contents_of(files.at(step, [share])) for share in shares}
 
@@ -165,11 +235,11 @@ class SnapshotKeeper:
 
         Args:
             step: Number of steps taken.
-            to: Whose snapshots, and to whom. He expects them; see ``expect_copies``.
+            to: The owners of the snapshots, with the recipients, which expect them; see ``expect_copies``.
 
         Raises:
             OSError: One of them did not arrive.
-            KeyError: One of them is not here.
+            KeyError: This actor lacks one of them.
         """
         files = self._files()
         for share, recipient in to:
@@ -186,32 +256,32 @@ class SnapshotKeeper:
 
         Args:
             step: Number of steps taken.
-            shares: Those that have what this actor holds, of the layout in which they were taken; or all.
-            arrived: Where those of them are that came from other nodes.
+            shares: The owners of those that have this actor's state, in the layout in which they were taken; or all.
+            arrived: Addresses of those that came from other nodes.
             state: The actor's state.
 
         Raises:
-            CheckpointError: They are not whole.
-            KeyError: One of them is not here.
+            CheckpointError: They are incomplete.
+            KeyError: This actor lacks one of them.
         """
         self._held.hold(arrived)
         files = self._files()
         state.load(files, files.at(step, shares))
 
     def forget_after(self, step: int) -> None:
-        """Forget this actor's snapshots of later steps, which are taken again, and send no more of them."""
+        """Forget this actor's snapshots of later steps, which are taken again, and stop sending."""
         self.stop_copies()
         self._slots.forget_after(step)
 
     def leave(self, comes_back: bool) -> None:
-        """Send and receive no more copies, and let go of all snapshots unless this actor comes back to the run."""
+        """Stop sending and receiving copies, and drop all snapshots unless this actor rejoins the run."""
         if comes_back:
             self.stop_copies()
         else:
             self.close()
 
     def close(self) -> None:
-        """Let go of all snapshots."""
+        """Drop all snapshots."""
         self.stop_copies()
         self._held.close()
         self._slots.close()
@@ -241,7 +311,7 @@ def keep_after(member: Worker | Server, keeper: SnapshotKeeper | None, step: int
         copy_within: See ``SnapshotKeeper.after``.
 
     Returns:
-        What there is to tell of copies.
+        The state of the copies.
 
     Raises:
         ActionError: It can't be taken.
@@ -254,4 +324,4 @@ def keep_after(member: Worker | Server, keeper: SnapshotKeeper | None, step: int
         member.faults.reach("report", step)
         return copied
     except Exception as error:
-        raise member.seat.failed("snapshot after the step", None, error) from None
+        raise member.context.failed("snapshot after the step", None, error) from None

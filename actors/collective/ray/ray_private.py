@@ -19,9 +19,9 @@ _NAMESPACE = b"raypar"
 
 
 def put(key: bytes, data: bytes, *, overwrite: bool = True) -> bool:
-    """Store bytes in the key-value store of Ray's head, and return whether there were none under the key.
+    """Store bytes under a key in the key-value store of Ray's head, and return whether the key was new.
 
-    Those that are there are replaced, or kept without ``overwrite``.
+    With ``overwrite`` an old value is replaced, else it stays.
 
     Ray's public ways are a named actor, which would be one more process, and the object store, which has no names.
     Retry at upgrades.
@@ -30,7 +30,7 @@ def put(key: bytes, data: bytes, *, overwrite: bool = True) -> bool:
 
 
 def get_all(keys: list[bytes]) -> dict[bytes, bytes]:
-    """Return what is stored under those of some keys that are there, with one message to Ray's head.
+    """Return the values of the keys that are there, with one message to Ray's head.
 
     See ``put``. The functions of ``internal_kv`` take one key a call; its client takes many. Retry at upgrades.
     """

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from raypar.actors.errors import first_line
 
-_LOOK = 0.02  # seconds between two checks of the ops in progress: how late a fault is noticed
+_LOOK = 0.02  # seconds between two checks of the ops in progress: the latest notice of a fault
 _SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two checks while the host is blocked
 
 
@@ -154,7 +154,7 @@ def block_until_over(transfer: IssuedOp, deadline: float, seconds: float, demand
     Args:
         transfer: The transfer.
         deadline: When to give up, in seconds of ``time.monotonic``.
-        seconds: The timeout behind the deadline, for the message.
+        seconds: The timeout that led to the deadline, for the message.
         demand_open: Raises RuntimeError if the group is closed.
 
     Raises:
