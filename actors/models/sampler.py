@@ -14,7 +14,7 @@ from raypar.actors.specs.sampling import Sampling
 def choose(logits_BV: Tensor, sampling: Sampling, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Choose the next token of each sequence.
 
-    What is drawn depends on the seed, the prompt and the position alone, and not on the other sequences.
+    The choice depends on the seed, the prompt and the position alone, and not on the other sequences.
 
     Args:
         logits_BV: Logits, of any floating dtype.

@@ -56,12 +56,12 @@ def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: in
         rank: The actor's rank.
     """
     if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
-        homes, copies = (world.mesh.ranks_of(pp) for pp in (tie.home_rank, tie.copy_rank))
-        tp = world.mesh.tp_of(tie.home_rank)
+        homes, copies = (world.mesh.ranks_of(pp) for pp in (tie.original_rank, tie.copy_rank))
+        tp = world.mesh.tp_of(tie.original_rank)
         own = world.at(rank)["tp"] % tp
-        return Ends(tie.home, tuple(homes[own::tp]), tie.copy, tuple(copies[own::tp]))
-    home = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
-    return Ends(tie.home, (home,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+        return Ends(tie.original, tuple(homes[own::tp]), tie.copy, tuple(copies[own::tp]))
+    home = world.owner_rank(tie.original_rank, owner_of[tie.original], rank)
+    return Ends(tie.original, (home,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
 
 
 def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:

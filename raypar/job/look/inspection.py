@@ -115,7 +115,7 @@ class Inspection:
         Raises:
             ValueError: There is no such replica.
         """
-        homes = self._skeleton.homes
+        homes = self._skeleton.originals
         if dp is None and self._has_masters:
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
             fetch = partial(self._ask, method="master", ranks=self._world.trainers)
@@ -129,7 +129,7 @@ class Inspection:
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
-        homes = self._skeleton.homes
+        homes = self._skeleton.originals
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
             found = self._probed(ranks, "fetching weights", "masters")
@@ -140,7 +140,7 @@ class Inspection:
                 yield homes.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
-        homes, seen = self._skeleton.homes, set[tuple[int, str]]()
+        homes, seen = self._skeleton.originals, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
             held = self._probed(ranks, "fetching weights", "parameters")
