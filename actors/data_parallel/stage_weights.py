@@ -158,7 +158,7 @@ class StageWeights:
         first = 0
         for linear in linears:
             linear.before = partial(self._forward_tile, layer, first)
-            linear.behind = partial(self._watch_tile, layer, first)
+            linear.after = partial(self._watch_tile, layer, first)
             first += sum(1 for _ in linear.children())
 
     def _forward_tile(self, layer: int, first: int, number: int) -> None:

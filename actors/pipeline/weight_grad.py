@@ -226,7 +226,7 @@ class Linears:
             outs = LinearProduct.apply(products, self._take_memory, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
         return outs
 
-    def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
+    def postpone(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
         """Defer the gradients of a weight and its bias, in a ``postponed`` backward."""
         if self.deferred is not None:
             self.deferred.add(weight, bias, use)
@@ -306,7 +306,7 @@ class _Halved(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
         for (weight, bias), of_output in zip(ctx.pairs, rows, strict=True):
-            ctx.linears.owe(weight, bias, Use(x.detach().flatten(0, -2), of_output))
+            ctx.linears.postpone(weight, bias, Use(x.detach().flatten(0, -2), of_output))
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
 

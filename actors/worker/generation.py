@@ -43,7 +43,7 @@ _TOKENS = 1 << 30  # tag of the first group's tokens; below it are those of the 
 def choose(logits_BV: Tensor, sampling: Sampling, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Choose the next token of each sequence.
 
-    What is drawn depends on the seed, the prompt and the position alone, and not on the other sequences.
+    The choice depends on the seed, the prompt and the position alone, and not on the other sequences.
 
     Args:
         logits_BV: Logits, of any floating dtype.

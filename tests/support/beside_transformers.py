@@ -199,7 +199,7 @@ class Comparison:
             results = generation.team.step(0)
             loss = torch.tensor([mean_loss(*losses_of(results))]).double()
             self._logs(name, "loss", loss, *(torch.tensor([one.loss]) for one in (self.theirs, self.exact)))
-            homes = generation.loaded.skeleton.homes
+            homes = generation.loaded.skeleton.originals
             self._gradients(
                 name, {homes.get(weight, weight): one for weight, one in generation.team.gradients().items()}
             )

@@ -81,7 +81,7 @@ def build_part(
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.original in owners.of]
     return ModelPart(
         model=model,
         stages=stages,

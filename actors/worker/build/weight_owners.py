@@ -56,12 +56,12 @@ def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: in
         rank: The actor's rank.
     """
     if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
-        firsts, copies = (world.mesh.ranks_of(pp) for pp in (tie.home_rank, tie.copy_rank))
-        tp = world.mesh.tp_of(tie.home_rank)
+        originals, copies = (world.mesh.ranks_of(pp) for pp in (tie.original_rank, tie.copy_rank))
+        tp = world.mesh.tp_of(tie.original_rank)
         own = world.at(rank)["tp"] % tp
-        return Ends(tie.home, tuple(firsts[own::tp]), tie.copy, tuple(copies[own::tp]))
-    owner = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
-    return Ends(tie.home, (owner,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+        return Ends(tie.original, tuple(originals[own::tp]), tie.copy, tuple(copies[own::tp]))
+    owner = world.owner_rank(tie.original_rank, owner_of[tie.original], rank)
+    return Ends(tie.original, (owner,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
 
 
 def ranks_of_layers(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:

@@ -56,8 +56,8 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, homes: Map
     model, told = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
     for tie in ties_of(model, homes)[0]:
         yield (
-            f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
-            f"{told}: give both layers to one stage with split, or each a parameter of its own"
+            f"model: {tie.copy} is {tie.original}, which is on another actor (pp={tie.copy_rank} and "
+            f"pp={tie.original_rank}), {told}: give both layers to one stage with split, or each a parameter of its own"
         )
     for prefix, module in zip(model.names, model.skeleton, strict=True):
         for name, parameter in module.named_parameters():

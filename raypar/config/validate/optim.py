@@ -31,7 +31,9 @@ def _group_faults(examined: Examined) -> Iterator[str]:
     if isinstance(model, Transformer) and any(model.faults(examined.right)):
         skeleton = Skeleton(with_its_names(model), examined.run.seed)
     weights = skeleton.weights
-    homes = {copy: home for copy, home in skeleton.homes.items() if home in weights}  # beside adapters ties are frozen
+    homes = {
+        copy: home for copy, home in skeleton.originals.items() if home in weights
+    }  # beside adapters ties are frozen
     named = [*weights, *homes]
     usual = Muon().adamw if isinstance(optim, Muon) and optim.adamw == Muon().adamw else ()
     if isinstance(model, Layers) and usual and not any(is_named(name, usual) for name in named):

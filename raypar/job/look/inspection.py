@@ -114,21 +114,21 @@ class Inspection:
         Raises:
             ValueError: There is no such replica.
         """
-        first_copy = self._skeleton.homes
+        originals = self._skeleton.originals
         if dp is None and self._has_masters:
-            shapes = {first_copy.get(name, name): shape for name, shape in self.parameters.items()}
+            shapes = {originals.get(name, name): shape for name, shape in self.parameters.items()}
             fetch = partial(self._ask, method="master", ranks=self._world.trainers)
             return Weights(shapes, fetch, lambda: joined(self._masters()))
         dp = dp or 0
         self._demand_replica(dp, self._run.mesh.ways("dp"))
         ranks = self._world.holders(dp)
-        held = {first_copy.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
+        held = {originals.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
         fetch = partial(self._ask, method="parameter", ranks=ranks)
         return Weights(whole_shapes(held), fetch, lambda: joined(self._rank_by_rank(dp)))
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
-        first_copy = self._skeleton.homes
+        originals = self._skeleton.originals
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
             found = self._probed(ranks, "fetching weights", "masters")
@@ -136,10 +136,10 @@ class Inspection:
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
                 group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
                 parts = [held[rank][name] for rank in group]
-                yield first_copy.get(name, name), self._joined(name, group, parts)
+                yield originals.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
-        first_copy, seen = self._skeleton.homes, set[tuple[int, str]]()
+        originals, seen = self._skeleton.originals, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
             held = self._probed(ranks, "fetching weights", "parameters")
@@ -148,7 +148,7 @@ class Inspection:
                     seen.add(end)
                     by_rank = dict(zip(ranks, held, strict=True))
                     group = self._parts_of(name, rank)
-                    yield first_copy.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
+                    yield originals.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
