@@ -13,6 +13,7 @@ Positive = Annotated[float, Gt(0)]
 BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
 Share = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
+Step = Annotated[int, Ge(0), Lt(10**15)]  # a number of steps taken, in files
 Steps = Annotated[int, Ge(0), Le(10**18)]
 Seed = Annotated[int, Ge(0), Le(2**64 - 1)]  # the seeds of torch's and numpy's generators
 Word = Annotated[str, MinLen(1), MaxLen(24), Predicate(str.isprintable)]

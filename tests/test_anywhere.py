@@ -19,7 +19,7 @@ WITH_ACTORS = (
     "tests/raypar/job/test_faults.py",
     "tests/raypar/cli/test_cli.py",
     "tests/raypar/doctor",
-    "tests/raypar/recovery/test_recovery.py",
+    "tests/raypar/job/recover/test_recovery.py",
     "tests/actors/checkpoint",
     "tests/actors/data",
     "tests/actors/collective/test_shm.py",

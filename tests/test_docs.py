@@ -71,7 +71,7 @@ def runs(page: Path) -> list[Fence]:
 
 
 def named(pages):
-    long = {"docs/recovery.md"}  # kills actors again and again, as tests/raypar/recovery does
+    long = {"docs/recovery.md"}  # kills actors again and again, as tests/raypar/job/recover does
     ids = [page.relative_to(ROOT).as_posix() for page in pages]
     marks = [pytest.mark.long if name in long else () for name in ids]
     return {"argvalues": [pytest.param(page, marks=own) for page, own in zip(pages, marks, strict=True)], "ids": ids}

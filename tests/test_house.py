@@ -23,7 +23,7 @@ LINKS = {"raypar/actors": "../actors", "raypar/schedules": "../schedules"}
 RAY_IN = {"actors": ("actors/collective/",), "raypar": ("raypar/cluster/", "raypar/reporting/trackers/")}
 PRINTS = {"raypar/cli/main.py"}
 TORCH_PRIVATE = "actors/autograd/torch_private.py"
-RAY_PRIVATE = {"actors": "actors/collective/ray_private.py", "raypar": "raypar/cluster/ray_private.py"}
+RAY_PRIVATE = {"actors": "actors/collective/ray/ray_private.py", "raypar": "raypar/cluster/ray_private.py"}
 PRIVATE_ATTRIBUTES = (  # of tensors, modules, ops and process groups; of our own objects only ``self`` may have one
     "_version _base _is_view _cdata _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks "
     "_post_accumulate_grad_hooks _schema _allgather_base _reduce_scatter_base _Options _devices _threads _timeout"
@@ -179,7 +179,7 @@ def test_a_wrong_import_is_seen(path, source):
     [
         ("schedules/a.py", "import graphlib\nfrom . import action\nfrom raypar.schedules.action import Op"),
         ("actors/a.py", "import torch\nfrom raypar import schedules\nfrom .specs import GPT\nimport rayon"),
-        ("actors/collective/ray_groups.py", "from ray.util import collective"),
+        ("actors/collective/ray/ray_groups.py", "from ray.util import collective"),
         ("raypar/reporting/trackers/gauges.py", "from ray.util.metrics import Gauge"),
         ("actors/layers/a.py", "from ..mesh.mesh import Mesh\nfrom . import linear"),
         (
@@ -332,7 +332,9 @@ MAY_IMPORT = {
     "actors": "actors/specs schedules",
     "actors/autograd": "actors",
     "actors/checkpoint": "actors actors/machine actors/models",
-    "actors/collective": "actors actors/autograd actors/collective/shm actors/machine",
+    "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine",
+    "actors/collective/gpu": "actors actors/autograd actors/collective",
+    "actors/collective/ray": "actors actors/collective",
     "actors/collective/shm": "actors actors/collective actors/machine",
     "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/data": "actors actors/data/examples actors/data/text actors/machine actors/models actors/specs",
@@ -368,42 +370,37 @@ MAY_IMPORT = {
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
-        "actors actors/checkpoint actors/collective actors/data_parallel actors/expert_parallel "
-        "actors/inspect actors/layers actors/machine actors/mesh actors/models actors/optim actors/pipeline "
-        "actors/relayout actors/specs actors/tensor_parallel actors/worker/build actors/worker/keep schedules "
-        "schedules/passes"
+        "actors actors/checkpoint actors/collective actors/collective/ray actors/data_parallel "
+        "actors/expert_parallel actors/inspect actors/layers actors/machine actors/mesh actors/models "
+        "actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel actors/worker/build "
+        "schedules schedules/passes"
     ),
     "actors/worker/build": (
-        "actors actors/collective actors/context_parallel actors/data actors/data_parallel "
+        "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
         "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/optim "
         "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
         "schedules/passes"
     ),
-    "actors/worker/keep": (
-        "actors/checkpoint actors/collective actors/machine actors/relayout actors/specs actors/worker "
-        "actors/worker/build"
-    ),
     "raypar": "actors actors/machine schedules",
     "raypar/calibration": (
-        "actors/collective actors/layers actors/machine actors/mesh actors/specs raypar "
+        "actors/collective/ray actors/layers actors/machine actors/mesh actors/specs raypar "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
-        "raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/reporting schedules"
+        "raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
     ),
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/cluster/calls raypar/config raypar/config/hugging_face "
-        "raypar/config/validate schedules"
+        "actors actors/checkpoint actors/hugging_face actors/machine actors/models actors/specs raypar "
+        "raypar/config raypar/config/hugging_face schedules"
     ),
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/plan raypar/cli/schedules raypar/cli/text raypar/cli/train "
         "raypar/cli/words raypar/cluster raypar/config raypar/doctor raypar/job raypar/job/start "
-        "raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting raypar/reporting/html "
-        "raypar/reporting/run_folder raypar/stepping schedules schedules/drawing"
+        "raypar/job/stepping raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting "
+        "raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
-        "raypar/cluster/placement raypar/config raypar/planner raypar/planner/calibrated "
+        "raypar/cluster/placement raypar/config raypar/job/start raypar/planner raypar/planner/calibrated "
         "raypar/planner/hardware raypar/planner/memory raypar/planner/search raypar/planner/sizes "
         "raypar/planner/timing raypar/reporting schedules schedules/drawing"
     ),
@@ -419,9 +416,9 @@ MAY_IMPORT = {
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
         "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
-        "raypar/config raypar/config/validate raypar/job raypar/job/start raypar/job/text raypar/parity "
-        "raypar/planner raypar/planner/calibrated raypar/planner/hardware raypar/recovery raypar/reporting "
-        "raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/config raypar/config/validate raypar/job raypar/job/recover raypar/job/start raypar/job/text "
+        "raypar/parity raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
+        "schedules schedules/drawing"
     ),
     "raypar/cli/words": (
         "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face schedules "
@@ -432,16 +429,16 @@ MAY_IMPORT = {
     "raypar/cluster/deaths": "actors/machine actors/specs raypar raypar/cluster raypar/cluster/nodes",
     "raypar/cluster/lifecycle": (
         "actors actors/machine actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes "
-        "raypar/cluster/placement raypar/planner/hardware schedules"
+        "raypar/cluster/placement schedules"
     ),
     "raypar/cluster/nodes": "actors raypar raypar/cluster raypar/cluster/placement",
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
-        "actors/mesh actors/models actors/specs raypar raypar/cluster/lifecycle raypar/config/hugging_face "
-        "raypar/config/trial raypar/config/validate raypar/planner raypar/planner/hardware "
-        "raypar/planner/operators raypar/planner/sizes raypar/planner/timing schedules schedules/checking "
-        "schedules/generators schedules/passes schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/config/hugging_face raypar/config/validate "
+        "raypar/planner raypar/planner/hardware raypar/planner/operators raypar/planner/sizes "
+        "raypar/planner/timing schedules schedules/checking schedules/generators schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/config/hugging_face": (
         "actors actors/hugging_face actors/models actors/specs raypar raypar/config schedules"
@@ -450,23 +447,22 @@ MAY_IMPORT = {
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
         "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs actors/worker/build raypar raypar/config raypar/config/trial raypar/planner/hardware "
-        "schedules"
+        "actors/specs actors/worker/build raypar raypar/config raypar/config/trial schedules"
     ),
     "raypar/doctor": (
-        "actors/collective actors/machine raypar raypar/cluster raypar/cluster/lifecycle raypar/cluster/nodes "
-        "raypar/cluster/placement schedules"
+        "actors/collective/ray actors/machine raypar raypar/cluster raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
         "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
         "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
-        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/hardware raypar/planner/memory "
-        "raypar/recovery raypar/reporting raypar/stepping schedules"
+        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
+        "raypar/reporting schedules"
     ),
     "raypar/job/layout": (
-        "actors/data actors/mesh actors/models actors/specs raypar raypar/config raypar/config/validate "
-        "raypar/planner raypar/planner/hardware raypar/reporting schedules"
+        "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
+        "raypar/config/validate raypar/job/start raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/look": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster/calls "
@@ -477,28 +473,33 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
         "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes "
         "raypar/config raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware "
-        "raypar/planner/memory raypar/recovery schedules"
+        "raypar/planner/memory schedules"
     ),
     "raypar/job/start": (
-        "actors actors/data actors/data/examples actors/data/text actors/data/tokenizers actors/data_parallel "
-        "actors/machine actors/mesh actors/models actors/specs actors/worker/build raypar raypar/checkpoint "
-        "raypar/cluster raypar/cluster/calls raypar/cluster/deaths raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/config raypar/config/trial raypar/job/layout raypar/job/recover "
-        "raypar/job/steps raypar/planner/hardware raypar/recovery raypar/reporting schedules"
+        "actors actors/checkpoint actors/data actors/data/examples actors/data/text actors/data/tokenizers "
+        "actors/data_parallel actors/machine actors/mesh actors/models actors/optim actors/specs "
+        "actors/worker/build raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
+        "raypar/cluster/deaths raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
+        "raypar/config/trial raypar/config/validate raypar/job/layout raypar/job/recover raypar/job/steps "
+        "raypar/planner raypar/reporting schedules"
+    ),
+    "raypar/job/stepping": (
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
+        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
+        "raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover "
-        "raypar/job/start raypar/recovery raypar/reporting raypar/stepping schedules schedules/passes"
+        "raypar raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover raypar/job/start "
+        "raypar/job/stepping raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
-        "actors actors/data/tokenizers actors/specs raypar raypar/config raypar/config/validate "
-        "raypar/job/start raypar/job/steps raypar/planner/hardware raypar/planner/memory schedules"
+        "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
+        "raypar/config/validate raypar/job/start raypar/job/steps raypar/planner/memory schedules"
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start "
-        "raypar/reporting schedules"
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
@@ -511,10 +512,9 @@ MAY_IMPORT = {
     ),
     "raypar/planner/fleet": "actors actors/machine raypar raypar/planner/formulas schedules schedules/simulation",
     "raypar/planner/formulas": "",
-    "raypar/planner/hardware": "actors/machine actors/specs schedules",
+    "raypar/planner/hardware": "schedules",
     "raypar/planner/memory": (
-        "actors/mesh actors/models actors/specs raypar/planner/hardware raypar/planner/sizes schedules "
-        "schedules/simulation"
+        "actors/machine actors/mesh actors/models actors/specs raypar/planner/sizes schedules schedules/simulation"
     ),
     "raypar/planner/operators": (
         "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
@@ -528,14 +528,11 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
-    "raypar/recovery": (
-        "actors actors/checkpoint actors/machine actors/mesh actors/specs raypar raypar/config schedules"
-    ),
     "raypar/reporting": (
-        "actors actors/collective actors/data/examples actors/data/text actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/planner raypar/planner/calibrated "
-        "raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder raypar/reporting/trackers "
-        "schedules schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
+        "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
+        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder "
+        "raypar/reporting/trackers schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
@@ -546,11 +543,6 @@ MAY_IMPORT = {
         "schedules schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
-    "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/pipeline actors/specs raypar raypar/checkpoint raypar/cluster "
-        "raypar/cluster/calls raypar/config raypar/reporting schedules schedules/drawing"
-    ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",

@@ -54,15 +54,15 @@ class ShardFolder:
 
 
 class _Common(NamedTuple):
-    """What a stored slice and an actor's part have in common along a dim.
+    """The intersection of a stored slice and an actor's part along a dim.
 
     Attributes:
-        place: First index in the part.
+        target: First index in the part.
         start: First index in the slice.
         length: Number of indices.
     """
 
-    place: int
+    target: int
     start: int
     length: int
 
@@ -70,7 +70,7 @@ class _Common(NamedTuple):
 class Assembler:
     """Reads the tensors of a checkpoint or a snapshot from its shards.
 
-    Files are read piece by piece, and only the rows that are wanted: it needs memory for the part that it returns and
+    Files are read piece by piece, and only the rows that are needed: it takes memory for the part that it returns and
     some megabytes. They are not mapped, because a system refuses to map files that are larger than its memory.
 
     Args:
@@ -82,11 +82,11 @@ class Assembler:
         self._files: dict[str, dict[str, FileTensor]] = {}
 
     def read(self, logical: Logical, own: Sharding = _WHOLE) -> Tensor:
-        """Read a logical tensor, or a part of it, into new host memory. Slices of other parts need not be there.
+        """Read a logical tensor, or a part of it, into new host memory. Slices of other parts may be missing.
 
         Args:
             logical: The tensor.
-            own: Which part of it.
+            own: The part of it to read.
 
         Raises:
             CheckpointError: A file can't be read, or its slices do not fit together.
@@ -98,7 +98,7 @@ class Assembler:
 
         Args:
             logical: The tensor.
-            spans: For each dim, ranges of indices: the first one, and the one behind the last.
+            spans: For each dim, ranges of indices: the first one, and the one after the last.
 
         Raises:
             CheckpointError: A file can't be read, or the slices do not have each of these elements once.
@@ -115,12 +115,14 @@ class Assembler:
                 pieces += [_piece(stored, chosen) for chosen in product(*by_dim)]
         faults = list(tiling_faults(shape, pieces))
         for stored, _ in [] if faults else there:
-            kept = self._kept(stored)
-            if (kept.dtype, kept.shape) != (logical.dtype, stored.shape):
+            found = self._located(stored)
+            if (found.dtype, found.shape) != (logical.dtype, stored.shape):
                 wanted = f"{logical.dtype} {list(stored.shape)}"
-                faults.append(f"{stored} is {kept.dtype} {list(kept.shape)}, not {wanted}")
+                faults.append(f"{stored} is {found.dtype} {list(found.shape)}, not {wanted}")
         if len({(stored.file, stored.key) for stored, _ in there}) < len(there):
-            faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
+            faults.append(
+                "one stored tensor is taken for several slices"
+            )  # so memory is bounded by the size of the files
         if faults:
             raise CheckpointError(faults)
         part = torch.empty(shape, dtype=_DTYPES[logical.dtype])
@@ -128,44 +130,44 @@ class Assembler:
             self._fill(part, stored, by_dim)
         return part
 
-    def _kept(self, stored: Stored) -> FileTensor:
-        """Return where a slice is in its file."""
+    def _located(self, stored: Stored) -> FileTensor:
+        """Return the position of a slice in its file."""
         if stored.file not in self._files:
             self._files[stored.file] = self._read_file(stored.file)
-        kept = self._files[stored.file].get(stored.key)
-        if kept is None:
+        found = self._files[stored.file].get(stored.key)
+        if found is None:
             raise CheckpointError([f"{stored} is not there"])
-        return kept
+        return found
 
     def _read_file(self, file: str) -> dict[str, FileTensor]:
-        """Read where the tensors of a shard are."""
+        """Read the positions of the tensors of a shard."""
         known = self._source.header(file)
         with checkpoint_errors(f"{file!r} can't be read"), self._source.open(file) as shard:
             found, _ = read_beginning(shard.fileno(), file)
         return {name: found[name] for name in known}
 
     def _fill(self, part: Tensor, stored: Stored, common: Sequence[Sequence[_Common]]) -> None:
-        """Copy what a stored slice and a part have in common, by dim and at least one element, into the part."""
-        kept = self._kept(stored)
+        """Copy the intersection of a stored slice and a part, which is not empty and given by dim, into the part."""
+        found = self._located(stored)
         if not common:
-            part.copy_(self._rows(stored, kept, part.dtype, 0, 1)[0])
+            part.copy_(self._rows(stored, found, part.dtype, 0, 1)[0])
             return
-        at_once = max(1, AT_ONCE // max(1, math.prod(kept.shape[1:]) * part.element_size()))
-        for place, start, length in common[0]:
+        at_once = max(1, AT_ONCE // max(1, math.prod(found.shape[1:]) * part.element_size()))
+        for target, start, length in common[0]:
             for row in range(0, length, at_once):
                 count = min(at_once, length - row)
-                rows = self._rows(stored, kept, part.dtype, start + row, count)
+                rows = self._rows(stored, found, part.dtype, start + row, count)
                 for others in product(*common[1:]):
-                    into = tuple(slice(one.place, one.place + one.length) for one in others)
+                    into = tuple(slice(one.target, one.target + one.length) for one in others)
                     taken = tuple(slice(one.start, one.start + one.length) for one in others)
-                    part[(slice(place + row, place + row + count), *into)] = rows[(slice(None), *taken)]
+                    part[(slice(target + row, target + row + count), *into)] = rows[(slice(None), *taken)]
 
-    def _rows(self, stored: Stored, kept: FileTensor, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    def _rows(self, stored: Stored, found: FileTensor, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Read consecutive rows, along dim 0, of a stored tensor; a scalar is one row."""
-        shape = kept.shape[1:]
+        shape = found.shape[1:]
         size = math.prod(shape) * dtype.itemsize
         raw = torch.empty(count * size, dtype=torch.uint8)
-        left, at = raw.numpy().data, kept.start + first * size
+        left, at = raw.numpy().data, found.start + first * size
         with checkpoint_errors(f"{stored} can't be read"), self._source.open(stored.file) as shard:
             while left:
                 got = os.preadv(shard.fileno(), [left], at)
@@ -176,15 +178,15 @@ class Assembler:
 
 
 def _piece(stored: Stored, common: Sequence[_Common]) -> Stored:
-    """Return where elements of a stored slice are in an actor's part, given by dim which they are."""
-    return Stored(stored.file, stored.key, tuple(one.place for one in common), tuple(one.length for one in common))
+    """Return the intersection of a stored slice and an actor's part, positioned in the part."""
+    return Stored(stored.file, stored.key, tuple(one.target for one in common), tuple(one.length for one in common))
 
 
 def _common(spans: Sequence[tuple[int, int]], offset: int, size: int) -> Iterator[_Common]:
-    """Yield what spans of a dim have in common with a slice that begins at an offset and has a size."""
-    place = 0
+    """Yield the intersections of spans of a dim with a slice that has an offset and a size."""
+    target = 0
     for start, stop in spans:
         low, high = max(start, offset), min(stop, offset + size)
         if low < high:
-            yield _Common(place + low - start, low - offset, high - low)
-        place += stop - start
+            yield _Common(target + low - start, low - offset, high - low)
+        target += stop - start

@@ -103,8 +103,8 @@ class Logical:
                 if self._holds(stored):
                     inside.append(stored)
                 else:
-                    place = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
-                    yield f"{stored} has {place}, which leaves the tensor's shape {list(self.shape)}"
+                    position = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
+                    yield f"{stored} has {position}, which leaves the tensor's shape {list(self.shape)}"
             yield from tiling_faults(self.shape, inside)
 
     def _holds(self, stored: Stored) -> bool:
@@ -129,7 +129,7 @@ def tiling_faults(shape: Shape, slices: Sequence[Stored]) -> Iterator[str]:
 
 
 def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:
-    """Return whether slices, none of which leaves a shape, have each element once; False may also mean: not known.
+    """Return whether slices, none of which leaves a shape, have each element once; False if unknown.
 
     A box is determined by its corners with alternating signs, and so is a sum of boxes: it is the whole exactly if all
     corners but those of the whole cancel out. This takes time in proportion to the number of slices.

@@ -1,10 +1,8 @@
-"""Snapshots of actors' states in shared memory that outlives them: what a job goes back to when an actor dies.
+"""Snapshots of actors' states in shared memory that outlives the actors: a job resumes from them after a death.
 
 An actor copies its share of the state into a memory file after a step. The other processes of its node hold that file
-open, so it is there when the actor is not. A memory file has no name: it ends with the last process that holds it. Its
-format is that of a shard of a checkpoint, and so a snapshot is read as a checkpoint is, by any actor and in any layout.
-
-Snapshots in memory that are written as shards of a checkpoint, whose format they have.
+open, so it outlives the actor. A memory file has no name: it ends with the last process that holds it. It has the
+format of a checkpoint's shard: any actor in any layout can read it, and it can be written into a checkpoint as it is.
 """
 
 from __future__ import annotations
@@ -34,12 +32,8 @@ from raypar.actors.safetensors_header import beginning_of, read_beginning
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
-_UNFINISHED = "-" * 15  # in the place of the step while a snapshot is written
-
-
+_UNFINISHED = "-" * 15  # instead of the step while a snapshot is written
 _ALIGNMENT = 64  # bytes
-
-
 _Layout = tuple[tuple[str, torch.dtype, Shape], ...]
 
 
@@ -48,7 +42,7 @@ class Slots:
 
     Args:
         rank: The actor's rank.
-        files: Number of files: two, and one more where two may be ``pinned``. It takes memory once it is needed.
+        files: Number of files: two, or three if two may be ``pinned``. A file takes memory at its first snapshot.
 
     Attributes:
         pinned: Steps whose snapshots are not written over, as they belong to copies on other nodes.
@@ -71,7 +65,7 @@ class Slots:
         Args:
             step: Number of steps taken.
             tensors: Pairs of a logical name and a tensor, on any device.
-            shards: By name, which part of its logical tensor a tensor is; the others are whole.
+            shards: By name, the part of its logical tensor that a tensor is; tensors without an entry are whole.
             at: Returns a context in which some tensors can be read.
             copied: Called when all is copied, and not marked as whole yet.
 
@@ -80,7 +74,7 @@ class Slots:
         """
         newest = max(self.steps, default=0)
         free = [slot for slot in self._slots if slot.step not in self.pinned]
-        older = min(free, key=lambda slot: (slot.step == newest, not slot.has_room, slot.step or 0))
+        older = min(free, key=lambda slot: (slot.step == newest, not slot.has_memory, slot.step or 0))
         older.fill(self._rank, dict(tensors), shards, at)
         copied()
         older.finish(step)
@@ -97,7 +91,7 @@ class Slots:
         return {slot.step for slot in self._slots if slot.step}
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for slot in self._slots:
             os.close(slot.fd)
 
@@ -124,7 +118,7 @@ class HeldMemoryFiles:
         self._written = set[int]()  # inodes of the files that living actors write to
 
     def hold(self, addresses: Iterable[Address]) -> None:
-        """Hold the files at these addresses, but nothing that this process can't open, and nothing twice."""
+        """Hold the files at these addresses, each once, except those that this process can't open."""
         for address in addresses:
             if address.process.pid_domain != self._own.pid_domain or address.process == self._own:
                 continue
@@ -135,18 +129,18 @@ class HeldMemoryFiles:
                     self._keep(address.share, fd)
 
     def adopt(self, share: SnapshotOwner, files: Iterable[int]) -> None:
-        """Take over files to which this process writes itself, or has written in a layout before."""
+        """Take over files to which this process writes, or has written in an earlier layout."""
         for fd in files:
             self._keep(share, fd)
 
     def drop_old(self) -> None:
-        """Let go of the files that nobody writes to any more: those of actors that were replaced, and copies."""
+        """Close the files that no living actor writes to: those of replaced actors, and copies."""
         for files in self._files.values():
             for inode in [inode for inode in files if inode not in self._written]:
                 os.close(files.pop(inode))
 
     def expect_new(self) -> None:
-        """Take all files for old ones, until their actors say that they write to them."""
+        """Regard all files as old, until their actors report that they write to them."""
         self._written.clear()
 
     def files(self) -> dict[SnapshotOwner, tuple[int, ...]]:
@@ -154,11 +148,11 @@ class HeldMemoryFiles:
         return {share: tuple(files.values()) for share, files in self._files.items() if files}
 
     def addresses(self) -> list[Address]:
-        """Return where others find these files."""
+        """Return the addresses of these files for other processes."""
         return [Address(share, self._own, files) for share, files in self.files().items()]
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._written.clear()
         self.drop_old()
         self._files.clear()
@@ -224,7 +218,7 @@ class SnapshotFiles:
 
 
 class _Slot:
-    """A memory file with room for one snapshot.
+    """A memory file with space for one snapshot.
 
     Attributes:
         fd: Its descriptor.
@@ -236,7 +230,7 @@ class _Slot:
         self.step: int | None = None
         self._layout: _Layout = ()
         self._map: mmap.mmap | None = None
-        self._room: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._mark_at = 0
 
     def fill(self, rank: int, tensors: dict[str, Tensor], shards: Mapping[str, Shard], at: AtHand) -> None:
@@ -248,11 +242,11 @@ class _Slot:
             self._layout = layout
         for name, tensor in tensors.items():
             with at([tensor]):
-                self._room[name].copy_(tensor.detach())
+                self._tensors[name].copy_(tensor.detach())
 
     @property
-    def has_room(self) -> bool:
-        """Whether it takes memory already."""
+    def has_memory(self) -> bool:
+        """Whether it has memory yet."""
         return self._map is not None
 
     def finish(self, step: int) -> None:
@@ -267,13 +261,13 @@ class _Slot:
             self._mark(_UNFINISHED)
 
     def _lay_out(self, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
-        """Write the header for tensors of these kinds, and make room for their data."""
+        """Write the header for tensors of these kinds, and reserve memory for their data."""
         header = _Header.for_tensors(rank, tensors, shards)
         beginning = header.beginning(tensors)
         at = len(beginning)
         size = at + sum(nbytes(tensor) for tensor in tensors.values())
-        self._room.clear()
-        self._map = None  # the room's tensors are gone, and the old mapping with them
+        self._tensors.clear()
+        self._map = None  # its tensors are gone, and the old mapping with them
         os.ftruncate(self.fd, 0)
         reserve(self.fd, 0, size)
         os.pwrite(self.fd, beginning, 0)
@@ -282,7 +276,7 @@ class _Slot:
         for name in header.kinds:
             tensor = tensors[name]
             start, at = at, at + nbytes(tensor)
-            self._room[name] = data[start:at].view(tensor.dtype).view(tensor.shape)
+            self._tensors[name] = data[start:at].view(tensor.dtype).view(tensor.shape)
 
     def _mark(self, text: str) -> None:
         assert self._map is not None
@@ -291,7 +285,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of a snapshot: that of a safetensors file, with which slices of logical tensors it has.
+    """The header of a snapshot: that of a safetensors file, with the slices of logical tensors in it.
 
     Attributes:
         step: Number of steps taken; None if the snapshot is not whole.
@@ -337,8 +331,8 @@ class _Header:
 
 
 def _step_of(fd: int) -> int | None:
-    """Return the step of the snapshot in a memory file; None if there is no whole one, as of a copy under way."""
-    with suppress(CheckpointError, ValueError):  # the header is none while another copy arrives
+    """Return the step of the snapshot in a memory file; None if it is incomplete, such as a copy under way."""
+    with suppress(CheckpointError, ValueError):  # the header is invalid while another copy arrives
         step = _Header.of(fd).step
         return step if any(os.pread(fd, 8, 0)) else None
     return None
@@ -348,17 +342,17 @@ def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOw
     """Write snapshots of a step as shards.
 
     Args:
-        files: Memory files, with those snapshots among them.
+        files: Memory files, which include those snapshots.
         step: Number of steps taken.
         shares: Whose snapshots.
         folder: Folder of the checkpoint.
 
     Returns:
-        The shard files, each with its logical tensors; none of those that hold nothing.
+        The shard files that are not empty, each with its logical tensors.
 
     Raises:
         CheckpointError: The disk does not allow it.
-        KeyError: One of them is not here.
+        KeyError: This process does not have one of them.
     """
     found = list[Written]()
     for share in shares:

@@ -84,7 +84,7 @@ def write_shard(
         at_hand: Returns a context in which some tensors, or parts of them, can be read; None if they always can.
 
     Raises:
-        CheckpointError: The name, a tensor or the disk does not allow it. No file is left behind.
+        CheckpointError: The name, a tensor or the disk does not allow it. No file remains.
     """
     if not is_plain(file):
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])

@@ -43,46 +43,48 @@ def buffer_name(dp: int, buffer: str) -> str:
 
 
 class Copies:
-    """Copies of an actor's state on their way to disk: ``take`` one between two steps, ``write`` it in another thread.
+    """Copies of an actor's state: ``take`` one between two steps, and ``write`` it to disk in another thread.
 
     There is one copy at a time. Its memory is reused, because memory that is new to the process takes longer to fill.
 
     Args:
-        home: Where the actor keeps its state: copies are there too if it is away from the device, else on the host.
+        storage: Where the actor keeps its state: copies are stored there too if it is off the device, else on the host.
     """
 
-    def __init__(self, home: OffloadStorage) -> None:
-        self._home = home
+    def __init__(self, storage: OffloadStorage) -> None:
+        self._storage = storage
         self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Shard]] | Exception] = SimpleQueue()
         self._maker = ThreadPoolExecutor(1)
-        self._room: Future[Tensor] | None = None
+        self._memory: Future[Tensor] | None = None
 
     def make_room(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Allocate the memory for copies of these tensors, in a thread."""
         size = sum(_padded(tensor) for _, tensor in tensors)
-        self._room = self._maker.submit(_touched if not self._home.is_off_device else self._apart, size)
+        self._memory = self._maker.submit(
+            _touched if not self._storage.is_off_device else self._allocated_off_device, size
+        )
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], shards: Mapping[str, Shard] = _ALL_WHOLE) -> None:
         """Copy tensors to the host. Errors are kept for ``write`` to raise.
 
         Args:
             tensors: Pairs of a logical name and a tensor.
-            shards: By name, which part of its logical tensor a tensor is; the others are whole.
+            shards: By name, the part of its logical tensor that a tensor is; tensors without an entry are whole.
         """
         try:
-            held = dict(tensors)
-            if self._room is None or self._room.result().nbytes < sum(map(_padded, held.values())):
-                self.make_room(held.items())
-            assert self._room is not None
-            room, start, copies = self._room.result(), 0, dict[str, Tensor]()
-            for name, tensor in held.items():
-                copies[name] = room[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
-                with self._home.accessible([tensor]), self._home.accessible([copies[name]], writes=True):
+            state = dict(tensors)
+            if self._memory is None or self._memory.result().nbytes < sum(map(_padded, state.values())):
+                self.make_room(state.items())
+            assert self._memory is not None
+            memory, start, copies = self._memory.result(), 0, dict[str, Tensor]()
+            for name, tensor in state.items():
+                copies[name] = memory[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
+                with self._storage.accessible([tensor]), self._storage.accessible([copies[name]], writes=True):
                     copies[name].copy_(tensor.detach())
                 start += _padded(tensor)
             self._taken.put((copies, shards))
         except Exception as error:
-            self._room = None
+            self._memory = None
             self._taken.put(error)
 
     def write(self, folder: Path, file: str, *, beside: bool = False) -> Written | None:
@@ -91,7 +93,7 @@ class Copies:
         Args:
             folder: Folder of the checkpoint.
             file: Name of the shard.
-            beside: Whether steps are running: then use only idle cores, unless that gets too slow.
+            beside: Whether steps run meanwhile: then use only idle cores, unless that gets too slow.
 
         Returns:
             The shard file and the logical tensors, each with its slice in the file; None if the copy is empty.
@@ -112,30 +114,30 @@ class Copies:
             saved[whole] = Logical(part.dtype, part.shape, slices)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
         try:
-            return write_shard(folder, file, tensors, spare, self._home.accessible), saved
+            return write_shard(folder, file, tensors, spare, self._storage.accessible), saved
         except OffloadError as error:
             raise CheckpointError([str(error)]) from error
 
-    def _apart(self, size: int) -> Tensor:
-        return self._home.empty(size, torch.uint8)
+    def _allocated_off_device(self, size: int) -> Tensor:
+        return self._storage.empty(size, torch.uint8)
 
 
 def reader(
-    source: ShardSource, tensors: Mapping[str, Logical], homes: Mapping[str, str], own: Callable[[str], Sharding]
+    source: ShardSource, tensors: Mapping[str, Logical], stored_names: Mapping[str, str], own: Callable[[str], Sharding]
 ) -> Read:
     """Return a function that reads an actor's parts of tensors from a checkpoint or a snapshot.
 
     Args:
-        source: Where the shards are.
+        source: Where the shards are read from.
         tensors: Logical tensors by name.
-        homes: For each copy of a tied weight, the name under which the checkpoint stores the weight.
-        own: Returns which part of a weight, by the name that the actor has for it, is the actor's.
+        stored_names: For each copy of a tied weight, the name under which the checkpoint stores the weight.
+        own: Returns the actor's part of a weight, by the actor's name of it.
     """
     assembler = Assembler(source)
 
     def read(weight: str, kept: str = "") -> Tensor | None:
         whole = untiled(weight)
-        logical = tensors.get(logical_name(homes.get(whole, whole), kept))
+        logical = tensors.get(logical_name(stored_names.get(whole, whole), kept))
         return None if logical is None else assembler.read(logical, own(weight).for_dims(len(logical.shape)))
 
     return read

@@ -1,4 +1,4 @@
-"""Where the snapshots of actors are: whose, in which process, and where copies of them go. Imports no torch."""
+"""Addresses of snapshots: their owners, processes that have them, recipients of copies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from raypar.actors.machine.process_identity import ProcessIdentity
 
 
 class SnapshotOwner(NamedTuple):
-    """Whose snapshot it is.
+    """The actor whose state a snapshot has.
 
     Attributes:
-        layout: Number of the layout of the run: it has another one after it went on with other ranks.
-        rank: The rank in it.
+        layout: Number of the run's layout, which changes when the run goes on with other ranks.
+        rank: The actor's rank in this layout.
     """
 
     layout: int
@@ -22,13 +22,13 @@ class SnapshotOwner(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """Where other processes find memory files with snapshots of a rank.
+    """The address, for other processes, of memory files with snapshots of a rank.
 
     Attributes:
         share: The rank, in its layout.
         process: A process that has the files open.
         files: Their descriptors in it.
-        is_written: Whether that process writes to them: the rank's actor itself, or one that gets copies of its own.
+        is_written: Whether that process writes to them: the rank's actor, or an actor that receives copies.
     """
 
     share: SnapshotOwner
@@ -38,7 +38,7 @@ class Address:
 
 
 class Recipient(NamedTuple):
-    """Where an actor sends its copies.
+    """The recipient of an actor's copies.
 
     Attributes:
         host: The address of the buddy's node.

@@ -1,8 +1,8 @@
-"""Copies of snapshots in the memory of another node: an actor sends its own to a buddy over TCP, beside its steps.
+"""Copies of snapshots in the memory of another node: an actor sends its own to a buddy over TCP, during its steps.
 
 A copy arrives in a memory file like that of the snapshot itself. The first bytes of the file, the length of its header,
-come last: they are sent once the other end has said that it has the rest. So a copy of which a part is missing, or that
-was written over while it was sent, is never taken for a snapshot.
+come last: they are sent once the receiver has confirmed the rest. So an incomplete copy, or one whose source was
+overwritten while it was sent, is never taken for a snapshot.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from itertools import cycle
 from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
 from raypar.actors.machine.memory_files import reserve
 
-SILENCE = 10.0  # seconds in which a copy gets further, or else its connection is given up
+SILENCE = 10.0  # seconds without progress after which a copy's connection is given up
 _LENGTH = struct.Struct("<Q")
 _TOKEN = 32  # bytes
 _ACK = b"!"
 _NOT_WHOLE = bytes(_LENGTH.size)
 _PIECE = 1 << 22  # bytes that are sent at a time
-_HELLO = 2.0  # seconds in which who connects says who he is
-_ENDING = 2.5  # seconds in which a thread ends whose connection is closed
+_HELLO = 2.0  # seconds in which a sender must send its token
+_ENDING = 2.5  # seconds in which a thread ends after its connection is closed
 
 
 class CopyReceiver:
-    """Receives copies of other actors' snapshots, in threads of its own.
+    """Receives copies of other actors' snapshots, in threads.
 
     Args:
         host: The address of this node that others reach.
-        expected: Whose copies come, by their tokens.
-        files: Number of memory files of each, which copies are written into in turn.
+        expected: The owners of the copies, by their tokens.
+        files: Number of memory files of each owner; copies are written into them in turn.
 
     Attributes:
-        port: The port that it listens at.
+        port: The port on which it listens.
 
     Raises:
         OSError: It can't listen there.
     """
 
     def __init__(self, host: str, expected: Mapping[str, SnapshotOwner], files: int) -> None:
-        self._rooms = {token: tuple(_Room() for _ in range(files)) for token in expected}
+        self._files = {token: tuple(_CopyFile() for _ in range(files)) for token in expected}
         self._expected = dict(expected)
         self._listener = socket.create_server((host, 0), backlog=len(expected) + 1)
         self.port = int(self._listener.getsockname()[1])
@@ -55,22 +55,23 @@ class CopyReceiver:
         self._start(self._accept)
 
     def files(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return the descriptors of the files, by whose copies they are for. They end with the receiver."""
-        return {share: tuple(room.fd for room in self._rooms[token]) for token, share in self._expected.items()}
+        """Return the descriptors of the files, by owner of the copies. They end with the receiver."""
+        return {share: tuple(file.fd for file in self._files[token]) for token, share in self._expected.items()}
 
     def close(self) -> None:
-        """Receive no more. A copy under way is lost."""
+        """Stop receiving. A copy under way is lost."""
         with self._lock:
             self._is_closed = True
             for one in (self._listener, *self._connections):
                 _shut(one)
         for thread in self._threads:
             thread.join(_ENDING)
-        if not any(thread.is_alive() for thread in self._threads):  # else one might write to what gets the number next
-            for rooms in self._rooms.values():
-                for room in rooms:
-                    os.close(room.fd)
-        self._rooms = {}
+        # A living thread might write to the next file that gets one of these descriptors.
+        if not any(thread.is_alive() for thread in self._threads):
+            for files in self._files.values():
+                for file in files:
+                    os.close(file.fd)
+        self._files = {}
 
     def _start(self, work: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=work, args=args, name="raypar-copies", daemon=True)
@@ -78,29 +79,29 @@ class CopyReceiver:
         thread.start()
 
     def _accept(self) -> None:
-        """Start a thread for each connection that is expected, until all have come or the receiver is closed."""
-        waiting = dict(self._rooms)
+        """Start a thread for each expected connection, until all are there or the receiver is closed."""
+        waiting = dict(self._files)
         with self._listener, suppress(OSError):
             while waiting:
                 connection, _ = self._listener.accept()
                 token = _token_of(connection)
                 with self._lock:
-                    rooms = None if self._is_closed else waiting.pop(token, None)
-                    if rooms is None:
+                    files = None if self._is_closed else waiting.pop(token, None)
+                    if files is None:
                         connection.close()
                     else:
                         self._connections.append(connection)
-                        self._start(_receive, connection, rooms)
+                        self._start(_receive, connection, files)
 
 
 class CopySender:
-    """Sends copies of an actor's snapshots to its buddy, one at a time, in a thread of its own.
+    """Sends copies of an actor's snapshots to its buddy, one at a time, in a thread.
 
     Args:
         to: The buddy.
 
     Attributes:
-        lost: Why it sends no more; "" as long as it does.
+        lost: Why it stopped sending; "" if it has not.
     """
 
     def __init__(self, to: Recipient) -> None:
@@ -115,10 +116,10 @@ class CopySender:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, file: int) -> bool:
-        """Begin to send the snapshot in a memory file, which stays as it is until it is sent, or ``give_up`` is called.
+        """Begin to send the snapshot in a memory file, which must not change until it is sent or ``give_up`` is called.
 
         Returns:
-            Whether it does; not if the copy before is still under way, or it sends no more.
+            Whether it begins; False if the previous copy is under way, or it has stopped sending.
         """
         if self.lost or self.is_sending:
             return False
@@ -128,7 +129,7 @@ class CopySender:
         return True
 
     def wait(self, seconds: float) -> float:
-        """Wait until the copy under way is whole there, but not longer than so many seconds; return how long it was."""
+        """Wait at most so many seconds until the copy under way has arrived; return the seconds waited."""
         start = time.perf_counter()
         if self._thread is None or not self.is_sending:
             return 0.0
@@ -136,11 +137,11 @@ class CopySender:
         return time.perf_counter() - start
 
     def give_up(self) -> None:
-        """Never let the copy under way become whole: its snapshot is about to be written over."""
+        """Let the copy under way stay incomplete: its snapshot is about to be overwritten."""
         self._is_stale = True
 
     def close(self) -> None:
-        """Send no more. A copy under way is lost."""
+        """Stop sending. A copy under way is lost."""
         self._is_stale, self.lost = True, self.lost or "it was ended"
         if self._socket is not None:
             _shut(self._socket)
@@ -177,11 +178,11 @@ class CopySender:
 
 
 def send_copy(file: int, to: Recipient) -> None:
-    """Send one snapshot, and wait until it is whole there.
+    """Send one snapshot, and wait until it has arrived.
 
     Args:
-        file: The memory file that it is in, which stays as it is meanwhile.
-        to: Who expects it.
+        file: The memory file with the snapshot, which must not change meanwhile.
+        to: The receiver, which expects it.
 
     Raises:
         OSError: It did not arrive.
@@ -196,7 +197,7 @@ def send_copy(file: int, to: Recipient) -> None:
         raise ConnectionError(f"a snapshot did not arrive at {to.host}: {lost}")
 
 
-class _Room:
+class _CopyFile:
     """A memory file for copies.
 
     Attributes:
@@ -221,7 +222,7 @@ class _Room:
 
 
 def _token_of(connection: socket.socket) -> str:
-    """Receive the token of who has connected; "" if he tells none."""
+    """Receive the token of a sender; "" if it sends none."""
     connection.settimeout(_HELLO)
     try:
         return _exactly(connection, _TOKEN).decode(errors="replace")
@@ -229,28 +230,28 @@ def _token_of(connection: socket.socket) -> str:
         return ""
 
 
-def _receive(connection: socket.socket, rooms: tuple[_Room, ...]) -> None:
+def _receive(connection: socket.socket, files: tuple[_CopyFile, ...]) -> None:
     """Receive copies into files in turn, until the connection is closed."""
     with suppress(OSError), connection:
-        for room in cycle(rooms):
+        for file in cycle(files):
             connection.settimeout(None)
             (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
             connection.settimeout(SILENCE)
-            room.receive(connection, size)
+            file.receive(connection, size)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray:
-    """Receive so many bytes. Raises OSError if there are no more."""
+    """Receive so many bytes. Raises OSError if the connection ends before."""
     found = bytearray(count)
     with memoryview(found) as view:
         _fill(view, connection)
     return found
 
 
-def _fill(room: memoryview, connection: socket.socket) -> None:
+def _fill(buffer: memoryview, connection: socket.socket) -> None:
     done = 0
-    while done < len(room):
-        with room[done:] as rest:
+    while done < len(buffer):
+        with buffer[done:] as rest:
             count = connection.recv_into(rest)
         if not count:
             raise ConnectionResetError("the connection was closed")

@@ -22,7 +22,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Pass on a replicated tensor that the members go on to use differently; the backward sums their gradients.
+    """Return a replicated tensor that the members then use differently; the backward sums their gradients.
 
     Source: Megatron-LM (Shoeybi et al. 2019), section 3, operator f.
     """
@@ -89,7 +89,7 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def join_rows(x: Tensor, group: Group, count: int) -> Tensor:
-    """Concatenate what members made of their ``own_rows`` of ``count`` ones; the backward keeps this member's rows."""
+    """Concatenate members' rows, computed from their ``own_rows``, to ``count`` rows; the backward keeps own rows."""
     return through(x, partial(_rows_of_all, group, count), partial(_rows_here, group))
 
 

@@ -1,4 +1,4 @@
-"""Failed communications, and what to say of them."""
+"""Failed communications, and their descriptions."""
 
 from __future__ import annotations
 

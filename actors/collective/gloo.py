@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
-from raypar.actors.collective.exchanged_store import ExchangedStore
+from raypar.actors.collective.exchange import ExchangedStore
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 from raypar.actors.collective.torch_options import options_of
@@ -33,7 +33,7 @@ _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce ex
 # Torch's own timeout of an op, which also runs before anybody waits for it; our deadlines are those of the waits.
 _NEVER = timedelta(days=1)
 _SHORTEST = 0.001  # seconds; torch would take a shorter timeout as none
-_LOOK = 0.05  # seconds between two looks for an abort, where a late wait closes no connection
+_LOOK = 0.05  # seconds between two checks for an abort, where a late wait closes no connection
 _LATE = "imed out"  # of "Timed out waiting 50ms for recv operation to complete" and "Operation timed out!"
 
 

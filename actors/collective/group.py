@@ -21,7 +21,7 @@ from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp
 from raypar.actors.tensors import nbytes, row_size
 
-TIMEOUT = 60.0  # seconds: of a wait and of connecting, until the owner sets its own
+TIMEOUT = 60.0  # seconds: of a wait and of connecting, until the owner sets another
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
 
@@ -234,7 +234,7 @@ class Group(ABC):
 
         Args:
             out: This member's part (n, ...).
-            tensor: What is divided (size * n, ...) on the root; None on the others.
+            tensor: Input (size * n, ...) on the root; None on the others.
             root: Rank that has the tensor.
         """
         if self.rank == root:
@@ -252,7 +252,7 @@ class Group(ABC):
         """Start to send a tensor to another rank. It must not change before the handle has been waited for.
 
         Args:
-            tensor: What to send, of any strides.
+            tensor: The tensor to send, of any strides.
             dst: Rank of the receiver.
             tag: Number that matches the send to its receive, 0 or more; GPU groups ignore it and match by order.
             count_as: Op name for the ledger.
@@ -264,7 +264,7 @@ class Group(ABC):
         """Start to receive a tensor from another rank.
 
         Args:
-            tensor: Where to store it. It has the shape and dtype of the tensor that the sender sends.
+            tensor: Memory for it, with the shape and dtype of the sender's tensor.
             src: Rank of the sender.
             tag: Tag of the send.
             count_as: Op name for the ledger.
@@ -272,13 +272,13 @@ class Group(ABC):
         self._other(src, tag, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
-    # --- memory, and what only GPUs need ---
+    # --- memory, and methods that only GPUs need ---
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor (count,) that collectives can use without a copy where the backend allows it.
 
         Either all members pass such a tensor to an op, or none does. Concurrent ops on different parts of one such
-        tensor may complete only together: give every op that is waited for on its own a tensor of its own.
+        tensor may complete only together: use one tensor for each op that is waited for separately.
         """
         return torch.empty(count, dtype=dtype, device=self.device)
 
@@ -333,7 +333,7 @@ class Group(ABC):
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish: ...
 
     def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
-        """Broadcast every part to its place in ``out``."""
+        """Broadcast every part into its part of ``out``."""
         parts = out.split(list(counts))
         parts[self.rank].copy_(tensor)
         finishes = [self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()]

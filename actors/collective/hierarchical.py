@@ -38,8 +38,8 @@ class HierarchicalGroup(GlooGroup):
 
     Args:
         nodes: The ranks of each node, each in ascending order, ordered by their first.
-        connect_node: Connects this member, within so many seconds, to the others of its node, whose ranks it is given,
-            and returns a link per other member, by its index among them.
+        connect_node: Connects this member to the others of its node, given their ranks and a timeout in seconds;
+            returns a link per other member, by its index among them.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HierarchicalGroup(GlooGroup):
 
 
 def _done(timeout: float) -> None:
-    """The Finish of a step in which this member has no part."""
+    """Return at once: the Finish of a step in which this member does not take part."""
 
 
 class _Task:

@@ -1,4 +1,4 @@
-"""Redistribution: change how a tensor lies on actors, with the fewest bytes, in the forward and in the backward."""
+"""Redistribution of a tensor over actors from one placement to another, with the fewest bytes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def redistribute(
     Args:
         x: This member's part, of any shape.
         groups: By axis, the group of this member; see ``routes`` for placements over several axes.
-        before: By axis, how the tensor lies.
-        after: By axis, how it will lie.
-        gradient: By axis, how the gradient of the result lies, if that differs: "P" on an axis whose members use a
+        before: By axis, the placement of the tensor.
+        after: By axis, the placement of the result.
+        gradient: By axis, the placement of the result's gradient, if that differs: "P" on an axis whose members use a
             replicated result differently, so that the sum of their gradients is the gradient.
 
     Raises:
@@ -53,7 +53,7 @@ def redistribute(
 
 
 def _of_gradient(state: Sequence[Placement]) -> State:
-    """Return how the gradient of a tensor lies."""
+    """Return the placement of the gradient of a tensor."""
     return tuple("R" if placement == "P" else placement for placement in state)
 
 

@@ -1,8 +1,8 @@
 """Routes from one placement of a tensor to another with the fewest bytes. Imports no torch.
 
-On an axis of actors a tensor is "R" (replicated: each has it), "P" (partial: the sum of what they have is the tensor)
-or "S0", "S1", ... (split: each has its part along that dim). Over several axes it has one of these on each; of axes
-that split the same dim, the later ones split what the earlier ones leave.
+On an axis of actors a tensor is "R" (replicated: each has it), "P" (partial: it is the sum of the actors' tensors) or
+"S0", "S1", ... (split: each has its part along that dim). Over several axes it has one of these on each; of axes that
+split the same dim, each later one splits the parts of the earlier ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def route(before: State, after: State, shape: Sequence[int], sizes: Sequence[int
 
     Args:
         before: By axis, the placement of the tensor.
-        after: By axis, the placement that is wanted.
+        after: By axis, the placement of the result.
         shape: Shape of the whole tensor.
         sizes: By axis, the number of its members.
 

@@ -199,7 +199,7 @@ class _ContextCore(Core):
     """
 
     def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
-        super().__init__(core.kind, core.drop.p, core.alibi, core.desk, core.window, core.documents, core.cap)
+        super().__init__(core.kind, core.drop.p, core.alibi, core.scratch, core.window, core.documents, core.cap)
         self.group, self.tokens = group, tokens
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
@@ -245,7 +245,7 @@ class _UlyssesCore(_ContextCore):
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
-        inner = Core(self.kind, 0.0, None, self.desk, self.window, cap=self.cap)
+        inner = Core(self.kind, 0.0, None, self.scratch, self.window, cap=self.cap)
         if self.alibi is not None:
             first = self.group.rank * heads // ranks
             inner.alibi = self.alibi.part(first, first + heads // ranks)

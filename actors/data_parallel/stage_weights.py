@@ -121,9 +121,8 @@ class StageWeights:
         self._tiles = [tuple(cut) for cut in tiles or ([],) * len(uses)]
         *self._starts, self._total = accumulate((1 + len(cut) for cut in self._tiles), initial=0)
         self._kind: Pass | None = None
-        self._visits: list[tuple[int, ...]] | None = (
-            None  # units of each visit of a layer in turn; None: all units are held
-        )
+        # Units of each visit of a layer in turn; None if all units are held.
+        self._visits: list[tuple[int, ...]] | None = None
         self._at = -1  # the present visit
         self._is_open = False
         self._first_backward = 0  # index of the first visit of the backward
@@ -159,7 +158,7 @@ class StageWeights:
         first = 0
         for linear in linears:
             linear.before = partial(self._forward_tile, layer, first)
-            linear.behind = partial(self._watch_tile, layer, first)
+            linear.after = partial(self._watch_tile, layer, first)
             first += sum(1 for _ in linear.children())
 
     def _forward_tile(self, layer: int, first: int, number: int) -> None:

@@ -1,6 +1,6 @@
-"""Which tensor of a Hugging Face model is which weight of ours, as data: one table for each type of model.
+"""Which tensor of a Hugging Face model is which of raypar's weights, as data: one table for each type of model.
 
-In a name ``*`` stands for a number: of a block, and behind it of an expert. Those of one side are those of the other.
+In a name ``*`` stands for a number: of a block, and then of an expert. Both names have the same numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from raypar.actors.specs.lora import LORA
 
-POSITIONS = "embed.positions.weight"  # of which a folder may have more rows than a run
+POSITIONS = "embed.positions.weight"  # a folder's table may have more rows than the run's
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -25,7 +25,7 @@ class WeightPart:
         transposed: Whether the tensor is (in, out) and the weight (out, in).
         part: Which part of the tensor, along the weight's dim 0, is the weight.
         parts: Number of equal parts that the tensor has along that dim.
-        more: How much more than the tensor the weight is: 1 for norms of which a folder has the distance from 1.
+        more: Added to the tensor's values: 1 for norms whose folders store the distance from 1.
     """
 
     ours: str
@@ -36,7 +36,7 @@ class WeightPart:
     more: float = 0.0
 
     def numbered(self, numbers: Iterable[str]) -> WeightPart:
-        """Return the conversion with these numbers in the place of the stars of both names."""
+        """Return the conversion with the stars of both names replaced by these numbers."""
         ours, theirs = self.ours, self.theirs
         for number in numbers:
             ours, theirs = ours.replace("*", number, 1), theirs.replace("*", number, 1)
@@ -49,7 +49,7 @@ class Table:
 
     Attributes:
         conversions: One for each kind of weight.
-        prefix: What names begin with in some folders only.
+        prefix: Prefix of names that some folders leave out.
         ignored: Patterns of tensors that some folders have and that are no weights: masks, tables of positions.
         zeros: Patterns of weights of ours that are zeros if our model has none, as biases are.
     """
@@ -123,7 +123,7 @@ def _llama(
         mlp: The weights of MLPs or experts in a block: ours to theirs.
         norms: The norms of a block: ours to theirs.
         biases: Whether queries, keys and values may have biases.
-        around: What the weights of norms are a distance from.
+        around: The value that the folder subtracts from the weights of norms.
     """
     block = {f"attn.{ours}": theirs for ours, theirs in _ATTENTION.items()} | dict(mlp) | dict(norms)
     found = [WeightPart(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight") for ours, theirs in block.items()]
@@ -148,8 +148,8 @@ TABLES: Mapping[str, Table] = {  # by the model_type of config.json
 }
 
 
-PEFT = "base_model.model."  # of the names of PEFT, ahead of those of the model
-THEIRS = ".net."  # what is behind it, in the names of weights of modules that are theirs, is a tensor's name
+PEFT = "base_model.model."  # prefix that PEFT adds to the names of the model
+THEIRS = ".net."  # in names of weights of transformers' modules, the tensor's name follows it
 
 
 def converted(model_type: str, names: Iterable[str]) -> dict[str, WeightPart]:
@@ -187,7 +187,7 @@ def adapters_converted(model_type: str, names: Iterable[str]) -> dict[str, Weigh
 
 
 def is_ignored(model_type: str, name: str) -> bool:
-    """Return whether a tensor of a folder is no weight."""
+    """Return whether a tensor of a folder is not a weight."""
     if model_type not in TABLES:
         return name.endswith(".rotary_emb.inv_freq")
     return _NUMBER.sub("*", name) in TABLES[model_type].ignored

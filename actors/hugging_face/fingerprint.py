@@ -1,4 +1,4 @@
-"""A fingerprint of the weights in a folder of Hugging Face, by which adapters know the model that they belong to."""
+"""A fingerprint of the weights in a folder of Hugging Face, by which adapters identify their base model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def fingerprint(folder: Path) -> str:
         size, item = math.prod(one.shape), ITEM.get(one.dtype, 0)
         for at in sorted({0, max(0, size // 2 - _SAMPLE)}) if item else ():
             files.setdefault(one.file, []).append((name, one.start + at * item, min(_SAMPLE, size - at) * item))
-    for file, places in files.items():
+    for file, reads in files.items():
         with checkpoint_errors(f"{str(folder / file)!r} can't be read"), open_named(folder / file) as opened:
-            for name, start, count in places:
+            for name, start, count in reads:
                 opened.seek(start)
                 raw = bytearray(opened.read(count))
                 values = torch.frombuffer(raw, dtype=_DTYPES[kept[name].dtype]) if raw else torch.empty(0)

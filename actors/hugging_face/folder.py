@@ -79,7 +79,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, FileTensor]:
 
     Raises:
         CheckpointError: Files are missing, end early, or are no safetensors; or names lead out of the folder. The error
-            lists all faults; of many the first ones.
+            lists the first faults.
     """
     index = _index(folder)
     faults: list[str] = []
@@ -133,19 +133,19 @@ def adapters_in(folder: Path) -> tuple[dict[str, FileTensor], str]:
     """Return where the tensors of an adapter are, by name, and the fingerprint of the weights that it belongs to.
 
     Args:
-        folder: The folder. A fingerprint that it does not tell is "".
+        folder: The folder. A missing fingerprint is "".
 
     Raises:
         CheckpointError: It has no adapter, or a broken one.
     """
     if not (folder / ADAPTER).exists():
-        told_as = f"{str(folder)!r} has no {ADAPTER}"
+        message = f"{str(folder)!r} has no {ADAPTER}"
         if (folder / "adapter_model.bin").exists():
             how = "load it with peft, and write it with save_pretrained(folder, safe_serialization=True)"
-            told_as += f" but adapter_model.bin, a pickle, which can run code and is not read: {how}"
+            message += f" but adapter_model.bin, a pickle, which can run code and is not read: {how}"
         else:
-            told_as += f": {_WHAT_HAS[ADAPTER_CONFIG]}"
-        raise CheckpointError([told_as])
+            message += f": {_WHAT_HAS[ADAPTER_CONFIG]}"
+        raise CheckpointError([message])
     found, metadata = _tensors_of(folder, ADAPTER)
     base = metadata.get(BASE)
     return found, base if isinstance(base, str) else ""
@@ -168,17 +168,17 @@ def _index(folder: Path) -> Mapping[str, str]:
 
 
 def _no_weights(folder: Path) -> str:
-    """Say which weights a folder has that are not read, and how to convert them."""
+    """Return a message that names the folder's unreadable weights, and how to convert them."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    told_as = f"{str(folder)!r} has no {SINGLE}"
+    message = f"{str(folder)!r} has no {SINGLE}"
     if pickled := [name for name in names if re.fullmatch(r"pytorch_model.*\.(bin|json)|.*\.(pt|pth|ckpt)", name)]:
         how = _SAFE.format(folder=folder)
-        return f"{told_as} but {pickled[0]}, a pickle, which can run code and is not read: convert it; {how}"
+        return f"{message} but {pickled[0]}, a pickle, which can run code and is not read: convert it; {how}"
     if other := [name for name in names if name.endswith((".gguf", ".h5", ".msgpack", ".onnx"))]:
-        return f"{told_as} but {other[0]}: convert it with transformers, from_pretrained(...).save_pretrained(...)"
+        return f"{message} but {other[0]}: convert it with transformers, from_pretrained(...).save_pretrained(...)"
     if ADAPTER_CONFIG in names:
         return _ONLY_ADAPTER.format(folder=str(folder))
-    return f"{told_as}: give a folder that save_pretrained has written, or that was downloaded whole"
+    return f"{message}: give a folder that save_pretrained has written, or that was downloaded whole"
 
 
 def _tensors_of(folder: Path, file: str) -> tuple[dict[str, FileTensor], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The weights of a folder: an actor reads its slices of them, by ranges of bytes, and nothing else."""
+"""The weights of a folder: an actor reads only the byte ranges of its slices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypar.actors.machine.files import AT_ONCE, checkpoint_errors
 from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.sharding import Shard
 
-Span = tuple[int, int]  # first index along a dim, and the one behind the last
+Span = tuple[int, int]  # first index along a dim, and the one after the last
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -32,7 +32,7 @@ class FolderWeights:
         num_read: Bytes of weights that were read.
 
     Raises:
-        CheckpointError: The folder holds no model that raypar has, or no adapters.
+        CheckpointError: The folder holds no model of a known type, or no adapters.
     """
 
     def __init__(self, folder: Path, *, adapts: str | None = None) -> None:
@@ -62,7 +62,7 @@ class FolderWeights:
             name: Logical name of the weight.
             parameter: The tensor, in any dtype, contiguous.
             whole: Shape of the weight.
-            spans: For each dim, ranges of indices: the first one, and the one behind the last.
+            spans: For each dim, ranges of indices: the first one, and the one after the last.
 
         Raises:
             CheckpointError: As in ``fill``.
@@ -91,16 +91,16 @@ class FolderWeights:
 
     def _read(self, file: int, kept: FileTensor, box: Sequence[Span], target: Tensor) -> None:
         """Read a box of a tensor into a target of its shape, some rows at a time."""
-        item, (first, behind) = ITEM[kept.dtype], box[0] if box else (0, 1)
-        row = item  # bytes of a whole row, of those dims behind the first
+        item, (first, stop) = ITEM[kept.dtype], box[0] if box else (0, 1)
+        row = item  # bytes of a whole row: of all dims after the first
         for size in kept.shape[1:]:
             row *= size
         low, high = box[1] if len(box) > 1 else (0, 1)
         each = row // (kept.shape[1] if len(box) > 1 else 1)
         wanted, is_whole = (high - low) * each, (high - low) * each == row
         at_once = max(1, AT_ONCE // max(1, wanted))
-        for start in range(first, behind, at_once):
-            count = min(at_once, behind - start)
+        for start in range(first, stop, at_once):
+            count = min(at_once, stop - start)
             raw = torch.empty(count * wanted, dtype=torch.uint8)
             view, at = raw.numpy().data, kept.start + start * row + low * each
             if is_whole:
@@ -135,7 +135,7 @@ def shape_in(conversion: WeightPart, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _regions(spans: Sequence[Sequence[Span]]) -> Iterable[tuple[tuple[slice, ...], tuple[Span, ...]]]:
-    """Yield where in a part each of its pieces is, and where in the whole tensor."""
+    """Yield the slices of each piece in the part, and its spans in the whole tensor."""
     placed = []
     for dim in spans:
         at, found = 0, []
@@ -144,4 +144,4 @@ def _regions(spans: Sequence[Sequence[Span]]) -> Iterable[tuple[tuple[slice, ...
             at += high - low
         placed.append(found)
     for pieces in product(*placed):
-        yield tuple(place for place, _ in pieces), tuple(span for _, span in pieces)
+        yield tuple(region for region, _ in pieces), tuple(span for _, span in pieces)

@@ -42,16 +42,16 @@ class LoraAdapter(nn.Module):
         return self.widened(self.a(x))
 
     def widened(self, h: Tensor) -> Tensor:
-        """Return the outputs for what ``a`` has made, (..., r) -> (..., F)."""
+        """Return the outputs for the outputs of ``a``, (..., r) -> (..., F)."""
         out: Tensor = self.b(h) * self.scale
         return out
 
 
 class SummedLinear(nn.Linear):
-    """A linear layer of which an actor has a part, whose outputs are sums over actors."""
+    """A linear layer that is divided over actors, whose outputs are sums over them."""
 
     def with_added(self, input: Tensor, added: Tensor | None) -> Tensor:
-        """Apply the layer, with this actor's part of something that is added to its outputs (..., F)."""
+        """Apply the layer, and add ``added`` (..., F), this actor's part of a further term, before the sum."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ def fanned(fan: SharedInputLinears, x: Tensor, layers: Sequence[Adapted]) -> lis
     """Call layers, and the first halves of their adapters, on one input, and return the outputs of each.
 
     Args:
-        fan: What calls them.
+        fan: Calls the layers.
         x: The input (..., E).
         layers: The layers, each with its adapter or None.
     """

@@ -42,10 +42,10 @@ class Core(nn.Module, SelectiveRecompute):
             dropout on a GPU), or torch's.
         dropout: Dropout probability of the softmax weights.
         alibi: Bias to add to the scores; None for none.
-        desk: Scratch memory for attention in blocks; None for new memory.
+        scratch: Scratch memory for attention in blocks; None for new memory.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
-        documents: Where documents begin, beyond which a query sees nothing; None if there is one alone.
-        cap: What scores s are bent to, cap * tanh(s / cap); None for not at all. It needs "materialised".
+        documents: Where documents begin: a query sees nothing before its own; None if there is only one.
+        cap: Soft cap of scores s, which become cap * tanh(s / cap); None for no cap. It needs "materialised".
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Core(nn.Module, SelectiveRecompute):
         kind: AttentionKind,
         dropout: float,
         alibi: Alibi | None,
-        desk: ScratchAllocator | None = None,
+        scratch: ScratchAllocator | None = None,
         window: int | None = None,
         documents: Documents | None = None,
         cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.desk, self.documents, self.cap = desk or ScratchAllocator(), documents or Documents(), cap
+        self.scratch, self.documents, self.cap = scratch or ScratchAllocator(), documents or Documents(), cap
         self.kind, self.alibi, self.window = kind, alibi, window
         self._further: dict[tuple[int, int], Tensor] = {}  # by first query and number of keys, the bias of a slice
         self.drop: nn.Dropout = nn.Dropout(dropout)
@@ -83,14 +83,14 @@ class Core(nn.Module, SelectiveRecompute):
         Args:
             q_BNSd: The queries (B, N, S, d), of the last S tokens if there are more keys.
             k_BKSd: The keys (B, K, S, d), or of more tokens (B, K, T, d).
-            v_BKSd: The values, likewise.
+            v_BKSd: The values, of the same tokens.
             starts_BS: Where the documents of the queries begin, (B, S); None if a sequence is one document.
         """
         bias = self._bias_up_to(q_BNSd, starts_BS, k_BKSd.shape[2])
         if self._is_materialised(q_BNSd):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop, self.cap)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
-            return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
+            return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.scratch)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
     def narrow(self, heads: int, sharding: Sharding) -> None:
@@ -123,11 +123,11 @@ class Core(nn.Module, SelectiveRecompute):
     def _is_materialised(self, q_BNSd: Tensor) -> bool:
         """Return whether the core is computed op by op.
 
-        With dropout that is so on GPUs, unless "fused" was asked for: kernels there draw masks that no part of the
-        tensors could be given, so that numbers would depend on the layout.
+        With dropout that is so on GPUs, unless the run sets "fused": kernels there draw masks that depend on the
+        shape of the actor's part, so that results would depend on the layout.
         """
-        draws_apart = self.kind == "blocks" and self.dropout > 0 and q_BNSd.device.type != "cpu"
-        return self.kind == "materialised" or draws_apart
+        draws_by_layout = self.kind == "blocks" and self.dropout > 0 and q_BNSd.device.type != "cpu"
+        return self.kind == "materialised" or draws_by_layout
 
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> bool:
         plain = self.kind == "blocks" and self.alibi is None and not self.dropout
@@ -139,22 +139,22 @@ class Core(nn.Module, SelectiveRecompute):
         return self.window is not None and self.window < length
 
     def _bias_up_to(self, q_BNSd: Tensor, starts_BS: Tensor | None, length: int) -> Tensor | None:
-        """Return what ``_bias`` does; that of a slice is made once, as all microbatches keep it for their backward."""
+        """Return the result of ``_bias``, cached for slices: all microbatches keep it for their backward."""
         first = length - q_BNSd.shape[2]
         if not first:
             return self._bias(q_BNSd, starts_BS, length)
-        made = self._further.get((first, length))
-        if made is None or (made.dtype, made.device) != (q_BNSd.dtype, q_BNSd.device):
+        cached = self._further.get((first, length))
+        if cached is None or (cached.dtype, cached.device) != (q_BNSd.dtype, q_BNSd.device):
             whole = self._bias(q_BNSd, starts_BS, length)
             assert whole is not None
-            made = self._further[first, length] = whole.detach()
-        return made
+            cached = self._further[first, length] = whole.detach()
+        return cached
 
     def _bias(self, q_BNSd: Tensor, starts_BS: Tensor | None, length: int) -> Tensor | None:
-        """Return the bias of the scores of the last S of ``length`` tokens, with -inf for those that are not seen.
+        """Return the bias of the scores of the last S of ``length`` tokens, with -inf for hidden keys.
 
         Its shape is (N, S, T), (1, S, T), or with documents (B, N, S, T) or (B, 1, S, T). None if each query sees all
-        tokens up to its own, and there are no others before them.
+        tokens up to its own, and the sequence has no earlier tokens.
         """
         first = length - q_BNSd.shape[2]
         bias = None if self.alibi is None else self.alibi.bias(length, q_BNSd)[:, first:]
@@ -173,18 +173,18 @@ class Core(nn.Module, SelectiveRecompute):
 class Attention(nn.Module, Incremental):
     """Self-attention layer, (B, S, D) -> (B, S, D): projections to q, k and v, the core, and an output projection.
 
-    Unless the model asks for them, the projections to q, k and v have no biases. Without rope a bias of the keys shifts
-    all scores of a query alike, which a softmax ignores: its gradient is rounding noise, and Adam turns that noise into
-    steps of full size.
+    Unless the model has ``qkv_bias``, the projections to q, k and v have no biases. Without rope a bias of the keys
+    shifts all scores of a query alike, which a softmax ignores: its gradient is rounding noise, and Adam turns that
+    noise into steps of full size.
 
     Args:
         spec: Settings of the model.
         between: Rotary positions or ALiBi; None for neither.
-        desk: Scratch memory for attention in blocks, shared by the blocks of an actor.
+        scratch: Scratch memory for attention in blocks, shared by the blocks of an actor.
         bias: Whether the output projection has a bias.
         window: Number of tokens that a token attends to; None for all before it.
-        documents: Where the documents of the microbatch begin; None if there is one alone.
-        slices: The slice of the microbatch that is computed; None if microbatches are not cut.
+        documents: Where the documents of the microbatch begin; None if there is only one.
+        slices: The present slice of the microbatch; None if microbatches are not cut.
 
     Attributes:
         tokens: The pieces of the sequence that this actor holds.
@@ -195,7 +195,7 @@ class Attention(nn.Module, Incremental):
         self,
         spec: Transformer,
         between: Rope | Alibi | None,
-        desk: ScratchAllocator,
+        scratch: ScratchAllocator,
         *,
         window: int | None = None,
         documents: Documents | None = None,
@@ -212,7 +212,7 @@ class Attention(nn.Module, Incremental):
         alibi = between if isinstance(between, Alibi) else None
         scale = spec.query_scale
         self._longer = 1.0 if scale is None else math.sqrt(self.width / scale)  # the core divides by sqrt(width)
-        self.core = Core(spec.attention, spec.dropout, alibi, desk, window, documents, spec.attention_cap)
+        self.core = Core(spec.attention, spec.dropout, alibi, scratch, window, documents, spec.attention_cap)
         self.out = linear(self.width * spec.heads, spec.hidden, bias=spec.has_biases)
         self.q_lora, self.k_lora = adapter_of(spec, self.q, "q"), adapter_of(spec, self.k, "k")
         self.v_lora, self.out_lora = adapter_of(spec, self.v, "v"), adapter_of(spec, self.out, "out")
@@ -244,7 +244,7 @@ class Attention(nn.Module, Incremental):
     def _further(
         self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: CachedSequences, at_B: Tensor
     ) -> Tensor:
-        """Compute the core for each sequence's next token, whose keys and values join those that are kept."""
+        """Compute the core for each sequence's next token, whose keys and values are added to the cache."""
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)
         k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)

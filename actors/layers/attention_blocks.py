@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.attention_scratch import Place, ScratchAllocator, Size
+from raypar.actors.layers.attention_scratch import HeadGroup, ScratchAllocator, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
 from raypar.actors.specs.attention import LEAST, ROWS
 
 # Scores in a block, 512 KiB. A backward uses two such tensors (softmax and its gradient), which fit in 1 MiB of cache.
-_ROOM = 1 << 17
+_BLOCK_SCORES = 1 << 17
 _OF_INTEL = 1 << 17  # elements of a sample's queries, below which torch's own kernel is faster on Intel processors
 
 
@@ -45,17 +45,17 @@ def suits_blocks(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
     )
 
 
-def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: ScratchAllocator) -> Tensor:
+def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, scratch: ScratchAllocator) -> Tensor:
     """Compute causal attention, softmax(q k^T / sqrt(d)) v, block by block.
 
-    The softmax is kept for the backward as far as the desk has room. The backward recomputes the rest, block by block,
-    as torch's kernel does.
+    The softmax is kept for the backward within the scratch memory's budget. The backward recomputes the rest, block by
+    block, as torch's kernel does.
 
     Args:
         q_BNSd: Queries, float32.
         k_BKSd: Keys, float32.
         v_BKSd: Values, float32.
-        desk: Scratch memory, and memory for what is kept.
+        scratch: Scratch memory, and the budget for kept softmaxes.
 
     Returns:
         (B, N, S, d), laid out in memory as (B, S, N, d): the output projection reads all heads of a token together.
@@ -65,7 +65,7 @@ def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: ScratchAllocato
 
     Source: Dao et al. 2022, "FlashAttention", section 3.1.
     """
-    out: Tensor = _Causal.apply(q_BNSd, k_BKSd, v_BKSd, desk)  # type: ignore[no-untyped-call]
+    out: Tensor = _Causal.apply(q_BNSd, k_BKSd, v_BKSd, scratch)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -73,24 +73,24 @@ class _Causal(torch.autograd.Function):
     """The autograd function of ``attend``."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: ScratchAllocator) -> Tensor:
-        """Compute the output (B, N, S, d), and keep the softmax of as many heads as the desk has room for."""
+    def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, scratch: ScratchAllocator) -> Tensor:
+        """Compute the output (B, N, S, d), and keep the softmax of as many heads as the budget allows."""
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
-        ctx.desk, ctx.kept = desk, []
+        ctx.scratch, ctx.kept = scratch, []
         seen_BNSd = _by_token(q_BNSd)
-        places, size = _some_heads(q_BNSd, k_BKSd)
+        groups, size = _some_heads(q_BNSd, k_BKSd)
         waits = any(ctx.needs_input_grad)
-        with desk.scratch(q_BNSd, size) as near:
+        with scratch.working(q_BNSd, size) as near:
             q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
             seen = near.made.grouped(seen_BNSd)
-            for place in places:
-                near.q.fetch(q, place)
-                near.k.fetch(k, place)
-                near.v.fetch(v, place)
-                kept = desk.lend(q_BNSd, size) if waits else None
+            for group in groups:
+                near.q.fetch(q, group)
+                near.k.fetch(k, group)
+                near.v.fetch(v, group)
+                kept = scratch.softmax(q_BNSd, size) if waits else None
                 for i, block in enumerate(near.blocks):
                     block.look(kept.scores[i] if kept else block.scores)
-                near.made.put_back(seen, place)
+                near.made.put_back(seen, group)
                 ctx.kept.append(kept)
         return seen_BNSd
 
@@ -100,29 +100,29 @@ class _Causal(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second differentiation would take these gradients for constants
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
-        dq_BNSd, dk_BKSd, dv_BKSd = _rooms(saved)
-        places, size = _some_heads(q_BNSd, k_BKSd)
-        every, ctx.kept = ctx.kept, [None] * len(places)  # a second backward of a retained graph recomputes
-        with ctx.desk.scratch(q_BNSd, size) as near:
+        dq_BNSd, dk_BKSd, dv_BKSd = _gradients_of(saved)
+        groups, size = _some_heads(q_BNSd, k_BKSd)
+        every, ctx.kept = ctx.kept, [None] * len(groups)  # a second backward of a retained graph recomputes
+        with ctx.scratch.working(q_BNSd, size) as near:
             q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
             dq, dk, dv = near.made.grouped(dq_BNSd), near.dk.grouped(dk_BKSd), near.dv.grouped(dv_BKSd)
             gradient = near.gradient.grouped(gradient_BNSd)
-            for place, kept in zip(places, every, strict=True):
-                near.q.fetch(q, place)
-                near.k.fetch(k, place)
-                near.v.fetch(v, place)
-                near.gradient.fetch(gradient, place)
+            for group, kept in zip(groups, every, strict=True):
+                near.q.fetch(q, group)
+                near.k.fetch(k, group)
+                near.v.fetch(v, group)
+                near.gradient.fetch(gradient, group)
                 for i, block in reversed(list(enumerate(near.blocks))):  # the last one sees all keys: sets dk, dv
                     block.back(kept.scores[i].whole if kept else block.weights(block.scores))
-                near.made.put_back(dq, place)
-                near.dk.put_back(dk, place)
-                near.dv.put_back(dv, place)
+                near.made.put_back(dq, group)
+                near.dk.put_back(dk, group)
+                near.dv.put_back(dv, group)
                 if kept:
-                    ctx.desk.take_back(kept)
+                    ctx.scratch.free(kept)
         return dq_BNSd, dk_BKSd, dv_BKSd, None
 
 
-def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:
+def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[HeadGroup], Size]:
     """Plan in which groups of heads the work is done, so that a block's scores fit in the cache.
 
     Returns:
@@ -130,12 +130,12 @@ def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:
         a group is a divisor of K.
     """
     (B, N, S, d), K = q_BNSd.shape, k_BKSd.shape[1]
-    most = max(1.0, 1.5 * _ROOM / max(Size(1, S, N // K, d).scores))
+    most = max(1.0, 1.5 * _BLOCK_SCORES / max(Size(1, S, N // K, d).scores))
     n = max(n for n in range(1, K + 1) if K % n == 0 and n <= most)
     return [(b, slice(first, first + n)) for b in range(B) for first in range(0, K, n)], Size(n, S, N // K, d)
 
 
-def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _gradients_of(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Allocate gradients for q, k and v, each laid out in memory as (B, S, heads, d).
 
     If q, k and v are columns of one tensor (B, S, all heads x d), as one product of their projections makes them, the

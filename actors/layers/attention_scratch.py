@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import softmax_gradient_
-from raypar.actors.specs.attention import ROOM, SIDE
+from raypar.actors.specs.attention import KEPT_BYTES, SIDE
 
 _LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
-Place = tuple[int, slice]  # index of a sample, and a slice of its heads of keys
+HeadGroup = tuple[int, slice]  # index of a sample, and a slice of its heads of keys
 Span = tuple[int, int]  # a range of tokens: the first, and the one after the last
 
 
@@ -63,19 +63,19 @@ class Heads:
         self.rows = [piece_ntRd.flatten(1, 2) for _, piece_ntRd in self._pieces]
 
     def grouped(self, x_BNSd: Tensor) -> Tensor:
-        """Return a view (B, K, S, shared, d) of a tensor (B, N, S, d), which a Place can index."""
+        """Return a view (B, K, S, shared, d) of a tensor (B, N, S, d), which a HeadGroup can index."""
         grouped_BKSRd: Tensor = x_BNSd.unflatten(1, (-1, self._shared)).transpose(2, 3)
         return grouped_BKSRd
 
-    def fetch(self, all_BKSRd: Tensor, place: Place) -> None:
-        """Copy the heads at ``place`` from a tensor that ``grouped`` returned."""
+    def fetch(self, all_BKSRd: Tensor, group: HeadGroup) -> None:
+        """Copy the heads of a group from a tensor that ``grouped`` returned."""
         for tokens, piece_ntRd in self._pieces:
-            piece_ntRd.copy_(all_BKSRd[(*place, tokens)])
+            piece_ntRd.copy_(all_BKSRd[(*group, tokens)])
 
-    def put_back(self, all_BKSRd: Tensor, place: Place) -> None:
-        """Copy the heads back to ``place`` in a tensor that ``grouped`` returned."""
+    def put_back(self, all_BKSRd: Tensor, group: HeadGroup) -> None:
+        """Copy the heads of a group back into a tensor that ``grouped`` returned."""
         for tokens, piece_ntRd in self._pieces:
-            all_BKSRd[(*place, tokens)].copy_(piece_ntRd)
+            all_BKSRd[(*group, tokens)].copy_(piece_ntRd)
 
 
 class Scores(NamedTuple):
@@ -158,18 +158,20 @@ class Scratch:
             scores = _scores(common, size, start, stop)
             q, gradient = (heads.rows[0][:, queries] for heads in (self.q, self.gradient))
             k, v, dk, dv = (heads.rows[0][:, :stop] for heads in (self.k, self.v, self.dk, self.dv))
-            room = slopes[: scores.whole.numel()].view_as(scores.whole)
+            score_gradient = slopes[: scores.whole.numel()].view_as(scores.whole)
             hidden = later[: (stop - start) * shared, : stop - start]
             beta = 0.0 if stop == size.S else 1.0
             self.blocks.append(
-                QueryRange(q, gradient, made, k, v, dk, dv, scores, room, hidden, beta, 1.0 / math.sqrt(size.d))
+                QueryRange(
+                    q, gradient, made, k, v, dk, dv, scores, score_gradient, hidden, beta, 1.0 / math.sqrt(size.d)
+                )
             )
 
 
 def all_scores(like: Tensor, size: Size) -> list[Scores]:
     """Allocate memory for the scores of every block. Each block's part starts on a cache line."""
-    rooms = [-(-count // _LINE) * _LINE for count in size.scores]
-    pieces = like.new_empty(sum(rooms)).split(rooms)
+    sizes = [-(-count // _LINE) * _LINE for count in size.scores]
+    pieces = like.new_empty(sum(sizes)).split(sizes)
     return [_scores(piece, size, *span) for piece, span in zip(pieces, size.spans, strict=True)]
 
 
@@ -189,43 +191,43 @@ class SoftmaxMemory:
 class ScratchAllocator:
     """Allocator of the memory for attention in blocks: reused scratch memory, and a budget for kept softmaxes.
 
-    A softmax that has no room in the budget is recomputed by its backward, with the same bits. A copy (deepcopy,
-    pickle) of a Desk starts with no memory.
+    A softmax beyond the budget is recomputed by its backward, with the same bits. A copy (deepcopy, pickle) of an
+    allocator starts with no memory.
 
     Args:
-        room: Budget for kept softmaxes in bytes.
+        budget: Bytes of kept softmaxes, at most.
     """
 
-    def __init__(self, room: int = ROOM) -> None:
-        self._room = room
+    def __init__(self, budget: int = KEPT_BYTES) -> None:
+        self._budget = budget
         self._scratch: list[Scratch] = []
         self._free: list[SoftmaxMemory] = []
-        self._lent: WeakSet[SoftmaxMemory] = WeakSet()  # weak: a graph may be dropped without a backward
+        self._in_use: WeakSet[SoftmaxMemory] = WeakSet()  # weak: a graph may be dropped without a backward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ScratchAllocator, (self._room,)
+        return ScratchAllocator, (self._budget,)
 
     @contextmanager
-    def scratch(self, like: Tensor, size: Size) -> Iterator[Scratch]:
-        """Lend scratch memory for the time of the context. A second thread gets other memory meanwhile."""
+    def working(self, like: Tensor, size: Size) -> Iterator[Scratch]:
+        """Yield scratch memory for the time of the context. A second thread gets other memory meanwhile."""
         found = self._scratch.pop() if self._scratch else None
         if found is None or found.size != size:
             found = Scratch(like, size)
         yield found
         self._scratch[:] = [found]
 
-    def lend(self, like: Tensor, size: Size) -> SoftmaxMemory | None:
-        """Lend memory that keeps the softmax of a group of heads, or return None if the budget is used up."""
+    def softmax(self, like: Tensor, size: Size) -> SoftmaxMemory | None:
+        """Return memory that keeps the softmax of a group of heads, or None if the budget is used up."""
         self._free = [kept for kept in self._free if kept.size == size]
         if not self._free:
-            if self._room < like.itemsize * sum(size.scores) + sum(lent.bytes for lent in self._lent):
+            if self._budget < like.itemsize * sum(size.scores) + sum(used.bytes for used in self._in_use):
                 return None
             self._free.append(SoftmaxMemory(like, size))
         kept = self._free.pop()
-        self._lent.add(kept)
+        self._in_use.add(kept)
         return kept
 
-    def take_back(self, kept: SoftmaxMemory) -> None:
-        """Take back memory that ``lend`` returned, for the next call."""
-        self._lent.discard(kept)
+    def free(self, kept: SoftmaxMemory) -> None:
+        """Free memory that ``softmax`` returned, for the next call."""
+        self._in_use.discard(kept)
         self._free.append(kept)

@@ -1,4 +1,4 @@
-"""Attention under any mask that holds the scores of one chunk of queries and one of keys at a time.
+"""Attention under any mask, which holds the scores of one chunk of queries and one of keys at a time.
 
 Shapes: B samples, N query heads, K heads of keys and values, S queries, T keys, d width of a head, R = N/K S rows.
 """
@@ -22,22 +22,22 @@ def chunked_attention(
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
-    For the backward it keeps the inputs, the outputs and one number per query and head. At any time there are scores of
-    B x N x chunk x chunk pairs, however long the sequences are, and the mask of ``chunk`` queries. Chunks of which no
-    query sees a key take no time.
+    For the backward it keeps the inputs, the outputs and one number per query and head. It holds the scores of B x N x
+    chunk x chunk pairs at a time, however long the sequences are, and the mask of ``chunk`` queries. It skips chunks of
+    keys that no query sees.
 
     Args:
         q_BNSd: Queries (B, N, S, d), any float dtype; scores are computed in float32 or, of float64, in float64.
         k_BKTd: Keys (B, K, T, d). N is a multiple of K.
         v_BKTd: Values (B, K, T, d).
         mask: Which keys a query sees; see ``raypar.masks``.
-        chunk: Number of queries, and of keys, whose scores there are at a time.
+        chunk: Number of queries, and of keys, whose scores are held at a time.
 
     Returns:
         The outputs (B, N, S, d); 0 for a query that sees no key.
 
     Raises:
-        ValueError: If the shapes do not fit, a chunk has no tokens, or the mask is none (a MaskError).
+        ValueError: If the shapes do not fit, a chunk has no tokens, or the mask is invalid (a MaskError).
 
     Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory".
     """
@@ -100,7 +100,7 @@ def _chunks(length: int, chunk: int) -> Iterator[slice]:
 
 
 def _seen(rows: slice, k_BKTd: Tensor, mask: Mask | MaskMod, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the chunks of keys of which some query sees some, and which pairs (S, T) or (B, 1, S, T) are hidden."""
+    """Yield the chunks of keys that some query sees, each with the hidden pairs (S, T) or (B, 1, S, T)."""
     samples, _, length, _ = k_BKTd.shape
     seen_BNST = seen_by(mask, rows, length, samples, k_BKTd.device)
     for keys in _chunks(length, chunk):

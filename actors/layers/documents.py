@@ -16,17 +16,17 @@ Reader: TypeAlias = Callable[[ProgramName, int, int], Extents]
 
 
 class Documents:
-    """The documents of the microbatch that is computed, shared by the layers of an actor.
+    """The documents of the present microbatch, shared by the layers of an actor.
 
-    A stage turns to a microbatch before it runs its layers, also when it runs them again. A layer that computes
-    something again by itself keeps what it has read in its forward.
+    A stage calls ``turn_to`` before it runs its layers, also when it runs them again. A layer that recomputes something
+    by itself keeps the values that it read in its forward.
 
     Attributes:
-        starts: Of each of this actor's tokens, the place of the first one of its document in the whole sequence, (B, S)
+        starts: For each of this actor's tokens, the position in the whole sequence where its document begins, (B, S)
             int64; None if a sequence is one document.
         lengths: How many tokens each whole sequence has before its padding, (B,) int64; None if nothing is padding.
-        microbatch: Its number in the whole step and over all replicas; None before the first one.
-        reads: Returns both for a program, a step and a microbatch, numbered over all replicas; None if there are none.
+        microbatch: The microbatch's number in the step, over all replicas; None before the first one.
+        reads: Returns starts and lengths for a program, a step and a microbatch; None if the data has no documents.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,15 @@ class Documents:
         """Read where the documents of a microbatch begin, and which of its tokens are padding.
 
         Args:
-            program: "train" or "evaluate"; None for what is no batch: one document without padding.
+            program: "train" or "evaluate"; None for values that are no batch: one document without padding.
             step: The step.
-            microbatch: Its number in the whole step and over all replicas.
+            microbatch: The microbatch's number in the step, over all replicas.
         """
         found = Extents() if self.reads is None or program is None else self.reads(program, step, microbatch)
         self.turn(found, microbatch)
 
     def turn(self, extents: Extents, microbatch: int) -> None:
-        """Turn to a microbatch of this number, with these documents and this padding."""
+        """Set the documents and the padding of the present microbatch."""
         (self.starts, self.lengths), self.microbatch = extents, microbatch
 
     def real(self, sharding: Sharding, shape: torch.Size) -> Tensor | None:
@@ -60,5 +60,5 @@ class Documents:
         if self.lengths is None:
             return None
         sharding = sharding.for_dims(2)
-        places = torch.arange(sharding[1].whole_length(shape[1]), device=self.lengths.device)
-        return sharding.take(places < self.lengths.unsqueeze(1)).flatten()
+        positions = torch.arange(sharding[1].whole_length(shape[1]), device=self.lengths.device)
+        return sharding.take(positions < self.lengths.unsqueeze(1)).flatten()

@@ -33,7 +33,7 @@ class DropoutOfShard(nn.Dropout):
 
 
 def sharded_dropout(drop: nn.Dropout, sharding: Sharding) -> DropoutOfShard:
-    """Return the dropout for a part of the tensors that ``drop`` was applied to so far.
+    """Return the dropout for a part of the tensors that ``drop`` was applied to.
 
     Args:
         drop: A dropout of the whole tensor, or of a part if it was sharded before.

@@ -14,14 +14,14 @@ from torch import Tensor
 from raypar.actors.layers.chunked_attention import chunked_attention, demand_fitting_shapes
 from raypar.actors.layers.masks import Mask, MaskMod, causal, demand_mask, is_mask_mod
 
-_LEAST_WIDTH = 16  # of a head, below which torch's kernel can't be compiled
+_LEAST_WIDTH = 16  # narrowest head for which torch's kernel can be compiled
 
 
 def flex_attention(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, mask: Mask | MaskMod = causal) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
-    On CUDA it is torch's FlexAttention, compiled, which passes over blocks of which no query sees a key. It has no
-    backward on CPUs, and no float64: there it is ``chunked_attention``, as for heads narrower than 16.
+    On CUDA it is torch's FlexAttention, compiled, which skips blocks of keys that no query sees. It has no backward
+    on CPUs, and no float64: then, and for heads narrower than 16, it is ``chunked_attention``.
 
     Args:
         q_BNSd: Queries (B, N, S, d), any float dtype.
@@ -33,7 +33,7 @@ def flex_attention(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, mask: Mask | 
         The outputs (B, N, S, d); 0 for a query that sees no key.
 
     Raises:
-        ValueError: If the shapes do not fit, or the mask is none (a MaskError).
+        ValueError: If the shapes do not fit, or the mask is invalid (a MaskError).
 
     Source: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
     """
@@ -43,10 +43,10 @@ def flex_attention(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, mask: Mask | 
 
 
 def by_torch(kernel: Any, q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, mask: Mask | MaskMod) -> Tensor:
-    """Compute the same by a kernel of torch's, compiled or not.
+    """Compute the same with torch's kernel, compiled or not.
 
     Args:
-        kernel: torch.nn.attention.flex_attention.flex_attention, or what torch.compile makes of it.
+        kernel: torch.nn.attention.flex_attention.flex_attention, or its compiled form.
         q_BNSd: The queries.
         k_BKTd: The keys.
         v_BKTd: The values.

@@ -1,8 +1,8 @@
-"""Keys and values that attention keeps while a text is generated, so that each further token costs one token's work.
+"""The KV cache: keys and values that attention keeps while it generates text, so each token costs one token's work.
 
 Shapes: B sequences, S tokens, T positions of the cache, N query heads, K heads of keys and values, d width of a head.
-A sequence's token at position p is in slot p, so sequences of a batch may be of unequal lengths: those that are shorter
-are padded on the right, and a padded slot is written again before a query sees it.
+A sequence's token at position p is in slot p, so sequences of a batch may have unequal lengths: shorter ones are
+padded on the right, and a padded slot is overwritten before a query sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypar.actors.tensors import bent, in_fp32, nbytes
 
 
 class CachedSequences:
-    """The sequences of a batch that is generated on one actor: their caches, and the position of their next tokens.
+    """The sequences that one actor generates as a batch: their caches, and the positions of their next tokens.
 
     Args:
         slots: Number of positions T that the caches have.
@@ -26,7 +26,7 @@ class CachedSequences:
     Attributes:
         at: Position (B,) int64 of each sequence's next token; None while the prompts are read, from position 0 on.
         reach: One more than the largest of these positions.
-        distance: How far behind these positions is each slot that they reach, (B, reach) int64; below 0: ahead of them.
+        distance: Distance from each slot to the sequence's next token, (B, reach) int64; negative for later slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -36,7 +36,7 @@ class CachedSequences:
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def go_to(self, at: Tensor, device: torch.device) -> None:
-        """Let the next tokens be at these positions.
+        """Set the positions of the next tokens.
 
         Args:
             at: The positions (B,) int64, on the host.
@@ -55,7 +55,7 @@ class CachedSequences:
         """Keep the keys and values of the first S positions of a layer."""
         (B, K, S, d), made = k_BKSd.shape, list[Tensor]()
         for part_BKSd in (k_BKSd, v_BKSd):
-            # Zeros, because a weight of 0 times what memory happens to hold could be NaN.
+            # Zeros, because a weight of 0 times uninitialised memory could be NaN.
             cache_BKTd = part_BKSd.new_zeros(B, K, max(self._slots, S), d)
             cache_BKTd[:, :, :S] = part_BKSd
             made.append(cache_BKTd)
@@ -77,23 +77,23 @@ class CachedSequences:
 
 
 class Incremental:
-    """Base of modules that know positions, or other tokens of the sequence: with ``sequences`` they compute further.
+    """Base of modules that depend on positions or other tokens: with ``sequences`` they compute the next tokens.
 
     Attributes:
-        sequences: The sequences that the next forward goes on with; None for whole sequences, as in training.
+        sequences: The sequences that the next forward continues; None for whole sequences, as in training.
     """
 
     sequences: CachedSequences | None = None
 
 
 def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
-    """Return the modules of layers that know positions, or other tokens of the sequence."""
+    """Return the modules of layers that depend on positions or other tokens."""
     return [part for layer in layers for part in layer.modules() if isinstance(part, Incremental)]
 
 
 @contextmanager
 def going_on(modules: Iterable[Incremental], sequences: CachedSequences) -> Iterator[None]:
-    """Within this context, modules go on with sequences.
+    """Let modules continue sequences within this context.
 
     Args:
         modules: The modules, as ``incremental`` returns them.
@@ -123,10 +123,10 @@ def attend_to_cache(
         q_BNSd: Queries. All S of a sequence are at the same position.
         k_BKTd: Keys by position.
         v_BKTd: Values by position.
-        distance_BT: How far each slot is behind the position of the sequence's queries.
+        distance_BT: Distance from each slot to the position of the sequence's queries.
         slopes: ALiBi's slope of each query head; None for no ALiBi.
         window: Number of tokens that a query sees, its own and those right before it; None for all.
-        cap: What scores are bent to; None for not at all.
+        cap: Soft cap of the scores; None for no cap.
 
     Returns:
         The attention (B, N, S, d).

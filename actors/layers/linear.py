@@ -38,9 +38,9 @@ def of_intel() -> bool:
 
 
 Pair = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias (out,) of a linear layer
-Place = Callable[[Tensor], Tensor | None]  # for a weight, the tensor to compute its gradient in; None: in new memory
+GradientMemory = Callable[[Tensor], Tensor | None]  # a weight -> memory for its gradient; None: new
 
-# Multiplications: for fewer, oneDNN and a function of our own take longer to call than the kernel saves.
+# Multiplications: for fewer, the calls of oneDNN and of a custom function cost more than the kernel saves.
 _LEAST = 1 << 26
 _ROWS = 16  # rows of an input: a product of fewer waits for memory
 
@@ -50,7 +50,7 @@ class Products(NamedTuple):
 
     Attributes:
         linear: Takes x (..., in), a weight (out, in) and a bias (out,) or None. Returns x weight^T + bias (..., out),
-            which is no view: autograd lets nobody write into a view that a custom function returns.
+            which is no view: autograd refuses writes into a view that a custom function returns.
         inner: Takes the gradient of the output (rows, out) and a weight (out, in). Returns the gradient of the input
             (rows, in). With gradients on, the result can be differentiated again.
     """
@@ -60,7 +60,7 @@ class Products(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A use of a linear layer in a forward, from which a backward makes the gradients of its weights.
+    """A call of a linear layer in a forward, from which a backward computes the gradients of its weights.
 
     Attributes:
         x: The input (rows, in).
@@ -75,29 +75,29 @@ class Use(NamedTuple):
 
 
 class Postponer(Protocol):
-    """Leaves the gradients of the weights of linear layers for later than those of their inputs.
+    """Postpones the gradients of linear layers' weights until after those of their inputs.
 
     Attributes:
-        anchor: A tensor with a gradient, which makes outputs that do not depend on the weights parts of a graph.
+        anchor: A tensor with a gradient, which connects outputs that do not depend on the weights to the graph.
     """
 
     anchor: Tensor
 
     def wants(self, x: Tensor, *layers: nn.Linear) -> bool:
-        """Return whether the layers are to leave the gradients of their weights for later, and can for this input."""
+        """Return whether to postpone the gradients of these layers' weights, and whether this input allows it."""
 
     def product(self, products: Products, x: Tensor, pairs: Sequence[Pair]) -> tuple[Tensor, ...]:
         """Return x (..., in) by each weight (out, in), plus its bias: (..., out) each."""
 
-    def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
-        """Leave the gradients of a weight and a bias for later, in a backward."""
+    def postpone(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
+        """Postpone the gradients of a weight and a bias, in a backward."""
 
 
 class Postponable(nn.Module):
-    """A module of linear layers of its own kind that asks a postponer, once it has one.
+    """A custom module of linear layers that can postpone the gradients of its weights.
 
     Attributes:
-        postponer: Takes over the gradients of the weights; None where a backward computes them.
+        postponer: Computes the gradients of the weights later; None if the backward computes them.
     """
 
     postponer: Postponer | None = None
@@ -133,20 +133,22 @@ class LinearProduct(torch.autograd.Function):
     """The outputs of one or more linear layers for one input, as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, products: Products, place: Place, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, products: Products, memory: GradientMemory, x: Tensor, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         """Compute the outputs of the layers.
 
         Args:
             ctx: autograd's context.
             products: The matrix products to use.
-            place: Says for each weight in which tensor the backward computes its gradient.
+            memory: Returns for each weight the tensor in which the backward computes its gradient.
             x: The input (..., in).
             *parameters: Weight (out, in) and bias (out,) or None of each layer in turn.
 
         Returns:
             The output (..., out) of each layer.
         """
-        ctx.products, ctx.place, ctx.weights = products, place, parameters[::2]
+        ctx.products, ctx.memory, ctx.weights = products, memory, parameters[::2]
         ctx.save_for_backward(x, *parameters[::2])
         return outputs(products, x, [*zip(parameters[::2], parameters[1::2], strict=True)])
 
@@ -158,8 +160,8 @@ class LinearProduct(torch.autograd.Function):
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[2] else None
         made: list[Tensor | None] = []
         for weight, of_output in zip(ctx.weights, rows, strict=True):  # hooks of saved tensors return others
-            place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
-            made += of_weights([Use(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), place)
+            memory = None if torch.is_grad_enabled() else ctx.memory(weight)  # not for gradients of gradients
+            made += of_weights([Use(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), memory)
         return None, None, inner, *made
 
 
@@ -223,14 +225,14 @@ def contiguous_columns(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def of_weights(
-    uses: Sequence[Use], wanted: tuple[bool, bool], place: Tensor | None
+    uses: Sequence[Use], wanted: tuple[bool, bool], memory: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of a weight and a bias, added up over their uses in the order in which they are given.
 
     Args:
         uses: The uses of the layer.
         wanted: Whether the gradient of the weight is wanted, and whether that of the bias is.
-        place: A tensor (out, in) to compute the gradient of the weight in; None for new memory.
+        memory: A tensor (out, in) to compute the gradient of the weight in; None for new memory.
 
     Returns:
         The gradient of the weight (out, in) and of the bias (out,), each None if it is not wanted or there is no use.
@@ -238,12 +240,12 @@ def of_weights(
     of_weight = of_bias = None
     for x, rows, product in uses:
         if wanted[0]:
-            # detach makes a new Python object: autograd keeps a gradient that nobody else refers to, else copies it
-            room = None if place is None or of_weight is not None else place.detach()
+            # detach makes a new Python object: autograd copies a gradient that anything else refers to
+            out = None if memory is None or of_weight is not None else memory.detach()
             if product is not None:
                 made = product(rows, x)
             else:
-                made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
+                made = torch.mm(rows.t(), x) if out is None else torch.mm(rows.t(), x, out=out)
             of_weight = made if of_weight is None else of_weight.add_(made)
         if wanted[1]:
             made = rows.sum(0)
@@ -252,10 +254,10 @@ def of_weights(
 
 
 def undisturbed(x: Tensor) -> bool:
-    """Return whether torch would only compute a call on this tensor, and keep what its backward needs.
+    """Return whether a call on this tensor only computes, and saves for its backward, in eager mode.
 
-    False if the tensor has a class of its own, while the call is compiled, under autocast, and if something else sees
-    the call (``is_intercepted``).
+    False for subclasses of Tensor, in a compiled call, under autocast, and if a mode intercepts the call
+    (``is_intercepted``).
     """
     return (
         type(x) is Tensor
@@ -312,7 +314,7 @@ def _onednns_inner(rows: Tensor, weight: Tensor) -> Tensor:
 TORCH = Products(_torchs_linear, _torchs_inner)
 ONEDNN = Products(_onednns_linear, _onednns_inner)
 
-_MOST = 1 << 20  # elements of all weights: to copy more of them side by side takes as long as it saves
+_MOST = 1 << 20  # elements of all weights: copying more of them side by side takes as long as it saves
 
 
 class SharedInputLinears(nn.Module):
@@ -344,7 +346,7 @@ class SharedInputLinears(nn.Module):
     def are_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> bool:
         """Return whether to compute these layers of x (..., in) as one product.
 
-        That is so if all are ``Linear`` layers without biases, no hook listens to one of them, and it pays.
+        That is so if all are ``Linear`` layers without biases, none has hooks, and it pays.
         """
         return (
             self.together
@@ -356,5 +358,5 @@ class SharedInputLinears(nn.Module):
 
 
 def _watched(module: nn.Module) -> bool:
-    """Return whether hooks are called with a module's calls, or somebody has wrapped its forward."""
+    """Return whether a module has hooks on its calls, or a wrapped forward."""
     return has_call_hooks(module) or "forward" in vars(module)

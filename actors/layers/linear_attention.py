@@ -1,4 +1,4 @@
-"""Linear attention: a kernel in the place of the softmax, so that time and memory are linear in the sequence.
+"""Linear attention: a kernel instead of the softmax, so that time and memory are linear in the sequence.
 
 Shapes: B samples, S tokens, D hidden, N heads, d width of a head, C tokens of a chunk.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class LinearState(NamedTuple):
-    """What the tokens so far leave for later ones: all that linear attention needs of them.
+    """The recurrent state: all that linear attention needs of the tokens so far.
 
     Attributes:
         sums: (B, N, d, d), the sum of phi(k)^T v.
@@ -27,10 +27,10 @@ class LinearState(NamedTuple):
 class LinearAttention(nn.Module):
     """Causal self-attention (B, S, D) -> (B, S, D) with weights phi(q) phi(k)^T, where phi(x) = elu(x) + 1.
 
-    Of a sequence, chunks are computed as products of matrices, and the state goes from chunk to chunk. ``resume``
-    computes some tokens after others; token by token it is the recurrent form of the same layer.
+    Each chunk of a sequence is computed by matrix products, and the state goes from chunk to chunk. ``resume``
+    continues a sequence; token by token it is the recurrent form of the same layer.
 
-    With tensor parallelism ``q``, ``k`` and ``v`` are columns and ``out`` a row: each actor has some heads.
+    With tensor parallelism ``q``, ``k`` and ``v`` are columns and ``out`` a row: each actor has some of the heads.
 
     Args:
         hidden: Width D.
@@ -56,14 +56,14 @@ class LinearAttention(nn.Module):
         return self.resume(x_BSD, None)[0]
 
     def resume(self, x_BSD: Tensor, state: LinearState | None) -> tuple[Tensor, LinearState]:
-        """Attend from tokens that follow others.
+        """Attend from the next tokens of sequences.
 
         Args:
             x_BSD: The tokens, one or more.
-            state: What the tokens before them left; None if there are none.
+            state: The state after the tokens before them; None if there are none.
 
         Returns:
-            The outputs (B, S, D), and what these tokens and those before them leave.
+            The outputs (B, S, D), and the state after these tokens.
         """
         q, k, v = (y(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for y in (self.q, self.k, self.v))
         q, k = F.elu(q) + 1, F.elu(k) + 1

@@ -109,7 +109,7 @@ def demand_mask(mask: Mask | MaskMod, device: torch.device) -> None:
         with _saying_how():
             _demand_bool(cast("Mask", mask)(positions[:, None], positions[None]))
         return
-    from torch.nn.attention.flex_attention import create_mask  # takes seconds, and no other mask needs it
+    from torch.nn.attention.flex_attention import create_mask  # the import takes seconds, and no other mask needs it
 
     head = torch.zeros((), dtype=torch.int64, device=device).as_subclass(_Head)
 
@@ -128,7 +128,7 @@ def _saying_how() -> Iterator[None]:
     except RuntimeError as error:
         if not re.search("data-dependent control flow|Boolean value of Tensor", str(error)):
             raise
-        fix = "use &, | and torch.where in the place of and, or and if"
+        fix = "use &, | and torch.where instead of and, or and if"
         raise MaskError(f"the mask asks Python whether a tensor is true: {fix}") from error
 
 
@@ -140,7 +140,7 @@ def _demand_bool(seen: object) -> Tensor:
 
 
 def _num_arguments(mask: Mask | MaskMod) -> int:
-    """Return the number of arguments that a mask has to be given."""
+    """Return the number of arguments that a mask requires."""
     return sum(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
@@ -173,7 +173,7 @@ def seen_by(mask: Mask | MaskMod, queries: slice, num_keys: int, samples: int, d
 
 
 class _Head(Tensor):
-    """An index of a head that nothing may be done with."""
+    """The index of a head, with which every operation raises a MaskError."""
 
     @classmethod
     def __torch_function__(
@@ -181,5 +181,5 @@ class _Head(Tensor):
     ) -> Any:
         raise MaskError(
             "the mask depends on the head, and with tensor parallelism each actor has some of the heads: give all heads"
-            " the same mask, and heads with another one a layer of their own"
+            " the same mask, and heads with another one a separate layer"
         )

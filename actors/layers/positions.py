@@ -100,7 +100,9 @@ class Rope:
         self._width = width
         self._base = base
         self._scaling = scaling
-        self._made: tuple[int, tuple[Tensor, Tensor]] | None = None  # the length that angles go by, and their table
+        self._cached: tuple[int, tuple[Tensor, Tensor]] | None = (
+            None  # the length that the angles depend on, and their table
+        )
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
         self._there: tuple[Tensor, list[Tensor]] | None = None  # last call's positions (B,), and their rows
 
@@ -117,9 +119,9 @@ class Rope:
         return _turned(x_BNSd, *self._rows(tokens, x_BNSd))
 
     def turn_at(self, x_BNSd: Tensor, at_B: Tensor) -> Tensor:
-        """Rotate vectors (B, N, S, d) that are all at one position of their sequence, which ``at_B`` has.
+        """Rotate vectors (B, N, S, d), all of a sequence at its position in ``at_B``.
 
-        Sequences are no longer than those of the earlier training if angles go by their length.
+        If the angles depend on the length, sequences are no longer than those of the earlier training.
         """
         if self._there is None or self._there[0] is not at_B:  # queries and keys of all layers are turned alike
             self._there = at_B, [part[at_B][:, None, None] for part in self._table(1, in_fp32(x_BNSd))]
@@ -137,12 +139,12 @@ class Rope:
     def _table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and the sines for sequences of this length, each (seq, d/2), with ``like``'s dtype."""
         by = length if self._scaling is not None and self._scaling.kind == "dynamic" else 0
-        if self._made is None or self._made[0] != by:
+        if self._cached is None or self._cached[0] != by:
             at = torch.arange(self._seq, dtype=torch.float64, device="cpu")[:, None]
             angles = at * speeds(self._width, self._base, self._scaling, length)
             size = magnitude(self._scaling)
-            self._made = by, ((angles.cos() * size).to(like), (angles.sin() * size).to(like))
-        return self._made[1]
+            self._cached = by, ((angles.cos() * size).to(like), (angles.sin() * size).to(like))
+        return self._cached[1]
 
 
 class Alibi:

@@ -18,7 +18,7 @@ class RelativeAttention(nn.Module):
 
     The score of query i and key j is ((q_i + u) k_j + (q_i + v) W R_(i-j)) / sqrt(d), where R are sines and cosines of
     the distance. A segment's memory is the layer's inputs at the tokens right before it, through which no gradient
-    goes. It lies within the sample, so that a microbatch depends on no other.
+    goes. It is within the sample, so that microbatches are independent.
 
     Args:
         hidden: Width D.
@@ -54,7 +54,7 @@ class RelativeAttention(nn.Module):
         return out
 
     def _attend(self, here_BSD: Tensor, past_BMD: Tensor) -> Tensor:
-        """Return what the queries of a segment see, heads side by side, (B, S, D)."""
+        """Return the attention of a segment's queries, heads side by side, (B, S, D)."""
         S, M = here_BSD.shape[1], past_BMD.shape[1]
         all_BLD = torch.cat((past_BMD, here_BSD), 1)
         q_BNSd, k_BNLd, v_BNLd, r_NLd = map(

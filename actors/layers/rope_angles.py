@@ -22,7 +22,7 @@ def speeds(width: int, base: float, scaling: RopeScaling | None = None, length: 
         width: Width d of a head.
         base: Base of the angles.
         scaling: How they are scaled; None for not at all.
-        length: Number of tokens of the whole sequence, by which ``dynamic`` goes.
+        length: Number of tokens of the whole sequence, on which ``dynamic`` depends.
     """
     if scaling is None or scaling.kind == "dynamic":
         return _plain(width, base if scaling is None else _larger_base(width, base, scaling, length))
@@ -35,7 +35,7 @@ def speeds(width: int, base: float, scaling: RopeScaling | None = None, length: 
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    """Return what queries and keys are multiplied by: more than 1 with YaRN alone."""
+    """Return the factor of queries and keys: more than 1 with YaRN alone."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention is None else scaling.attention
@@ -68,7 +68,9 @@ def _kept_by_yarn(width: int, base: float, scaling: RopeScaling) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     pairs = torch.arange(-(-width // 2), dtype=torch.float64, device="cpu")
-    span = 0.001 if first == last else last - first  # below 0 where no pair turns so often: then all stay, as in theirs
+    span = (
+        0.001 if first == last else last - first
+    )  # below 0 where no pair turns so often: then all stay, as in the reference
     return 1 - ((pairs - first) / span).clamp(0, 1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TimeState(NamedTuple):
-    """What the tokens so far leave for later ones.
+    """The recurrent state after the tokens so far.
 
     Attributes:
         last: (B, D), the last token.
@@ -29,10 +29,10 @@ class TimeState(NamedTuple):
 
 
 class TimeMixing(nn.Module):
-    """RWKV-4's layer in the place of attention: (B, S, D) -> (B, S, D), causal, linear in the sequence.
+    """RWKV-4's layer instead of attention: (B, S, D) -> (B, S, D), causal, linear in the sequence.
 
-    Chunks of tokens are computed at once, and the state goes from chunk to chunk. ``resume`` computes some tokens after
-    others; token by token it is the recurrent form of the same layer.
+    Chunks of tokens are computed at once, and the state goes from chunk to chunk. ``resume`` continues a sequence;
+    token by token it is the recurrent form of the same layer.
 
     Args:
         hidden: Width D.
@@ -56,14 +56,14 @@ class TimeMixing(nn.Module):
         return self.resume(x_BSD, None)[0]
 
     def resume(self, x_BSD: Tensor, state: TimeState | None) -> tuple[Tensor, TimeState]:
-        """Mix tokens that follow others.
+        """Mix the next tokens of sequences.
 
         Args:
             x_BSD: The tokens, one or more.
-            state: What the tokens before them left; None if there are none.
+            state: The state after the tokens before them; None if there are none.
 
         Returns:
-            The outputs (B, S, D), and what these tokens and those before them leave.
+            The outputs (B, S, D), and the state after these tokens.
         """
         if state is None:
             zero = torch.zeros_like(x_BSD[:, 0])
@@ -81,9 +81,9 @@ class TimeMixing(nn.Module):
         return out, state._replace(last=x_BSD[:, -1])
 
     def _averages(self, k_BCD: Tensor, v_BCD: Tensor, state: TimeState) -> Tensor:
-        """Return the averages (B, C, D) at each token of a chunk, of it, of those before it and of earlier chunks."""
+        """Return the average (B, C, D) at each token of a chunk, over this token and all earlier ones."""
         fade, at = self.decay.exp(), torch.arange(k_BCD.shape[1], device=k_BCD.device)
-        gap_CC1 = (at[:, None] - 1 - at).unsqueeze(-1)  # tokens between the one that sees and the one that is seen
+        gap_CC1 = (at[:, None] - 1 - at).unsqueeze(-1)  # tokens between the query and the key
         logs_BCCD = k_BCD[:, None] - fade * gap_CC1.clamp(min=0)
         logs_BCCD = torch.where(gap_CC1 == -1, k_BCD[:, None] + self.bonus, logs_BCCD)
         logs_BCCD = logs_BCCD.masked_fill(gap_CC1 < -1, -math.inf)
@@ -94,7 +94,7 @@ class TimeMixing(nn.Module):
         return above / (weights_BCCD.sum(2) + early_BCD * state.below[:, None])
 
     def _later(self, k_BCD: Tensor, v_BCD: Tensor, state: TimeState) -> TimeState:
-        """Return what a chunk and those before it leave."""
+        """Return the state after a chunk."""
         length, fade = k_BCD.shape[1], self.decay.exp()
         logs_BCD = k_BCD - fade * torch.arange(length - 1, -1, -1, device=k_BCD.device)[:, None]
         early_BD = state.size - fade * length

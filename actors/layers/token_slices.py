@@ -1,4 +1,4 @@
-"""Attention over a sequence that comes in slices: each attends to the keys and values of the slices before it.
+"""Attention over a sequence that is computed in slices: each attends to the keys and values of the slices before it.
 
 Shapes: B microbatch, S tokens of a slice, T tokens up to its end, N query heads, K heads of keys and values, d width of
 a head.
@@ -24,7 +24,7 @@ class AttentionCore(Protocol):
     """The attention core of a layer.
 
     Attributes:
-        recomputes: Whether its backward computes it again, and nothing of it is kept.
+        recomputes: Whether its backward recomputes it, and no activations are kept.
         training: Whether its layer is trained.
     """
 
@@ -32,7 +32,7 @@ class AttentionCore(Protocol):
     training: bool
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, starts_BS: Tensor | None) -> Tensor:
-        """Compute the attention of the last S of the tokens of which there are keys, (B, N, S, d)."""
+        """Compute the attention of the last S tokens over all T keys, (B, N, S, d)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Slice:
 
     Attributes:
         sequence: The step, the microbatch in it and the replica.
-        index: Its place in the microbatch, from 0.
+        index: Its index in the microbatch, from 0.
         count: Number of slices of the microbatch.
     """
 
@@ -51,21 +51,21 @@ class Slice:
 
     @property
     def tokens(self) -> Pieces:
-        """The piece of the sequence that it is."""
+        """Its piece of the sequence."""
         return Pieces.at(self.index, self.count)
 
     def start(self, length: int) -> int:
-        """Return the position of its first token if it has so many tokens."""
+        """Return the position of its first token, if it has ``length`` tokens."""
         return self.index * length
 
 
 class TokenSlices:
-    """The slice that is computed, and the keys and values of the slices before; shared by the layers of an actor.
+    """The present slice, and the keys and values of the slices before; shared by the layers of an actor.
 
     Attributes:
         count: Number of slices of a microbatch.
-        replicas: Number of replicas, which take turns in the numbers of microbatches.
-        now: The slice that is computed; None for what is no batch, and if microbatches are not cut.
+        replicas: Number of replicas; microbatch numbers alternate between them.
+        now: The present slice; None for values that are no batch, and if microbatches are not cut.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class TokenSlices:
         self._kept: dict[tuple[tuple[int, int, int], AttentionCore], SlicedKeysValues] = {}
 
     def begin(self) -> None:
-        """Begin a step: let go of what an interrupted one has kept."""
+        """Begin a step: free the keys and values of an interrupted one."""
         self._kept.clear()
 
     def turn_to(self, step: int, number: int, *, of_batch: bool) -> None:
-        """Turn to a slice.
+        """Set the present slice.
 
         Args:
             step: The step.
@@ -87,15 +87,15 @@ class TokenSlices:
         """
         self.now = None
         if self.count > 1 and of_batch:
-            place, replica = divmod(number, self.replicas)
-            microbatch, index = divmod(place, self.count)
+            position, replica = divmod(number, self.replicas)
+            microbatch, index = divmod(position, self.count)
             self.now = Slice((step, microbatch, replica), index, self.count)
 
     def attend(self, core: AttentionCore, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """Compute the attention of the present slice over all tokens up to its end, (B, N, S, d).
 
         Args:
-            core: The core of a layer, which has keys and values of its own.
+            core: The core of a layer, by which keys and values are stored.
             q_BNSd: The slice's queries.
             k_BKSd: Its keys.
             v_BKSd: Its values.
@@ -106,22 +106,22 @@ class TokenSlices:
         start, is_last = self.now.start(q_BNSd.shape[2]), self.now.index == self.now.count - 1
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSd, k_BKSd, v_BKSd))
 
-        def let_go() -> None:
+        def free() -> None:
             self._kept.pop(key, None)
 
         kept.put(start, self.now.count, k_BKSd, v_BKSd)
         if learns:
             out: Tensor = _OfSlice.apply(  # type: ignore[no-untyped-call]
-                q_BNSd, k_BKSd, v_BKSd, attend, kept, start, core.recomputes, let_go
+                q_BNSd, k_BKSd, v_BKSd, attend, kept, start, core.recomputes, free
             )
             return out
-        if is_last and (torch.is_grad_enabled() or not core.training):  # nobody comes back
-            let_go()
+        if is_last and (torch.is_grad_enabled() or not core.training):  # no backward follows
+            free()
         return attend(q_BNSd, *kept.until(start + q_BNSd.shape[2]))
 
 
 class SlicedKeysValues:
-    """The keys and values of a microbatch in one layer, and their gradients as far as they are made."""
+    """The keys and values of a microbatch in one layer, and their gradients as far as they are computed."""
 
     def __init__(self) -> None:
         self._made: list[Tensor] = []
@@ -137,7 +137,7 @@ class SlicedKeysValues:
     def until(self, stop: int) -> list[Tensor]:
         """Return the keys and the values before a position, as tensors of the same memory.
 
-        Those of later slices may be put there meanwhile, which autograd need not know.
+        Later slices may be written there meanwhile, which autograd need not track.
         """
         return [made_BKTd[:, :, :stop].data for made_BKTd in self._made]
 
@@ -146,7 +146,7 @@ class SlicedKeysValues:
 
         Args:
             start: Where the slice begins.
-            gradients_BKTd: What the slice's own attention gives; that of all later slices was added before.
+            gradients_BKTd: Those of the slice's attention; those of all later slices were added before.
 
         Returns:
             The whole gradients of the slice's own keys and values, (B, K, S, d).
@@ -173,14 +173,14 @@ class _OfSlice(torch.autograd.Function):
         kept: SlicedKeysValues,
         start: int,
         again: bool,
-        let_go: Callable[[], None],
+        free: Callable[[], None],
     ) -> Tensor:
         every = kept.until(start + q_BNSd.shape[2])
         leaves = [x.detach().requires_grad_() for x in (q_BNSd, *every)]
         ctx.attend = attend
         ctx.kept = kept
         ctx.start = start
-        ctx.let_go = let_go
+        ctx.free = free
         ctx.leaves, ctx.tail = leaves, None
         if again:
             return attend(*leaves)
@@ -199,5 +199,5 @@ class _OfSlice(torch.autograd.Function):
         own = ctx.kept.add(ctx.start, dk, dv)
         ctx.leaves = ctx.tail = None
         if ctx.start == 0:
-            ctx.let_go()
+            ctx.free()
         return (dq, *own, None, None, None, None, None)

@@ -51,7 +51,7 @@ Named = Literal[  # a kind of module, as parallel styles distinguish them
 Kind = Named | PlacedStep
 TensorPlan = tuple[tuple[str, Kind], ...]
 Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
-Change = Callable[[Sequence[int], Sequence[nn.Module]], list[nn.Module]]  # indices of layers, and these
+Change = Callable[[Sequence[int], Sequence[nn.Module]], list[nn.Module]]  # indices of layers, and the layers
 
 
 class Expert(NamedTuple):
@@ -59,7 +59,7 @@ class Expert(NamedTuple):
 
     Attributes:
         number: Its number among the experts of its layer.
-        among: Number of these.
+        among: Number of experts of its layer.
         list: Logical name of the list of experts.
     """
 
@@ -74,8 +74,8 @@ class Expert(NamedTuple):
             parts: Number of parts.
             orders: By the name of a list, the order of its experts if that is not by number.
         """
-        place = orders[self.list].index(self.number) if self.list in orders else self.number
-        return place * parts // self.among
+        position = orders[self.list].index(self.number) if self.list in orders else self.number
+        return position * parts // self.among
 
 
 def unsharded(name: str, layer: nn.Module) -> Mapping[str, Shard]:
@@ -94,7 +94,7 @@ class Model(ABC):
         body: Indices of the layers that a split counts. The layers before them go to the first stage, the layers after
             them to the last.
         costs: Relative cost of each layer of the body.
-        ties: Pairs (home, copy) of parameters that are one logical weight.
+        ties: Pairs (original, copy) of parameters that are one logical weight.
         tensor_plan: Which parallel style is applied to which modules: pairs of a pattern of logical names and a kind of
             module, in the order of application.
         halves: Whether linear layers may make the gradients of their weights later than those of their inputs, or in
@@ -103,12 +103,12 @@ class Model(ABC):
             LaterHalf.
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
-        documents: Where documents begin in the microbatch that is computed; None if the layers know of none.
-        slices: The slice of a microbatch that is computed; None if the layers compute whole sequences only.
-        skips: Pairs of layers: what the first one returns, one tensor, the second one takes too, behind what the layer
-            before it returned.
-        is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
-            may be left there.
+        documents: Where documents begin in the present microbatch; None if the layers ignore documents.
+        slices: The present slice of a microbatch; None if the layers compute whole sequences only.
+        skips: Pairs of layers: the second one takes the output of the first one, one tensor, as a further argument,
+            after the output of the layer before it.
+        is_deferred: Whether the user's function built the layers on the meta device, so that tensors that
+            no layer registers may be left there.
     """
 
     names: tuple[str, ...]
@@ -147,7 +147,7 @@ class Model(ABC):
         return made
 
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
-        """Make some layers with their initial weights, those of the copy that ``changed`` returns too; see ``make``."""
+        """Make some layers with their initial weights, also of a copy that ``changed`` returned; see ``make``."""
         if self._origin is None:
             return self.make(layers, seed, parallelize)
         model, change = self._origin
@@ -248,9 +248,9 @@ class Model(ABC):
         return found
 
     def unlike_experts(self) -> list[str]:
-        """Return the lists in which no expert can compute with the weights of any other one, by logical name.
+        """Return the names of the lists whose experts cannot compute with each other's weights.
 
-        So it is if their shapes differ, or if they have buffers.
+        Their shapes differ, or they have buffers.
         """
         return [
             name
@@ -260,7 +260,7 @@ class Model(ABC):
         ]
 
     def parameter_names(self) -> tuple[str, ...]:
-        """Return the names of all trainable parameters in the model's order; a tied weight once, under its home."""
+        """Return the names of all trainable parameters in order; a tied weight once, under its original name."""
         copies = {copy for _, copy in self.ties}
         return tuple(
             name

@@ -1,7 +1,4 @@
-"""Build the model that a spec describes.
-
-Which stages have nothing to learn, and nothing before them has: they need no gradients.
-"""
+"""Build the model that a spec describes, and find the first stage that needs gradients."""
 
 from __future__ import annotations
 

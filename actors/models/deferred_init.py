@@ -34,7 +34,7 @@ from raypar.actors.autograd.torch_private import (
 from raypar.actors.rng import derive
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_PROCESS = threading.RLock()  # random generators and patches belong to the process, so let in one thread at a time
+_PROCESS = threading.RLock()  # random generators and patches belong to the process: one thread at a time
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # the function that a mode gets when is_meta is read
 
 
@@ -89,7 +89,7 @@ class Recording:
         targets = written_arguments(func)
         written = [value for name in targets for value in leaves_of(given.get(name)) if isinstance(value, Tensor)]
         if not all(map(_is_meta, written)):
-            raise RuntimeError(f"{func} writes values that are not there yet to a tensor that is")
+            raise RuntimeError(f"{func} writes values of a meta tensor to a real one")
         then_args, then_kwargs = map_leaves(_frozen, (args, kwargs))  # before the op runs: it may reshape its arguments
         args, kwargs = map_leaves(_on_meta, (args, kwargs))
         result = args[0] if _fills(func) else func(*args, **kwargs)
@@ -304,7 +304,7 @@ def _frozen(value: Any) -> Any:
     Raises RuntimeError for a generator, and for a lazy conjugate or negative tensor.
     """
     if isinstance(value, torch.Generator):
-        raise RuntimeError("values are drawn from a generator of their own")  # its state would depend on earlier draws
+        raise RuntimeError("it draws values from a separate generator")  # its state would depend on earlier draws
     if not isinstance(value, Tensor):
         return value
     if value.is_conj() or value.is_neg():

@@ -1,4 +1,4 @@
-"""In which order a layer calls its lists of experts."""
+"""Record the order in which a layer calls its lists of experts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def note_calls(layer: nn.Module, lists: Mapping[str, str], calls: list[str]) -> 
     Args:
         layer: The layer, with weights. It is changed.
         lists: The name of each list inside the layer, by its logical name.
-        calls: To which each call adds the list's logical name.
+        calls: Each call appends the list's logical name here.
     """
     noted = dict[nn.Module, nn.Module]()
     for name, inner in lists.items():
         experts = layer.get_submodule(inner)
         assert isinstance(experts, nn.ModuleList)
         noted[experts] = _Noted(name, experts, calls)
-        experts._modules.clear()  # what a module still has goes over to the one in its place
+        experts._modules.clear()  # the replacement gets the modules that are left here
     replace_modules(layer, noted)

@@ -19,7 +19,7 @@ class ExpertParallel(ParallelStyle):
 
     Attributes:
         group: The actors that have tokens or experts.
-        holders: The ranks in the group of those among which the experts are divided.
+        holders: The ranks in the group that hold experts.
         tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
         shadows: The most experts that are shadowed at a time.
         orders: By the name of a list, the order in which actors divide its experts if that is not by number.
@@ -41,6 +41,6 @@ class ExpertParallel(ParallelStyle):
         if self.group.rank in self.holders:
             first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(len(order))
             own = {number: module[number] for number in order[first:last]}
-        module._modules.clear()  # what a module still has goes over to the one in its place
+        module._modules.clear()  # the replacement gets the modules that are left here
         shard = ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
         return Applied(shard)

@@ -1,4 +1,4 @@
-"""Refuse ops that combine real tensors with meta tensors, which have no values: torch's CPU kernels may not."""
+"""Refuse ops that mix real tensors and meta tensors, which have no values: some CPU kernels of torch accept them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the user's function makes its modules: an error inside a module of torch's has no line of the user's own."""
+"""The source lines where the user's function makes its modules, for errors inside torch's modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _note(module: nn.Module, name: str, part: object) -> None:
         _MADE[module] = FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-# For good: torch goes through its hooks without a lock, so none may come or go while another thread builds a model.
+# Never removed: torch iterates over its hooks without a lock, while another thread may build a model.
 register_module_parameter_registration_hook(_note)
 register_module_module_registration_hook(_note)
 

@@ -23,12 +23,12 @@ def modules_named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, 
         pattern: Names joined by dots; in each part "*" and "[qkv]" are as in file names.
 
     Returns:
-        Pairs of a module's first name inside the layer ("" for the layer) and the module. A module that the layer has
-        in several places is returned once, if any of its names matches.
+        Pairs of a module's first name inside the layer ("" for the layer) and the module. A module with several
+        names in the layer is returned once, if any of them matches.
     """
     head = ".".join(pattern.split(".")[: name.count(".") + 1])
     if not matches_pattern(name, head):
-        return []  # nor does what is in it
+        return []  # no module in it matches either
     every = layer.named_modules(prefix=name, remove_duplicate=False)
     matching = {id(module) for path, module in every if matches_pattern(path, pattern)}
     return [(inner, module) for inner, module in layer.named_modules() if id(module) in matching] if matching else []

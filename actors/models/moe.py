@@ -1,4 +1,4 @@
-"""A block's experts in place of its MLP.
+"""A block's experts, which replace its MLP.
 
 Shapes: B microbatch, S sequence, D hidden, T tokens (B x S), E experts, K choices of a token.
 """
@@ -29,16 +29,16 @@ class MixtureOfExperts(nn.Module, Balanced):
         model: The model.
         num_experts: Number E of experts.
         mlp: Makes an MLP (..., D) -> (..., D).
-        documents: Knows which tokens of the microbatch are padding: no expert computes them, and they count nowhere.
-        joint: The loss over all layers, which these share.
+        documents: Says which tokens of the microbatch are padding: no expert computes them, and no loss counts them.
+        joint: The joint loss, which all layers share.
         block: The index of the block.
 
     Attributes:
         router: Chooses experts for tokens.
-        experts: The experts. Expert parallelism puts in their place those of this actor.
+        experts: The experts. Expert parallelism replaces the list by this actor's experts.
         shared: The MLP of all tokens beside the experts; None if there is none.
-        residual: The MLP of a PR-MoE; None if it is none.
-        mix: The two coefficients of a PR-MoE, (D) -> (2); None if it is none.
+        residual: The MLP of a PR-MoE; None in other models.
+        mix: The two coefficients of a PR-MoE, (D) -> (2); None in other models.
         num_experts: Number of experts of all actors.
         sums: Sums a tensor over the actors that have tokens of the same sequences; see losses.py.
         over: Says which choices (B, S, K) are over the capacity of their expert, from those of this actor's tokens.
@@ -67,12 +67,12 @@ class MixtureOfExperts(nn.Module, Balanced):
         self.mix = nn.Linear(model.hidden, 2) if self.spec.residual else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Route the tokens; what no expert has taken of a token is zero, and the block's residual stream goes on."""
+        """Route the tokens. A token that all its experts drop gets zeros here."""
         routing = self.router(x_BSD)
         real_T = self.documents.real(self.router.noise.sharding, x_BSD.shape[:2])
         if real_T is not None:
             routing = routing._replace(chosen=routing.chosen.masked_fill(~real_T.unsqueeze(1), DROPPED))
-        chosen_TK = self._made(routing, sequences=len(x_BSD))
+        chosen_TK = self._kept_choices(routing, sequences=len(x_BSD))
         y_BSD = run_experts(x_BSD.flatten(0, 1), self.experts, chosen_TK, routing.gates).view_as(x_BSD)
         if self.residual is not None and self.mix is not None:
             parts_BS2 = self.mix(x_BSD).float().softmax(-1).to(y_BSD.dtype)
@@ -87,11 +87,11 @@ class MixtureOfExperts(nn.Module, Balanced):
         if (bias_E := self.router.bias) is not None:
             bias_E.copy_(updated_bias(bias_E, asked_E, self.spec.bias_rate))
 
-    def _made(self, routing: Routing, sequences: int) -> Tensor:
-        """Return the choices (T, K) of which those are dropped that are over the capacity, or not made by chance.
+    def _kept_choices(self, routing: Routing, sequences: int) -> Tensor:
+        """Return the choices (T, K), DROPPED where they are over the capacity or the router skips them at random.
 
         Args:
-            routing: What the router decided.
+            routing: The router's choices.
             sequences: Number B of sequences; an expert's capacity is of tokens of one sequence.
         """
         chosen_TK, spec, num_experts = routing.chosen, self.spec, self.num_experts
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module, Balanced):
         return over_capacity(chosen_BSK.flatten(0, 1), self.num_experts, capacities).view_as(chosen_BSK)
 
     def _with_losses(self, y_BSD: Tensor, routing: Routing, real_T: Tensor | None) -> Tensor:
-        """Return the output, whose backward gives the auxiliary losses of the tokens that are no padding gradients."""
+        """Return the output with the auxiliary losses attached, whose gradients its backward adds."""
         spec, losses = self.spec, dict[str, Tensor]()
         if spec.loss == "switch" and spec.alpha:
             losses["switch"] = spec.alpha * switch_loss(routing.probs, routing.chosen, self.sums, real_T)

@@ -1,4 +1,4 @@
-"""Parallel styles: what a mesh axis does to one kind of module, and what becomes of the module's tensors."""
+"""Parallel styles: how a mesh axis changes one kind of module, and how it shards the module's tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from raypar.actors.sharding import Shard, Sharding
 
 
 class Applied(NamedTuple):
-    """What a style makes of a module.
+    """The result of a style for a module.
 
     Attributes:
-        module: What takes the module's place; it may be the module itself.
+        module: The module that replaces the original; it may be the same one.
         shards: This actor's part of each sharded parameter, by the parameter's name in the module.
-        partial: For parameters whose gradient is partial on each member of some groups: these groups, over which it is
-            to be summed, by the parameter's name in the module.
+        partial: The groups over which a parameter's gradient must be summed, because each member has a partial one; by
+            the parameter's name in the module.
         outputs: Sharding of the output of the module (under "") and of modules in it (under their names), as far as a
             parity check can compare them.
-        cross_entropy: Takes the place of the model's cross-entropy, if the module's outputs are sharded logits.
+        cross_entropy: Replaces the model's cross-entropy, if the module's outputs are sharded logits.
     """
 
     module: nn.Module
@@ -37,7 +37,7 @@ class Applied(NamedTuple):
 
 
 class ParallelStyle(ABC):
-    """What a mesh axis does to one kind of module."""
+    """How a mesh axis changes one kind of module."""
 
     @abstractmethod
     def apply(self, name: str, module: nn.Module) -> Applied:
@@ -59,7 +59,7 @@ def _accept_loss(loss: Tensor) -> None:
 
 @dataclass(frozen=True)
 class AxisStyles:
-    """What one mesh axis does to a model: a style for each kind of module.
+    """How one mesh axis changes a model: a style for each kind of module.
 
     Attributes:
         styles: By kind of the model's plan; modules of other kinds stay as they are.
@@ -81,7 +81,7 @@ class AxisStyles:
     check_loss: Callable[[Tensor], None] = _accept_loss
 
     def style(self, kind: Kind) -> ParallelStyle | None:
-        """Return what is done to modules of a kind; None if nothing is."""
+        """Return the style for modules of a kind; None if they stay as they are."""
         if isinstance(kind, PlacedStep):
             return None if self.placed is None else self.placed(kind)
         return self.styles.get(kind)
@@ -92,7 +92,7 @@ class ShardedDropout(ParallelStyle):
     """Let a dropout apply this actor's part of the whole tensor's mask.
 
     Attributes:
-        sharding: Sharding of what the dropout is given.
+        sharding: Sharding of the dropout's input.
     """
 
     sharding: Sharding
@@ -108,11 +108,11 @@ def apply_to_children(name: str, module: nn.Module, styles: Mapping[str, Paralle
 
     Args:
         name: Logical name of the module.
-        module: The parent; it stays in its place.
+        module: The parent, which is not replaced.
         styles: By the child's name.
 
     Returns:
-        What became of the parent, with the children's names as prefixes.
+        The parent's result, with the children's names as prefixes.
     """
     shards, partial, outputs = dict[str, Shard](), dict[str, Groups](), dict[str, Sharding]()
     for child, style in styles.items():

@@ -1,4 +1,4 @@
-"""A step of a user's plan that has to do with how tensors lie on the actors of tp."""
+"""A step of a user's plan that redistributes tensors over the actors of tp."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def plain_attributes(names: Sequence[str], layers: Sequence[nn.Module]) -> Itera
         layers: The layers.
 
     Yields:
-        The name of each number, text or tensor, and its value; of a tensor, which one it is, and how often it was
-        written to.
+        The name of each number, text or tensor, and its value; a tensor's value is its id and how often it was written
+        to.
     """
     for layer, module in zip(names, layers, strict=True):
         for path, part in module.named_modules(prefix=layer):

@@ -1,4 +1,4 @@
-"""The kinds of a user's plan of tensor parallelism: a strategy, and how its input comes and its output goes.
+"""The kinds of a user's plan of tensor parallelism: a strategy, and the placements of its input and output.
 
 A kind reads "column", "row to S0" or "split0 from R to R". Placements are R (whole), S-1 (split by features, the last
 dim), S0, S1, ... (split along that dim: samples, tokens).
@@ -27,13 +27,13 @@ SHORT = {  # words for kinds that are frequent
 
 
 class Strategy(NamedTuple):
-    """What becomes of a module.
+    """How tensor parallelism changes a module.
 
     Attributes:
         of: Type of the modules that it applies to.
-        needs: Placement of the input that it takes.
+        needs: Placement of the input that the module computes with.
         gradient: Placement of the gradient of this input, as members compute it.
-        gives: Placement of the output that it makes.
+        gives: Placement of the output as the module computes it.
         usual: Placement of the output if a plan names none.
         dims: The dim along which each parameter is sharded, by the parameter's name in the module.
         size: The module's attribute that holds the length of that dim; "" if nothing is sharded.
@@ -54,13 +54,13 @@ _STRATEGIES: Mapping[str, Strategy] = {
     "embedding": Strategy(nn.Embedding, "R", "R", "P", "R", {"weight": 0}, "num_embeddings"),
     "replicated": Strategy(nn.Module),
 }
-_OTHERS: Mapping[str, tuple[type[nn.Module], Kind]] = {  # which take and make what is divided, or do without
+_OTHERS: Mapping[str, tuple[type[nn.Module], Kind]] = {  # modules that keep the division of their input, or need none
     "dropout": (nn.Dropout, "dropout"),
     "shared": (nn.Module, "shared"),
     "expert": (nn.ModuleList, "expert"),
 }
 PASSING = tuple(_OTHERS)
-_KNOWN: Mapping[tuple[str, str, str], Kind] = {  # of what is done to inputs and outputs, what has a style of its own
+_KNOWN: Mapping[tuple[str, str, str], Kind] = {  # redistributions of inputs and outputs that have a style of their own
     ("input", "R", "P"): "copy",
     ("input", FEATURES, "P"): "gather_input",
     ("input", "R", FEATURES): "split_input",
@@ -70,13 +70,13 @@ KINDS = ("column", "row", *SHORT, "embedding", "replicated", "split0", "split1",
 
 
 class PlanKind(NamedTuple):
-    """A kind of a plan, taken apart.
+    """A parsed kind of a plan.
 
     Attributes:
         name: Its strategy.
-        given: Placement of what the module is given.
-        made: Placement of what leaves it.
-        strategy: What becomes of the module.
+        given: Placement of the input that the module gets.
+        made: Placement of the output that the module returns.
+        strategy: How the module is changed.
         steps: Kinds of parallel styles, in the order of application.
     """
 
@@ -89,7 +89,7 @@ class PlanKind(NamedTuple):
 
 @cache
 def kind_of(text: str) -> PlanKind | None:
-    """Take the text of a kind apart; None if it is none."""
+    """Parse the text of a kind; None if it is no kind."""
     if text in _OTHERS:
         of, step = _OTHERS[text]
         return PlanKind(text, FEATURES, FEATURES, Strategy(of, FEATURES, FEATURES, FEATURES, FEATURES), (step,))
@@ -105,7 +105,7 @@ def kind_of(text: str) -> PlanKind | None:
 
 
 def strategy_of(name: str) -> Strategy | None:
-    """Return what a strategy does; None if there is no such one."""
+    """Return the strategy with a name; None if there is none."""
     if split := _SPLIT.fullmatch(name):
         along = f"S{split[1]}"
         return Strategy(nn.Module, along, along, along, along)
@@ -113,12 +113,12 @@ def strategy_of(name: str) -> Strategy | None:
 
 
 def kind_text(name: str, given: str, made: str) -> str:
-    """Return the text of a kind, the shortest there is.
+    """Return the shortest text of a kind.
 
     Args:
         name: Its strategy.
-        given: Placement of what the module is given.
-        made: Placement of what leaves it.
+        given: Placement of the input that the module gets.
+        made: Placement of the output that the module returns.
     """
     strategy = strategy_of(name)
     assert strategy is not None
@@ -128,7 +128,7 @@ def kind_text(name: str, given: str, made: str) -> str:
 
 
 def _steps(name: str, strategy: Strategy, given: str, made: str) -> list[Kind]:
-    """Return the parallel styles that a kind is made of."""
+    """Return the parallel styles of a kind, in the order of application."""
     steps: list[Kind] = []
     entered = PlacedStep("input", given, strategy.needs, strategy.gradient)
     enters = given != strategy.needs or strategy.gradient == "P"

@@ -44,7 +44,7 @@ class Skeleton:
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """All trainable parameters by logical name, on the meta device. A tied weight appears once, under its home."""
+        """All trainable parameters by logical name, on the meta device; a tied weight once, under its original name."""
         every = {
             f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
         }
@@ -56,7 +56,7 @@ class Skeleton:
         every = (
             (f"{layer}.{inner}", p) for layer, module in self.layers.items() for inner, p in module.named_parameters()
         )
-        return {name: p for name, p in every if name not in self.homes and not is_adapter(name)}
+        return {name: p for name, p in every if name not in self.originals and not is_adapter(name)}
 
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
@@ -74,9 +74,9 @@ class Skeleton:
         }
 
     @cached_property
-    def homes(self) -> Mapping[str, str]:
-        """Names of the homes of tied weights, by the names of their copies."""
-        return {copy: home for home, copy in self.model.ties}
+    def originals(self) -> Mapping[str, str]:
+        """Names of the originals of tied weights, by the names of their copies."""
+        return {copy: original for original, copy in self.model.ties}
 
     def _buffers(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for layer, module in self.layers.items():

@@ -1,4 +1,4 @@
-"""Skip connections: what a layer returns goes to a later layer too, besides the next one."""
+"""Skip connections: the output of a layer goes to a later layer too, besides the next one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values
 
 Skips = Sequence[tuple[int, int]]  # pairs of layers, the earlier one first
-Ends = tuple[tuple[int, tuple[int, ...]], ...]  # of another stage, its number and the layers whose outputs cross
+Ends = tuple[
+    tuple[int, tuple[int, ...]], ...
+]  # the number of another stage, and the layers whose outputs go there or come from there
 
 
 def skip_faults(skips: Skips, num_layers: int) -> Iterator[str]:
@@ -23,16 +25,16 @@ def skip_faults(skips: Skips, num_layers: int) -> Iterator[str]:
         skips: Pairs of indices of layers.
         num_layers: Number of layers.
     """
-    for place, (source, target) in enumerate(skips):
-        told = f"model.skips has ({source}, {target})"
+    for index, (source, target) in enumerate(skips):
+        message = f"model.skips has ({source}, {target})"
         if not 0 <= source < num_layers or not 0 <= target < num_layers:
-            yield f"{told}, and the layers are 0 to {num_layers - 1}: correct it"
+            yield f"{message}, and the layers are 0 to {num_layers - 1}: correct it"
         elif target <= source:
-            yield f"{told}, which does not go forward: give the earlier layer first"
+            yield f"{message}, which does not go forward: give the earlier layer first"
         elif target == source + 1:
-            yield f"{told}, and layers.{target} gets what layers.{source} returns in any case: leave it out"
-        elif (source, target) in [*skips][:place]:
-            yield f"{told} twice: leave one out"
+            yield f"{message}, and layers.{target} gets what layers.{source} returns in any case: leave it out"
+        elif (source, target) in [*skips][:index]:
+            yield f"{message} twice: leave one out"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class StageSkips:
 
     Attributes:
         pairs: Those that end in it, as pairs of layers.
-        taken: The earlier stages from which it takes outputs, in order, with the layers that make them.
-        given: The later stages to which it gives outputs, in order, with the layers that make them.
+        taken: The earlier stages that send it outputs, in order, with the layers of these outputs.
+        given: The later stages that it sends outputs to, in order, with the layers of these outputs.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -60,15 +62,15 @@ def stage_skips(skips: Skips, parts: Sequence[Sequence[int]]) -> tuple[StageSkip
         skips: Pairs of layers.
         parts: The indices of the layers of each stage.
     """
-    home = {layer: stage for stage, part in enumerate(parts) for layer in part}
+    stage_of = {layer: stage for stage, part in enumerate(parts) for layer in part}
     ends: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for source, target in skips:
-        if home[source] != home[target]:
-            ends[home[source], home[target]].add(source)
+        if stage_of[source] != stage_of[target]:
+            ends[stage_of[source], stage_of[target]].add(source)
     crossing = sorted((pair, tuple(sorted(layers))) for pair, layers in ends.items())
     return tuple(
         StageSkips(
-            tuple(pair for pair in skips if home[pair[1]] == stage),
+            tuple(pair for pair in skips if stage_of[pair[1]] == stage),
             tuple((source, layers) for (source, target), layers in crossing if target == stage),
             tuple((target, layers) for (source, target), layers in crossing if source == stage),
         )
@@ -92,7 +94,7 @@ class Skipped:
     Args:
         skips: Pairs of layers whose later one is in the forward.
         names: The logical name of each layer.
-        kept: Further layers in it whose outputs are wanted.
+        kept: Further layers in the forward whose outputs ``value`` must return.
         given: Outputs of layers before the forward, by the layer's index.
     """
 
@@ -133,5 +135,5 @@ class Skipped:
 
 
 def crossing_layers(ends: Ends) -> tuple[int, ...]:
-    """Return the layers whose outputs cross, in the order in which their tensors stand in one tuple."""
+    """Return the layers whose outputs cross, in the order of their tensors in a tuple."""
     return tuple(chain.from_iterable(layers for _, layers in ends))

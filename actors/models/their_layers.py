@@ -1,6 +1,6 @@
-"""A model of transformers as a list of layers, made of its own modules: for types of models that raypar has not.
+"""A model of the transformers library as a list of layers, for model types that raypar does not implement.
 
-transformers is imported when a model is built, and runs no code of a folder: only the config is taken from there.
+transformers is imported when a model is built. It runs no code of a folder, which gives only the config.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TheirLayers:
 
     Attributes:
         config: The content of its config.json.
-        is_causal: That what they make of a token does not depend on those behind it, so that they can generate text.
+        is_causal: The output for a token does not depend on later tokens, so the layers can generate text.
     """
 
     config: str
@@ -45,7 +45,7 @@ class TheirLayers:
 
     @property
     def goes_by_length(self) -> bool:
-        """Whether what they make of a token depends on the length of the whole input: its angles do."""
+        """Whether the output for a token depends on the length of the whole input, because the rope angles do."""
         return not rope_types(json.loads(self.config)).isdisjoint(_BY_LENGTH)
 
     def __call__(self) -> list[nn.Module]:
@@ -58,8 +58,8 @@ class TheirLayers:
         others = [name for name, part in apart if any(True for _ in part.parameters())]
         beside = [name for name, part in whole.named_children() if part is not base and name != "lm_head"]
         if not isinstance(blocks, nn.ModuleList) or others or beside:
-            told = ", ".join([*others, *beside]) or parts.blocks
-            raise ValueError(f"its parts are not those that its plan names: {told}")
+            named = ", ".join([*others, *beside]) or parts.blocks
+            raise ValueError(f"its parts are not those that its plan names: {named}")
         return [_Piece(whole, parts, index) for index in range(len(blocks) + 1)]
 
 
@@ -72,7 +72,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(plan: Mapping[str, Any]) -> Parts:
-    """Return the parts that a ``base_model_pp_plan`` names. Raises ValueError if they are not three, or in disorder."""
+    """Return the parts that a ``base_model_pp_plan`` names. Raises ValueError if they are not three, in this order."""
     names = list(plan)
     if len(names) != 3 or "input_ids" not in plan[names[0]][0]:
         raise ValueError("its base_model_pp_plan has not an embedding, blocks and a norm")
@@ -98,9 +98,9 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
 
 
 class _Given(nn.Module):
-    """Takes the place of the first block, and returns what the layer before has made: (B, S, D).
+    """Replaces the first block, and returns the output of the layer before: (B, S, D).
 
-    What the model does with embeddings ahead of its blocks is then left out, as the first layer has done it.
+    This drops whatever the model does with embeddings before its blocks, because the first layer has done it.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -113,7 +113,7 @@ class _Given(nn.Module):
 
 
 class _Passed(nn.Module):
-    """Takes the place of a block that another layer computes: returns its input."""
+    """Replaces a block that another layer computes: returns its input."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Passed(nn.Module):
 
 
 class _Piece(nn.Module):
-    """A layer: the model, in which only some modules are there, and share their parameters with those of ``whole``.
+    """A layer: a copy of the model with only some modules, whose parameters are those of ``whole``.
 
     Args:
         whole: The model.
@@ -173,7 +173,7 @@ class _Piece(nn.Module):
 
     @property
     def _given(self) -> _Given:
-        """What stands in the place of the first block."""
+        """The module that replaces the first block."""
         given = self.net.get_submodule(f"{self._blocks}.0")
         assert isinstance(given, _Given)
         return given
@@ -186,7 +186,7 @@ def _grows(module: nn.Module) -> bool:
 
 
 def _forget(angles: nn.Module) -> None:
-    """Let angles of the kind ``dynamic`` be those of the next input alone, whatever was computed before."""
+    """Reset angles of the kind ``dynamic``, so that they depend on the next input alone."""
     for name, plain in list(angles.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
             angles.register_buffer(name.replace("original_", ""), plain.clone(), persistent=False)
@@ -195,7 +195,7 @@ def _forget(angles: nn.Module) -> None:
 
 
 def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a module that shares its children and tensors, but for these children."""
+    """Return a copy of a module that shares its tensors and children, with some children replaced."""
     made = copy.copy(module)
     for name in ("_parameters", "_buffers"):
         vars(made)[name] = dict(vars(module)[name])
@@ -204,7 +204,7 @@ def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _like(module: nn.Module, block: nn.Module) -> None:
-    """Give a module the plain attributes of a block, which tell the model what kind of mask it takes."""
+    """Give a module the plain attributes of a block, from which the model chooses the mask."""
     for name, value in vars(block).items():
         if isinstance(value, _PLAIN) and not name.startswith("_") and name != "training":
             setattr(module, name, value)

@@ -12,15 +12,15 @@ from raypar.actors.models.base import Model
 
 @dataclass(frozen=True)
 class Tie:
-    """A logical weight whose home and copy are on different ranks.
+    """A logical weight whose original and copy are on different ranks.
 
     Attributes:
-        home, copy: Names of the two parameters.
-        home_rank, copy_rank: The pipeline ranks that hold them.
+        original, copy: Names of the two parameters.
+        original_rank, copy_rank: The pipeline ranks that hold them.
     """
 
-    home: str
-    home_rank: int
+    original: str
+    original_rank: int
     copy: str
     copy_rank: int
 
@@ -30,51 +30,51 @@ class Ends:
     """The ranks that hold each end of a tied weight: the embedding and the head.
 
     Attributes:
-        home, copy: Names of the two parameters.
-        homes, copies: The members that hold them. All that hold one have the same gradient of it.
+        original, copy: Names of the two parameters.
+        originals, copies: The members that hold them. All that hold one have the same gradient of it.
     """
 
-    home: str
-    homes: tuple[int, ...]
+    original: str
+    originals: tuple[int, ...]
     copy: str
     copies: tuple[int, ...]
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """The members that exchange gradients: one that holds the home, and one that holds the copy."""
-        ends = {(one, self.copy_for(place)) for place, one in enumerate(self.homes)}
-        return ends | {(self.home_for(place), one) for place, one in enumerate(self.copies)}
+        """The members that exchange gradients: one that holds the original, and one that holds the copy."""
+        ends = {(one, self.copy_for(index)) for index, one in enumerate(self.originals)}
+        return ends | {(self.original_for(index), one) for index, one in enumerate(self.copies)}
 
-    def copy_for(self, place: int) -> int:
-        """Return the member from which the home's holder at a place gets the copy's gradient."""
-        return self.copies[place % len(self.copies)]
+    def copy_for(self, index: int) -> int:
+        """Return the member that sends the copy's gradient to ``originals[index]``."""
+        return self.copies[index % len(self.copies)]
 
-    def home_for(self, place: int) -> int:
-        """Return the member from which the copy's holder at a place gets the sum."""
-        return self.homes[place % len(self.homes)]
+    def original_for(self, index: int) -> int:
+        """Return the member that sends the summed gradient to ``copies[index]``."""
+        return self.originals[index % len(self.originals)]
 
 
-def ties_of(model: Model, homes: Mapping[int, int]) -> tuple[list[Tie], dict[str, str]]:
+def ties_of(model: Model, ranks: Mapping[int, int]) -> tuple[list[Tie], dict[str, str]]:
     """Sort a model's ties into those between pipeline ranks and those within one rank.
 
-    A rank holds a tied weight once: as its home, or else as the first of its copies on that rank.
+    A rank holds a tied weight once: as its original, or else as the first of its copies on that rank.
 
     Args:
         model: The model.
-        homes: The pipeline rank of each layer index.
+        ranks: The pipeline rank of each layer index.
 
     Returns:
-        The ties between ranks; and for each copy that needs no memory of its own, the parameter on the same rank that
-        it is the same object as.
+        The ties between ranks; and for each copy that needs no memory of its own, the parameter on the same rank
+        that it shares its memory with.
     """
     ties: list[Tie] = []
     same: dict[str, str] = {}
     first: dict[tuple[str, int], str] = {}
-    for home, copy in model.ties:
-        home_rank, copy_rank = homes[_layer(model, home)], homes[_layer(model, copy)]
-        owner = home if home_rank == copy_rank else first.setdefault((home, copy_rank), copy)
+    for original, copy in model.ties:
+        original_rank, copy_rank = ranks[_layer(model, original)], ranks[_layer(model, copy)]
+        owner = original if original_rank == copy_rank else first.setdefault((original, copy_rank), copy)
         if owner == copy:
-            ties.append(Tie(home, home_rank, copy, copy_rank))
+            ties.append(Tie(original, original_rank, copy, copy_rank))
         else:
             same[copy] = owner
     return ties, same

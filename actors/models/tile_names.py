@@ -18,7 +18,7 @@ def tile_name(number: int, count: int) -> str:
 
 
 def untiled(name: str) -> str:
-    """Return the logical name of what a tile's weight or bias is a piece of; any other name as it is."""
+    """Return the logical name of the whole weight or bias that a tile's name belongs to; any other name as it is."""
     return _TILE.sub("", name)
 
 

@@ -25,14 +25,14 @@ class TiledLinear(nn.Module):
 
     Attributes:
         before: Called with the number of a tile before its product; None if weights are always whole.
-        behind: Called with the number of a tile and its output; likewise.
+        after: Called with the number of a tile and its output; None if weights are always whole.
     """
 
     def __init__(self, layer: nn.Linear, count: int) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.before: Callable[[int], None] | None = None
-        self.behind: Callable[[int, Tensor], None] | None = None
+        self.after: Callable[[int, Tensor], None] | None = None
         for number in range(count):
             with torch.device("meta"):
                 tile = type(layer)(layer.in_features, layer.out_features // count, layer.bias is not None)
@@ -47,8 +47,8 @@ class TiledLinear(nn.Module):
             if self.before is not None:
                 self.before(number)
             outs.append(tile(input))
-            if self.behind is not None:
-                self.behind(number, outs[-1])
+            if self.after is not None:
+                self.after(number, outs[-1])
         return torch.cat(outs, -1)
 
 

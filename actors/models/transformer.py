@@ -69,7 +69,7 @@ class Embedding(nn.Module, Incremental):
             first = 0 if now is None else now.start(length)
             rows_SD: Tensor = table(length, like, first) if isinstance(table, Sinusoidal) else table(length, first)
             return self._in_documents(rows_SD)
-        # not by a call, behind which sequence parallelism keeps some rows: all that it repeats are at one position
+        # no call: sequence parallelism's hook would keep some rows, but all repeated tokens have one position
         rows_TD = table.forward(after.reach, like) if isinstance(table, Sinusoidal) else table.forward(after.reach)
         return rows_TD[after.at][:, None]
 
@@ -83,10 +83,10 @@ class DecoderBlock(nn.Module):
     """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream.
 
     Args:
-        norms: The norms of what goes into attention and MLP, and perhaps those of what comes out of them.
+        norms: The norms of the inputs of attention and MLP, and perhaps those of their outputs.
         attn: The attention.
         mlp: The MLP, or experts.
-        dropout: Dropout probability of what comes out of them.
+        dropout: Dropout probability of the outputs of attention and MLP.
     """
 
     def __init__(self, norms: Sequence[nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
@@ -118,7 +118,7 @@ class Head(nn.Module):
 
 
 def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
-    """Return a plan that has "moe" in place of the "enter" style of MLPs in blocks with experts."""
+    """Return a plan with "moe" instead of the "enter" style of MLPs in blocks with experts."""
     kinds: list[Kind] = ["moe" if spec.num_experts(block) else "enter" for block in range(spec.layers)]
     entries: TensorPlan = tuple((f"blocks.{block}.mlp", kind) for block, kind in enumerate(kinds))
     return (*(entry for entry in plan if entry != ("blocks.*.mlp", "enter")), *entries)
@@ -191,7 +191,7 @@ class TransformerModel(Model):
         Raises:
             CheckpointError: The folder's weights can't be read.
         """
-        homes = {copy: home for home, copy in self.ties}
+        originals = {copy: original for original, copy in self.ties}
         layer = partial(self._layer, *self._shared)
         made = unfilled(lambda: map(layer, layers))
         for index, module in zip(layers, made, strict=True):
@@ -199,7 +199,7 @@ class TransformerModel(Model):
             self._freeze(module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(homes.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
+                self._init(originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -226,15 +226,15 @@ class TransformerModel(Model):
 
     @cached_property
     def _adapters(self) -> FolderWeights | None:
-        """The adapters that the model's begin with; None if they are random."""
+        """The weights that the adapters begin with; None if they are random."""
         lora, folder = self.spec.lora, self.spec.hf
         if lora is None or lora.hf is None or folder is None:
             return None
         return FolderWeights(Path(lora.hf), adapts=model_type_of(Path(folder)))
 
-    def _layer(self, apart: Rope | Alibi | None, desk: ScratchAllocator, index: int) -> nn.Module:
-        """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
-        return self._freeze(self._whole_layer(apart, desk, index))
+    def _layer(self, encoding: Rope | Alibi | None, scratch: ScratchAllocator, index: int) -> nn.Module:
+        """Build a layer. Layers that get the same ``encoding`` and ``scratch`` share tables and memory."""
+        return self._freeze(self._whole_layer(encoding, scratch, index))
 
     def _freeze(self, layer: nn.Module) -> nn.Module:
         """Let only the adapters of a layer learn, if the model has some."""
@@ -243,7 +243,7 @@ class TransformerModel(Model):
                 parameter.requires_grad_(is_adapter(name))
         return layer
 
-    def _whole_layer(self, apart: Rope | Alibi | None, desk: ScratchAllocator, index: int) -> nn.Module:
+    def _whole_layer(self, encoding: Rope | Alibi | None, scratch: ScratchAllocator, index: int) -> nn.Module:
         spec = self.spec
         if index == 0:
             return Embedding(spec, self.documents, self.slices)
@@ -251,7 +251,7 @@ class TransformerModel(Model):
             return Head(spec, self.norm())
         block = index - self.body.start
         window = spec.window_of(block)
-        attn = Attention(spec, apart, desk, window=window, documents=self.documents, slices=self.slices)
+        attn = Attention(spec, encoding, scratch, window=window, documents=self.documents, slices=self.slices)
         norms = [self.norm() for _ in range(spec.norms)]
         return DecoderBlock(norms, attn, self._mlp_or_experts(block), spec.dropout)
 

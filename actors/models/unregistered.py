@@ -1,4 +1,4 @@
-"""Find tensors that modules use without registering them: in lists, closures, hooks, or modules kept in such."""
+"""Find tensors that modules use without registering them: in lists, closures, hooks, or modules inside of these."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from raypar.actors.autograd.torch_private import has_gradient_hooks, storage_id
 from raypar.actors.models.deferred_init import slots_of
 
-_MOST = 1_000_000  # Python objects to look at, at most: this takes about a second
-_FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are looked at before all others
+_MOST = 1_000_000  # most Python objects to search: this takes about a second
+_FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are searched before all others
 _LIBRARIES = frozenset({"numpy", "ray", "raypar", "torch", "transformers"}) | sys.stdlib_module_names
-# Where objects of a library are made that users' tensors may be in; others (loggers, locks) are not looked into.
+# Packages whose objects may hold users' tensors; objects of other libraries (loggers, locks) are not searched.
 _HOLDERS = frozenset(
     {"_collections", "_weakrefset", "builtins", "collections", "functools", "itertools", "torch", "transformers"}
     | {"types", "weakref"}
@@ -43,8 +43,8 @@ class Borrowed(NamedTuple):
 def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     """Return the tensors that layers use although only other layers register them; each pair of layers once.
 
-    On another actor such a tensor would not be there, or would keep its initial values. A tensor that shares the memory
-    of another layer's trainable parameter, without being that parameter, is one of them.
+    On another actor such a tensor would be missing, or would keep its initial values. Tensors that share the memory of
+    another layer's trainable parameter, without being that parameter, are included.
 
     Args:
         modules: All layers of a model.
@@ -52,9 +52,9 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     registered = [_registered(module) for module in modules]
     owners = {key: (index, name) for index, tensors in enumerate(registered) for key, name in tensors.items()}
     found: dict[tuple[int, int], Borrowed] = {}
-    barren = _barren(modules)
+    tensorless = _tensorless(modules)
     for index, module in enumerate(modules):
-        for tensor in unregistered([module], barren):
+        for tensor in unregistered([module], tensorless):
             key = storage_id(tensor)
             if key in owners and key not in registered[index]:
                 owner, name = owners[key]
@@ -65,10 +65,10 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
 
 
 def held_apart(modules: Sequence[nn.Module]) -> list[Borrowed]:
-    """Return trainable parameters that layers refer to in other ways than by their places; each pair of layers once.
+    """Return trainable parameters that layers refer to without registering them; each pair of layers once.
 
-    This is a list, a closure, or an attribute that was set past ``nn.Module``: it would keep a parameter when another
-    one is put into its place.
+    A list, a closure, or an attribute that was set past ``nn.Module`` would keep such a parameter when another one
+    replaces it.
 
     Args:
         modules: Layers of a model.
@@ -80,11 +80,11 @@ def held_apart(modules: Sequence[nn.Module]) -> list[Borrowed]:
         if parameter.requires_grad
     }
     found: dict[tuple[int, int], Borrowed] = {}
-    barren = _barren(modules)
+    tensorless = _tensorless(modules)
     for index, module in enumerate(modules):
         attributes = (value for part in module.modules() for value in vars(part).values())
         tensors = (value for value in attributes if isinstance(value, Tensor) and value.requires_grad)
-        for tensor in chain(tensors, unregistered([module], barren)):
+        for tensor in chain(tensors, unregistered([module], tensorless)):
             if (key := storage_id(tensor)) in owners:
                 owner, name = owners[key]
                 found.setdefault((index, owner), Borrowed(index, owner, name))
@@ -92,19 +92,21 @@ def held_apart(modules: Sequence[nn.Module]) -> list[Borrowed]:
 
 
 def unsearched(modules: Sequence[nn.Module]) -> list[int]:
-    """Return the layers that refer to more objects than can be looked at, in which ``borrowed`` may have missed some.
+    """Return the layers that refer to more objects than are searched, so that ``borrowed`` may have missed tensors.
 
     Args:
         modules: All layers of a model.
     """
-    barren = _barren(modules)
-    return [index for index, module in enumerate(modules) if any(found is None for found in _reached([module], barren))]
+    tensorless = _tensorless(modules)
+    return [
+        index for index, module in enumerate(modules) if any(found is None for found in _reached([module], tensorless))
+    ]
 
 
 def shared_buffers(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
     """Return the buffers that several layers register, as the running mean of a BatchNorm that two layers use.
 
-    On different actors each has one of its own. Buffers that a checkpoint leaves out are constants, and not listed.
+    On different actors each layer has a separate one. Buffers that checkpoints leave out are constants, and not listed.
 
     Args:
         modules: All layers of a model.
@@ -112,15 +114,15 @@ def shared_buffers(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], 
     Returns:
         For each such buffer, layer and name in its first layer, and in another one; each pair of layers once.
     """
-    homes: dict[int, tuple[int, str]] = {}
+    first_uses: dict[int, tuple[int, str]] = {}
     found: dict[tuple[int, int], tuple[tuple[int, str], tuple[int, str]]] = {}
     for index, module in enumerate(modules):
         stored = module.state_dict()
         for name, buffer in module.named_buffers():
             if name in stored:
-                home = homes.setdefault(storage_id(buffer), (index, name))
-                if home[0] != index:
-                    found.setdefault((home[0], index), (home, (index, name)))
+                first = first_uses.setdefault(storage_id(buffer), (index, name))
+                if first[0] != index:
+                    found.setdefault((first[0], index), (first, (index, name)))
     return list(found.values())
 
 
@@ -130,7 +132,7 @@ def has_strays(modules: Sequence[nn.Module]) -> bool:
     This is a tensor that is held by something other than a registered module (a list, an object, a closure, a hook, or
     a module in one of them), or a module's tensor that has hooks, a class of its own, or a history in autograd. Such a
     tensor would stay on the meta device, and torch's CPU matrix product computes with it without an error, and wrongly.
-    The answer is also True if the modules refer to more objects than can be looked at.
+    True also if the modules refer to more objects than are searched.
     """
     if any(_is_special(tensor) for module in modules for part in module.modules() for *_, tensor in slots_of(part)):
         return True
@@ -138,7 +140,7 @@ def has_strays(modules: Sequence[nn.Module]) -> bool:
 
 
 def demand_real(modules: Sequence[nn.Module], replaced: Iterable[Tensor] = ()) -> None:
-    """Check what modules reach without registering it, after they were given their weights.
+    """Check the unregistered tensors that modules reach, after the modules got their weights.
 
     Args:
         modules: The layers of this actor.
@@ -152,7 +154,7 @@ def demand_real(modules: Sequence[nn.Module], replaced: Iterable[Tensor] = ()) -
         if storage_id(tensor) in own:
             raise ValueError(
                 "a layer refers to one of its own modules or weights through a closure, a hook or a nested container, "
-                "where its part of it can't be put in the place of the whole: refer to it as an attribute (or a list, "
+                "where raypar can't replace the whole by this actor's part: refer to it as an attribute (or a list, "
                 "tuple or dict of modules), or leave the layer out of the plan and set mesh.tp to 1"
             )
         if tensor.is_meta:
@@ -177,7 +179,7 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
 
     They are views of it, or the parameter itself as an attribute that was set past ``nn.Module``.
     """
-    homes: dict[tuple[int, int], tuple[int, str, Tensor]] = {}
+    first_uses: dict[tuple[int, int], tuple[int, str, Tensor]] = {}
     for index, module in enumerate(modules):
         tied = set(map(id, module.parameters()))
         for path, part in module.named_modules():
@@ -186,52 +188,52 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
                     (storage_id(tensor), int(tensor.storage_offset())),
                     (index, f"{path}.{name}".lstrip("."), tensor),
                 )
-                owner, known, home = homes.setdefault(key, own)
-                trains = isinstance(home, nn.Parameter) and home.requires_grad
-                if owner != index and trains and (home is not tensor or id(tensor) not in tied):
+                owner, known, first = first_uses.setdefault(key, own)
+                trains = isinstance(first, nn.Parameter) and first.requires_grad
+                if owner != index and trains and (first is not tensor or id(tensor) not in tied):
                     yield Borrowed(index, owner, known)
 
 
-def unregistered(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that modules reach without registering them, as far as can be looked.
+def unregistered(modules: Sequence[nn.Module], tensorless: Iterable[int] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that modules reach without registering them, as far as they are searched.
 
     Args:
         modules: The modules.
-        barren: Ids of objects that reach no tensor.
+        tensorless: Ids of objects that reach no tensor.
     """
-    return (tensor for tensor in _reached(modules, barren) if tensor is not None)
+    return (tensor for tensor in _reached(modules, tensorless) if tensor is not None)
 
 
-def _reached(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor | None]:
-    """Yield the tensors that modules reach without registering them; a last None if there is more to look at.
+def _reached(modules: Sequence[nn.Module], tensorless: Iterable[int] = ()) -> Iterator[Tensor | None]:
+    """Yield the tensors that modules reach without registering them; a last None if not all objects were searched.
 
     Args:
         modules: The modules.
-        barren: Ids of objects that reach no tensor.
+        tensorless: Ids of objects that reach no tensor.
     """
-    return _walk(modules, {id(part) for module in modules for part in module.modules()}, set(barren))
+    return _walk(modules, {id(part) for module in modules for part in module.modules()}, set(tensorless))
 
 
-def _barren(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of the objects that the modules' classes reach, of those classes that reach no tensor."""
-    barren = set[int]()
+def _tensorless(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of all objects that the modules' classes reach, for the classes that reach no tensor."""
+    tensorless = set[int]()
     for kind in dict.fromkeys(type(part) for module in modules for part in module.modules()):
-        seen = barren.copy()
+        seen = tensorless.copy()
         if id(kind) not in seen and not any(True for _ in _walk([kind], set(), seen)):
-            barren = seen
-    return barren
+            tensorless = seen
+    return tensorless
 
 
 def _walk(things: Iterable[Any], parts: set[int], seen: set[int]) -> Iterator[Tensor | None]:
-    """Yield the tensors that some objects reach; a last None if there is more to look at.
+    """Yield the tensors that some objects reach; a last None if not all objects were searched.
 
-    Modules, tensors and functions are followed first, so that a large table hides none of them. What refers to nothing
-    (numbers, strings, and tuples and dicts of such) is not counted: the garbage collector does not track it.
+    Modules, tensors and functions are followed first, so that a large table hides none of them. Objects
+    without references (numbers, strings, and tuples and dicts of these) do not count: they are not tracked by gc.
 
     Args:
         things: The objects.
         parts: Ids of the modules whose own tensors are not yielded.
-        seen: Ids of the objects to leave out; those that are looked at are added.
+        seen: Ids of the objects to leave out; searched objects are added.
     """
     first, rest, most = deque(things), deque[Any](), len(seen) + _MOST
     while first or rest:
@@ -256,8 +258,8 @@ def _is_special(tensor: Tensor) -> bool:
 def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
     """Return the objects that an object refers to, without a registered module's own tensors.
 
-    Of a function's globals these are the ones that it names. Python modules, and the objects of libraries that hold no
-    user's tensors, are not looked into.
+    A function refers to the globals that it names. Python modules, and objects of libraries that hold no user's
+    tensors, are not searched.
     """
     kind = type(thing)
     if issubclass(kind, nn.Module):
@@ -273,7 +275,7 @@ def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
         return [thing()]
     if kind in weakref.ProxyTypes:
         try:
-            return [thing.__repr__.__self__]  # a proxy passes the question on to the object
+            return [thing.__repr__.__self__]  # a proxy forwards the attribute access to its object
         except ReferenceError:
             return []
     if issubclass(kind, type):
@@ -284,7 +286,7 @@ def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
 
 
 def _globals_of(function: FunctionType) -> Iterator[Any]:
-    """Yield what a user's function, with the functions defined in it, names in its module and in modules it names."""
+    """Yield the globals that a user's function and its inner functions name, in its module and in modules it names."""
     if _root(function.__module__) in _LIBRARIES:
         return
     codes: list[CodeType] = [function.__code__]

@@ -33,7 +33,7 @@ _NO_LAYERS = "model.fn must return a list of nn.Modules, one or more"
 
 
 class UnfitLayersError(ValueError):
-    """The user's function returns what no model can be made of."""
+    """The user's function returns something that is no list of modules with known sizes."""
 
 
 class LayersModel(Model):
@@ -52,7 +52,7 @@ class LayersModel(Model):
 
     def __init__(self, layers: Layers, seed: int) -> None:
         self._spec = layers
-        self._sharded = set[int]()  # layers of which this actor has only a part
+        self._sharded = set[int]()  # layers that tensor parallelism has divided
         modules, self._recording = _built(layers, seed)
         self.is_deferred = self._recording is not None
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
@@ -80,7 +80,7 @@ class LayersModel(Model):
         """Make sharded copies of some layers, with this actor's part of each weight.
 
         Modules of the copies are replaced on the meta device first. Then whole weights are made for one layer at a time
-        and sliced, to save memory, and none of experts that are on other actors. The skeleton stays whole, because
+        and sliced, to save memory, but no weights of experts on other actors. The skeleton stays whole, because
         every actor takes names and shapes from it.
         """
         own = _copied(self.skeleton, layers)
@@ -126,8 +126,8 @@ class LayersModel(Model):
         """Read this actor's part of a weight from the folder."""
         assert self._folder is not None
         part = torch.empty(shard.shape, dtype=tensor.dtype)
-        homes = {copy: home for home, copy in self.ties}
-        self._folder.fill(homes.get(name, name), part, shard)
+        originals = {copy: original for original, copy in self.ties}
+        self._folder.fill(originals.get(name, name), part, shard)
         return part
 
     def note(self, layer: int, error: Exception) -> str:
@@ -184,13 +184,13 @@ def user_metric(
         metric: The user's function.
         output: The last layer's output.
         target: The targets.
-        count: Returns of how many elements of the targets a mean is.
+        count: Returns the number of elements of the targets that a mean averages over.
 
     Returns:
         Its sum and the number of elements in it, (2,) float64.
 
     Raises:
-        ValueError: The metric writes into what it is given, or returns something else than a number, or two.
+        ValueError: The metric writes into its arguments, or returns anything but a number or a pair of numbers.
     """
     before = [*map(num_writes, (*output, *target))]
     try:
@@ -230,7 +230,7 @@ def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None
     except UnfitLayersError:
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        reason = str(error)  # it reads values of its tensors, for example
+        reason = str(error)  # for example, it reads values of its tensors
     real = _build_real(layers, seed)
     log.info("the model can't be built without its weights (%s); every actor builds all of it, for a moment", reason)
     return real, None
@@ -304,7 +304,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
-    """Return where each tensor of a layer stands: (a module's dict, its name there, its full name, the tensor).
+    """Return each tensor of a layer as (the module's dict that holds it, its name there, its full name, the tensor).
 
     Full names start with ``prefix``.
     """
@@ -316,16 +316,16 @@ def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs (home, copy) of trainable parameters that several layers share.
+    """Return the pairs (original, copy) of trainable parameters that several layers share.
 
     Frozen ones are left out: their copies stay equal anyway.
     """
-    homes: dict[int, str] = {}
+    originals: dict[int, str] = {}
     ties = []
     for layer, module in zip(names, modules, strict=True):
         for inner, parameter in module.named_parameters():
             name = f"{layer}.{inner}"
-            home = homes.setdefault(id(parameter), name)
-            if home != name and parameter.requires_grad:
-                ties.append((home, name))
+            original = originals.setdefault(id(parameter), name)
+            if original != name and parameter.requires_grad:
+                ties.append((original, name))
     return tuple(ties)

@@ -68,7 +68,7 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
 
 
 def plan_to_give(layers: Mapping[str, nn.Module], tp: int) -> str:
-    """Say which plan would divide some of the user's modules, or that there are none to divide.
+    """Suggest a plan that divides some of the user's modules, or say that no plan can divide any.
 
     Args:
         layers: The model's layers by logical name, without memory (on the meta device).
@@ -137,7 +137,7 @@ def unfit(kind: str, name: str, module: nn.Module) -> str | None:
     """Return why a kind can't be applied to a module, with the fix; None if it can.
 
     Args:
-        kind: The kind, which is one.
+        kind: A valid kind.
         name: Logical name of the module.
         module: The module.
     """
@@ -148,7 +148,7 @@ def unfit(kind: str, name: str, module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
     if "_orig_mod" in name.split("."):
         return "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
-    inside = wanted is not nn.ModuleList  # which is divided by its modules, each with all its parameters
+    inside = wanted is not nn.ModuleList  # a list is divided by whole modules
     if extra := {parameter for parameter, _ in module.named_parameters(recurse=inside)} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
     if has_gradient_hooks(module) or any(map(has_gradient_hooks, module.parameters())):
@@ -160,7 +160,7 @@ def unfit(kind: str, name: str, module: nn.Module) -> str | None:
 
 
 def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterator[str]:
-    """Yield the modules that are too small for ``tp`` ranks, or whose equal division is needed and impossible.
+    """Yield the modules that are too small for ``tp`` ranks, or that must be divided equally and can't be.
 
     Args:
         known: The kind of each module, by its first name.
@@ -184,7 +184,7 @@ def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterato
 
 
 def _part_faults(name: str, module: nn.Module, kind: PlanKind, tp: int) -> Iterator[str]:
-    """Yield why what goes in or out of a linear layer can't be put together or cut equally.
+    """Yield why the input or output of a linear layer can't be gathered or split into equal parts.
 
     Args:
         name: Its name.
@@ -227,16 +227,16 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
                 continue
             name, how = f"{path}.{inner}", "shared" if module in shared else "not divided"
             how = f"divided along dim {dims[inner]}" if inner in dims else how
-            home, before = first.setdefault(parameter, (name, how))
+            original, before = first.setdefault(parameter, (name, how))
             if how != before:
                 yield (
-                    f"model.plan: {home} and {name} are one weight, but it is {before} and {how}: divide both "
+                    f"model.plan: {original} and {name} are one weight, but it is {before} and {how}: divide both "
                     "alike, an embedding by ids and a linear layer by columns, say"
                 )
 
 
 def _known(text: str) -> PlanKind:
-    """Return a kind that was found to be one."""
+    """Return a kind that is known to be valid."""
     kind = kind_of(text)
     assert kind is not None
     return kind
@@ -249,4 +249,4 @@ def _sums(text: str) -> bool:
 
 def _near(kind: str) -> str:
     close = nearest(kind, KINDS, cutoff=0.5)
-    return repr(close) if close else f"{' or '.join(map(repr, KINDS))}, with ' from R' or ' to S0' behind it, say"
+    return repr(close) if close else f"{' or '.join(map(repr, KINDS))}, with ' from R' or ' to S0' after it, say"

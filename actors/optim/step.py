@@ -338,24 +338,24 @@ class Updater:
             tag = _TIE_TAG + 2 * number
             if rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
-                    for index, owner in enumerate(tie.homes):
+                    for index, owner in enumerate(tie.originals):
                         if tie.copy_for(index) == rank:
                             group.send(gradient, owner, tag, "send tied").wait()
-            elif rank in tie.homes:
-                with self._gradient(tie.home, group) as gradient:
+            elif rank in tie.originals:
+                with self._gradient(tie.original, group) as gradient:
                     other = torch.empty_like(gradient)
-                    group.recv(other, tie.copy_for(tie.homes.index(rank)), tag, "recv tied").wait()
+                    group.recv(other, tie.copy_for(tie.originals.index(rank)), tag, "recv tied").wait()
                     gradient.add_(other)
         for number, tie in ties:
             tag = _TIE_TAG + 2 * number + 1
-            if rank in tie.homes:
-                with self._gradient(tie.home, group) as gradient:
+            if rank in tie.originals:
+                with self._gradient(tie.original, group) as gradient:
                     for index, copy in enumerate(tie.copies):
-                        if tie.home_for(index) == rank:
+                        if tie.original_for(index) == rank:
                             group.send(gradient, copy, tag, "send tied").wait()
             elif rank in tie.copies:
                 with self._gradient(tie.copy, group) as gradient:
-                    group.recv(gradient, tie.home_for(tie.copies.index(rank)), tag, "recv tied").wait()
+                    group.recv(gradient, tie.original_for(tie.copies.index(rank)), tag, "recv tied").wait()
 
     def _used_ties(self, group: Group) -> list[tuple[int, Ends]]:
         """Return the ties (with their indices) of the weights for which some rank has a gradient.
@@ -364,11 +364,11 @@ class Updater:
         """
         counts = torch.zeros(len(self._ties), dtype=torch.int64)
         for number, tie in enumerate(self._ties):
-            ends = (tie.homes, tie.home), (tie.copies, tie.copy)
+            ends = (tie.originals, tie.original), (tie.copies, tie.copy)
             counts[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
         group.host.all_reduce(counts).wait()
-        used = {tie.home for tie, count in zip(self._ties, counts.tolist(), strict=True) if count}
-        return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
+        used = {tie.original for tie, count in zip(self._ties, counts.tolist(), strict=True) if count}
+        return [(number, tie) for number, tie in enumerate(self._ties) if tie.original in used]
 
     @contextmanager
     def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:

@@ -101,9 +101,8 @@ class Courier:
     ) -> None:
         self._group, self._peers, self._num_microbatches = group, peers, num_microbatches
         self._varies, self._first_learning = varies, first_learning
-        self._skips = {
-            pair: num_stages + number for number, pair in enumerate(skips)
-        }  # a skip has the tags of an additional stage
+        # A skip has the tags of an additional stage.
+        self._skips = {pair: num_stages + number for number, pair in enumerate(skips)}
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
         self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values that get gradients
         self._exchanged = set[tuple[Crossing, int]]()  # crossing and peer whose header was sent or received

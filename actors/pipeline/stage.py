@@ -1,31 +1,38 @@
-"""One pipeline stage: its layers, their forward and backward for a microbatch, and what is kept in between."""
+"""One pipeline stage: its layers, their forwards and backwards, and the tensors that are saved in between.
+
+The first passes are checked, buffers are restored after a step that is not taken, and the cause of a failed backward is
+found: the layer, and the line of the user's code whose gradient failed.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import GraphEnd
-from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
+from raypar.actors.autograd.forward_state import NOTHING_BEFORE, ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.errors import is_ours
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
-from raypar.actors.models.meta_guard import NO_VALUES
+from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import NO_SKIPS, Skipped
-from raypar.actors.pipeline.backward_faults import called_as, forward_of_fault
-from raypar.actors.pipeline.first_time import FirstTime
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
-from raypar.actors.pipeline.step_buffers import StepBuffers
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -33,6 +40,156 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, as_values
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
+Work = Literal["train", "eval", "backward"]
+_FRAME = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?:    (?P<code>.+)\n)?', re.MULTILINE
+)
+
+
+def called_as(name: str, module: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with this name that calls a layer, so that the name appears in tracebacks."""
+
+    def call(*values: Any) -> Any:
+        return module(*values)
+
+    return FunctionType(call.__code__.replace(co_name=name), globals(), name, None, call.__closure__)
+
+
+def forward_of_fault(again: Callable[[], object], names: Sequence[str]) -> str:
+    """Repeat a forward and its failing backward, and return the line and the layer at which the backward fails.
+
+    Args:
+        again: Repeats them. It calls the layers by functions that ``called_as`` returned.
+        names: The names of these functions.
+
+    Returns:
+        Such as "(in layers.1, in the backward of model.py:17: y = x.exp())"; "" if it is unknown.
+    """
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        warnings.simplefilter("always")
+        with suppress(Exception):  # the fault itself, or one that only anomaly mode finds
+            again()
+    texts = [str(one.message) for one in caught if "Traceback of forward call" in str(one.message)]
+    frames = list(_FRAME.finditer(texts[0])) if texts else []
+    entry = next((at for at in range(len(frames) - 1, -1, -1) if _enters(frames[at], names)), len(frames))
+    layer = frames[entry]["name"] if entry < len(frames) and frames[entry]["name"] in names else None
+    inside = [frame for frame in frames[entry + 1 :] if not is_ours(frame["file"])]
+    line = inside[-1] if inside else None  # of the user's code; a layer of torch has none
+    where = [] if layer is None else [f"in {layer}"]
+    if line is not None:
+        where.append(f"in the backward of {Path(line['file']).name}:{line['line']}: {line['code'] or line['name']}")
+    return f"({', '.join(where)})" if where else ""
+
+
+def _enters(frame: re.Match[str], names: Sequence[str]) -> bool:
+    """Return whether a frame of a traceback calls a layer or the loss."""
+    return frame["name"] in (*names, "loss") and is_ours(frame["file"])
+
+
+class StepBuffers:
+    """Restores buffers, and frozen parameters that forwards change, to their values before a step that is not taken.
+
+    Or to those before forwards that are repeated.
+
+    Args:
+        state: The buffers and parameters.
+    """
+
+    def __init__(self, state: ForwardState) -> None:
+        self._state = state
+        self._before = self._noted = NOTHING_BEFORE  # at the step's begin, and at the end of a speculative step
+
+    def begin(self) -> None:
+        """Begin a training step."""
+        self._before = self._state.before()
+
+    def settle(self, *, taken: bool) -> None:
+        """End a training step; if it is not taken, restore the buffers' values before it.
+
+        Args:
+            taken: Whether the weights were updated.
+        """
+        if taken:
+            self._state.changed(self._before)
+        else:
+            self._state.put_back(self._before)
+
+    def speculate(self) -> None:
+        """End a training step whose update may turn out to be wrong, while forwards of the next step follow."""
+        self._state.changed(self._before)  # buffers that this step was the first to change are saved, too
+        self._noted = self._state.before()
+
+    def conclude(self, *, taken: bool, is_right: bool) -> None:
+        """Settle a speculative step, and begin the next one.
+
+        Args:
+            taken: As in ``settle``.
+            is_right: Whether the forwards that followed are valid; else they are repeated.
+        """
+        self._state.changed(self._before)
+        if not is_right:
+            self._state.put_back(self._noted if taken else self._before)
+        self._before = self._noted if is_right else self._state.before()
+
+
+class FirstTime:
+    """Guards the first forward in training, the first in evaluation and the first backward; checks the first loss.
+
+    Args:
+        writes: Records writes into frozen parameters.
+        is_deferred: Whether the layers were built without values, so that some of their tensors may have none yet.
+        weights: The stage's weights, if they are sharded over replicas; else None.
+        check_loss: Called with the first loss; raises ValueError if it is computed from only a part of the last layer's
+            outputs. None if there is nothing to check.
+    """
+
+    def __init__(
+        self,
+        writes: FrozenWrites,
+        *,
+        is_deferred: bool,
+        weights: StageWeights | None,
+        check_loss: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._is_deferred, self._weights, self._check_loss = is_deferred, weights, check_loss
+        self._writes = writes
+        self._left: set[Work] = {"train", "eval", "backward"}
+        self._has_loss = False
+
+    @contextmanager
+    def guarded(self, what: Work) -> Iterator[None]:
+        """Guard the first pass of a kind against meta tensors and unusual uses of sharded weights.
+
+        In the first forward in training, also record which frozen parameters it writes into.
+        """
+        is_first = what in self._left
+        self._left.discard(what)
+        with (
+            MetaGuard() if is_first and self._is_deferred else nullcontext(),
+            self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
+            self._writes if is_first and what == "train" and self._writes.is_needed else nullcontext(),
+        ):
+            yield
+
+    def check(self, loss: Tensor, *, learns: Callable[[], bool]) -> None:
+        """Check the first loss of a training step.
+
+        Args:
+            loss: The loss.
+            learns: Returns whether it must have a gradient, because an input or a weight of the stage needs one.
+
+        Raises:
+            ValueError: It has no gradient, or is computed from only a part of the outputs.
+        """
+        if self._has_loss:
+            return
+        if learns() and not loss.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
+            )
+        if self._check_loss is not None:
+            self._check_loss(loss)
+        self._has_loss = True
 
 
 class Stage:
@@ -45,11 +202,11 @@ class Stage:
         model: The model.
         layers: Indices of the stage's layers in the model.
         modules: The layers themselves, in the same order.
-        place: The device of the modules and of their inputs.
+        device: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        ends: Where what it takes and makes belongs; None: to the neighbouring stages, and the model's first layer takes
-            data.
-        learns: Whether its backwards have something to do; else all is frozen in it and in the stages before it.
+        ends: Divides its inputs and outputs between neighbouring stages and skips; None if it has no skips, and only
+            the model's first layer takes data.
+        learns: Whether it has backwards; False if all its parameters and those of the stages before it are frozen.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
             word for each. A "full" layer keeps its inputs. A "selective" layer keeps everything except what its
@@ -64,15 +221,15 @@ class Stage:
         overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
-        record: What modules of the layers tell of a training step; None to drop it.
-        is_alone: Whether its layers talk to no other actor. Then a forward may be taken once more to find a fault.
+        record: What routers report about a training step; None to drop it.
+        is_alone: Whether its layers do not communicate. Then a forward may be repeated to find a fault.
 
     Attributes:
         step_buffers: The buffers of the modules, over a training step.
-        ends: Divides what ``forward`` and the backwards take and return, where tensors of skips stand behind others.
+        ends: Divides the inputs and outputs of forwards and backwards, in which tensors of skips come last.
         modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
-        host: What its graphs keep, if some of it is moved to host memory; else None.
+        host: The tensors that its graphs save, if some are moved to host memory; else None.
     """
 
     def __init__(
@@ -81,7 +238,7 @@ class Stage:
         layers: Sequence[int],
         modules: Sequence[nn.Module],
         *,
-        place: ComputeDevice,
+        device: ComputeDevice,
         is_last: bool,
         recompute: Recompute,
         seed: int,
@@ -123,8 +280,8 @@ class Stage:
         # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
         plain = bool(halved) and recompute == "none" and weights is None and overflow is None
         self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
-        self._owed: dict[_Key, DeferredGradients] = {}  # what is left for backward_weight
-        self._place = place
+        self._deferred: dict[_Key, DeferredGradients] = {}  # gradients that are left for backward_weight
+        self._device = device
         self._train, self._twice = True, InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
@@ -139,15 +296,15 @@ class Stage:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The microbatches whose forward is done and whose backward is not complete."""
-        return tuple(microbatch for _, microbatch in (*self._saved, *self._owed))
+        return tuple(microbatch for _, microbatch in (*self._saved, *self._deferred))
 
-    def make_gradients_in(self, places: Mapping[Tensor, Callable[[], Tensor]]) -> None:
+    def make_gradients_in(self, memory: Mapping[Tensor, Callable[[], Tensor]]) -> None:
         """Let the first backward of each step write gradients directly into given tensors, where that saves a copy.
 
         Args:
-            places: For each parameter, what returns the tensor for its gradient.
+            memory: For each parameter, a function that returns the tensor for its gradient.
         """
-        self._linears.make_in(places)
+        self._linears.make_in(memory)
         self.modules = self._linears.modules
 
     def begin_round(self) -> None:
@@ -168,7 +325,7 @@ class Stage:
         return {name: parameter for name, parameter in self._parameters() if not parameter.requires_grad}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return what forwards change, by logical name.
+        """Return the tensors that forwards change, by logical name.
 
         These are persistent buffers, such as the running statistics of a BatchNorm, and frozen parameters that forwards
         have written into.
@@ -194,20 +351,20 @@ class Stage:
             yield from ((f"{layer}.{inner}", parameter) for inner, parameter in module.named_parameters())
 
     def begin(self, *, train: bool) -> None:
-        """Open a step, and drop what an interrupted step left behind.
+        """Open a step, and drop the state of an interrupted one.
 
         Args:
             train: Whether it is a training step; else an evaluation, which keeps nothing for a backward.
         """
         self._saved.clear()
-        self._owed.clear()
+        self._deferred.clear()
         self._linears.begin()
         self.listener = None
         if self.host is not None:
             self.host.begin()
         if self.model.slices is not None:
             self.model.slices.begin()
-        if train or self._train:  # an evaluation behind another one changes nothing; of a generation each token is one
+        if train or self._train:  # nothing changes between two evaluations; each token of a generation is one
             for module in self.modules:
                 module.train(train)
         self._train = train
@@ -271,15 +428,15 @@ class Stage:
             return self.backward(step, microbatch, gradients)
         return self._backward_input(step, microbatch, gradients)
 
-    def owed(self, step: int, microbatch: int) -> frozenset[Tensor]:
+    def deferred(self, step: int, microbatch: int) -> frozenset[Tensor]:
         """Return the parameters whose gradients of this microbatch are left for ``backward_weight``."""
         key = step, microbatch
-        return self._owed[key].parameters if key in self._owed else frozenset()
+        return self._deferred[key].parameters if key in self._deferred else frozenset()
 
     def backward_weight(self, step: int, microbatch: int) -> None:
         """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
-        if (step, microbatch) in self._owed:
-            self._owed.pop((step, microbatch)).pay(self._linears.places)
+        if (step, microbatch) in self._deferred:
+            self._deferred.pop((step, microbatch)).pay(self._linears.memory)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if self._weights is not None:
@@ -306,7 +463,7 @@ class Stage:
         return found
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
-        self._record.close()  # what a recomputation tells once more is not news
+        self._record.close()  # a recomputation reports nothing new
         if not self._learns:
             return ()
         inputs, tail, then, target = self._saved.pop((step, microbatch))
@@ -319,11 +476,11 @@ class Stage:
             del outputs
         if tail is not None:
             try:
-                with self._linears.postponed() as owed, self._first_time.guarded("backward"):
-                    self._owed[step, microbatch] = owed
+                with self._linears.postponed() as deferred, self._first_time.guarded("backward"):
+                    self._deferred[step, microbatch] = deferred
                     ordered = self.ends.in_order(gradients)
                     if self._later and microbatch in self._halved and self.listener is None:
-                        owed.others = tail.backward_input(ordered, self._later)
+                        deferred.others = tail.backward_input(ordered, self._later)
                     else:
                         tail.backward(ordered)
             except Exception as error:
@@ -336,7 +493,7 @@ class Stage:
         return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
 
     def _once_more(self, step: int, microbatch: int, inputs: Values, target: Values, gradients: Values) -> None:
-        """Take a forward and its backward whose fault is looked for; layers are called under their names."""
+        """Repeat a forward and its failing backward; layers are called under their names."""
         modules, names = self.modules, [self.model.names[index] for index in self.layers]
         self.modules = tuple(map(called_as, names, modules))  # type: ignore[arg-type]
         try:
@@ -369,8 +526,8 @@ class Stage:
         Args:
             step: The step.
             microbatch: Number of the microbatch in the whole step.
-            target: Its targets; None if the values are those of no batch, whose documents are not known and whose loss
-                is not computed.
+            target: Its targets; None if the values are not those of a batch: documents are unknown then, and no loss is
+                computed.
             *values: The inputs.
             head: Whether to run the last layer of the last stage.
         """
@@ -403,8 +560,8 @@ class Stage:
             return self.model.figures(values, target, train=self._train, is_half=self._is_half)
 
     def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
-        """Seed a layer for a microbatch, and turn to its documents."""
-        self._place.seed(derive(self.seed, "layer", step, microbatch, layer))
+        """Seed a layer for a microbatch, and select its documents and slice."""
+        self._device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)
@@ -413,9 +570,9 @@ class Stage:
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-    """Return the parameters if to leave them for later is worth to keep a whole graph: if some are matrices.
+    """Return the parameters if deferring their gradients is worth keeping a whole graph: if some are matrices.
 
-    Vectors, as those of norms, take no time; and nothing waits for what is behind an embedding.
+    The gradients of vectors, as those of norms, take no time; and no gradient waits for that of an embedding.
     """
     tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
     return others if any(p.dim() > 1 and id(p) not in tables for p in others) else ()

@@ -38,7 +38,7 @@ class StageEnds:
         starts = zip(self._skips.given, _starts(self._skips.given, own), strict=True)
         return outputs[:own], {target: outputs[at : at + len(layers)] for (target, layers), at in starts}
 
-    def parted(self, gradients: Values) -> tuple[Values, dict[int, Values]]:
+    def divided_gradients(self, gradients: Values) -> tuple[Values, dict[int, Values]]:
         """Divide a backward's gradients: those of the previous stage, and of each stage at the beginning of a skip."""
         if not gradients:
             return (), {source: () for source, _ in self._skips.taken}

@@ -29,7 +29,7 @@ from raypar.actors.layers.linear import (
 from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.tensors import nbytes
 
-Places = dict[Tensor, Callable[[], Tensor]]  # by weight, a function that returns memory for its gradient
+GradientMemory = dict[Tensor, Callable[[], Tensor]]  # by weight, a function that returns memory for its gradient
 _Versions = tuple[int, int]  # number of writes to each tensor of a use
 
 _LEAST_BYTES = 2 << 20  # of a weight whose gradient takes longer to copy than a replaced layer takes to call
@@ -61,11 +61,11 @@ class DeferredGradients:
         linear = frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
         return linear if self.others is None else linear | self.others.parameters
 
-    def pay(self, places: Places) -> None:
+    def pay(self, memory: GradientMemory) -> None:
         """Compute the deferred gradients, and add them as autograd does: hooks are called once a parameter.
 
         Args:
-            places: Tensors for the first gradients of the step, by weight.
+            memory: Functions that return memory for the first gradients of the step, by weight.
 
         Raises:
             RuntimeError: A tensor that it keeps was written to since, by a hook or by the next microbatch.
@@ -80,10 +80,10 @@ class DeferredGradients:
             pair = next(iter(self._uses))
             uses = self._uses.pop(pair)
             if any(map(_hooked, pair)):
-                root: Tensor = _Weights.apply(places, uses, *pair)  # type: ignore[no-untyped-call]
+                root: Tensor = _Weights.apply(memory, uses, *pair)  # type: ignore[no-untyped-call]
                 root.backward()
             else:
-                _add(places, uses, *pair)
+                _add(memory, uses, *pair)
         if self.others is not None:
             self.others.pay()
 
@@ -106,7 +106,7 @@ class Linears:
     Attributes:
         deferred: The deferred gradients of the running backward.
         anchor: Makes the outputs of halved layers parts of a graph.
-        places: Functions that return memory for first gradients, by weight; each is removed when it is used.
+        memory: Functions that return memory for first gradients, by weight; each is removed when it is used.
         hook: The saved-tensor hook under which layers may still save tensors, because it returns them unchanged.
     """
 
@@ -132,7 +132,7 @@ class Linears:
         self.anchor = torch.empty(0, requires_grad=True)
         self.deferred: DeferredGradients | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
-        self.places: Places = {}
+        self.memory: GradientMemory = {}
         self.hook: object = None
 
     @property
@@ -182,12 +182,12 @@ class Linears:
             least: Smallest weight in bytes for which this is done; smaller gradients are copied in less time.
         """
         weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
-        self._wanted = {p: place for p, place in wanted.items() if p in weights}
+        self._wanted = {p: empty for p, empty in wanted.items() if p in weights}
         self.take_over(least)
 
     def begin(self) -> None:
         """Begin a step, or a round of reductions in it."""
-        self.places = dict(self._wanted)
+        self.memory = dict(self._wanted)
 
     @contextmanager
     def postponed(self) -> Iterator[DeferredGradients]:
@@ -223,16 +223,16 @@ class Linears:
         if self._halves:
             outs = _Halved.apply(self, products, pairs, x, self.anchor)  # type: ignore[no-untyped-call]
         else:
-            outs = LinearProduct.apply(products, self._place, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
+            outs = LinearProduct.apply(products, self._take_memory, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
         return outs
 
-    def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
+    def postpone(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
         """Defer the gradients of a weight and its bias, in a ``postponed`` backward."""
         if self.deferred is not None:
             self.deferred.add(weight, bias, use)
 
-    def _place(self, weight: Tensor) -> Tensor | None:
-        return _place(self.places, weight)
+    def _take_memory(self, weight: Tensor) -> Tensor | None:
+        return _take_memory(self.memory, weight)
 
 
 class DeferredLinear(nn.Linear):
@@ -306,7 +306,7 @@ class _Halved(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
         for (weight, bias), of_output in zip(ctx.pairs, rows, strict=True):
-            ctx.linears.owe(weight, bias, Use(x.detach().flatten(0, -2), of_output))
+            ctx.linears.postpone(weight, bias, Use(x.detach().flatten(0, -2), of_output))
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
 
@@ -315,21 +315,23 @@ class _Weights(torch.autograd.Function):
     """A scalar function of the weights of a linear layer, whose backward adds the deferred gradients."""
 
     @staticmethod
-    def forward(ctx: Any, places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.uses, ctx.place = uses, _place(places, weight)
+    def forward(ctx: Any, memory: GradientMemory, uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.uses, ctx.memory = uses, _take_memory(memory, weight)
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         uses, ctx.uses = ctx.uses, None
-        return None, None, *of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
+        return None, None, *of_weights(uses, ctx.needs_input_grad[2:], ctx.memory)
 
 
-def _add(places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
+def _add(memory: GradientMemory, uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
     """Add the gradients as the backward of ``_Weights``, in a quarter of the time, if parameters have no hooks."""
     wanted = weight.requires_grad, bias is not None and bias.requires_grad
     with torch.no_grad():
-        for parameter, gradient in zip((weight, bias), of_weights(uses, wanted, _place(places, weight)), strict=True):
+        for parameter, gradient in zip(
+            (weight, bias), of_weights(uses, wanted, _take_memory(memory, weight)), strict=True
+        ):
             if parameter is None or gradient is None:
                 continue
             if parameter.grad is None:
@@ -365,7 +367,7 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor, hook: object) -> bool
     )
 
 
-def _place(places: Places, weight: Tensor) -> Tensor | None:
+def _take_memory(memory: GradientMemory, weight: Tensor) -> Tensor | None:
     """Return the memory for a weight's first gradient of the step; None if it has a gradient, or no memory."""
-    place = places.pop(weight, None) if weight.grad is None else None
-    return None if place is None else place()
+    empty = memory.pop(weight, None) if weight.grad is None else None
+    return None if empty is None else empty()

@@ -158,7 +158,7 @@ def wanted_parts(wanted: Iterable[WantedTensor], shapes: Mapping[str, Shape]) ->
 
 
 def boxes_of_parts(parts: Iterable[TensorPart]) -> Boxes:
-    """Return the boxes of some parts of tensors, each once, by the tensor's name."""
+    """Return the boxes of parts of tensors, each once, by the tensor's name."""
     found: dict[str, dict[Box, None]] = {}
     for part in dict.fromkeys(parts):
         found.setdefault(part.tensor, {}).update(dict.fromkeys(part.boxes))

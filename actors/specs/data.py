@@ -46,8 +46,8 @@ class Batches:
     validate: Callable[[int, int, int], tuple[Any, Any]] | None = None
     """validation batches; None if the run has no validation data"""
     varying: bool = False
-    """whether shapes change between microbatches or steps, as in a curriculum of sequence lengths; stages then tell
-    each other the shapes with every message"""
+    """whether shapes change between microbatches or steps, as in a curriculum of sequence lengths; stages then send
+    the shapes with every message"""
     lengths: Callable[[Any, Any], Any] | None = None
     """``lengths(inputs, targets)`` returns how many tokens each sequence has before its padding, (B,) int64: experts
     leave the padding out; None if nothing is padding"""
@@ -64,7 +64,7 @@ class Examples:
 
     path: str | Mapping[str, Positive] = field(hash=False)
     """file, folder or glob of .jsonl, .json, .parquet and .txt files, a file of which is one example; a folder of
-    ``datasets.save_to_disk``; or several of these, each with the weight of its sequences in what is learned"""
+    ``datasets.save_to_disk``; or several of these, each with the weight of its sequences in the mixture"""
     tokenizer: str | None = None
     """folder of a Hugging Face model, or its tokenizer.json; None reads bytes (256 ids)"""
     template: str | None = None
@@ -80,4 +80,4 @@ class Examples:
     cache: str | None = None
     """folder for the converted examples; None is ~/.cache/raypar"""
     kind: Literal["examples"] = field(default="examples", kw_only=True)
-    """what a file of a run calls this data"""
+    """name of this kind of data in the file of a run"""

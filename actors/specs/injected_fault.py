@@ -1,4 +1,4 @@
-"""A fault that is injected on purpose, to see that a run survives it. Imports no torch."""
+"""A fault that is injected on purpose, to test that a run survives it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InjectedFault:
         step: The step, counted from 1. At "start": 1 for the launch, 2 for the first recovery, and so on.
         seconds: How long a delay takes.
         times: How often it happens, if the step is taken again.
-        of: What a bit flips in: a weight; or, in a forward such as "1F0", what the first layer of the stage gives.
+        of: Where a bit flips: in a weight; or, in a forward such as "1F0", in the output of the stage's first layer.
     """
 
     kind: FaultKind

@@ -1,4 +1,4 @@
-"""Low-rank adapters, which learn in the place of a model's weights, as plain data. Imports no torch."""
+"""Low-rank adapters, which are trained instead of a model's weights, as plain data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Adaptable = Literal["q", "k", "v", "out", "gate", "up", "down"]  # the linear la
 Targets = Literal["attn", "mlp", "all"] | tuple[Adaptable, ...]
 LAYERS: tuple[Adaptable, ...] = get_args(Adaptable)
 OF_PARTS: Mapping[str, tuple[Adaptable, ...]] = {"attn": LAYERS[:4], "mlp": LAYERS[4:], "all": LAYERS}
-LORA = "_lora"  # what the logical name of an adapter ends with, behind that of its layer
+LORA = "_lora"  # suffix of the logical name of an adapter, after that of its layer
 
 
 @known_fields(r="rank", lora_alpha="alpha", target_modules="targets, attn, mlp or all")
@@ -47,7 +47,7 @@ class Lora:
         return OF_PARTS[self.targets] if isinstance(self.targets, str) else self.targets
 
     def faults(self, *, gated: bool) -> Iterator[str]:
-        """Yield why the names of layers are none of a model's.
+        """Yield why ``targets`` does not fit the model.
 
         Args:
             gated: Whether its MLPs have gates.

@@ -1,4 +1,4 @@
-"""What the name of a loss says."""
+"""Recognise a loss by its name."""
 
 from __future__ import annotations
 

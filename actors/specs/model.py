@@ -72,7 +72,7 @@ class Transformer:
     norm_eps: Positive = 1e-5
     """added to the variance in LayerNorm, or to the mean square in RMSNorm, against division by zero"""
     lora: Lora | None = None
-    """low-rank adapters, which learn in the place of all weights; None: all weights learn"""
+    """low-rank adapters, which are trained instead of all weights; None: all weights learn"""
     hf: str | None = None
     """folder of a Hugging Face model whose weights the run begins with, as rp.HF("folder") gives it; None: random
     weights"""
@@ -81,22 +81,22 @@ class Transformer:
         """Yield the sizes that do not fit each other, with the nearest ones that do.
 
         Args:
-            right: Called with paths of a run's fields, returns whether these have valid values by themselves. Sizes
-                that have not are not compared.
+            right: Called with paths of a run's fields, returns whether these have valid values by themselves. Invalid
+                sizes are not compared.
         """
         if self.moe is not None and right("model.moe", "model.layers", "model.seq"):
             yield from self.moe.faults(self.layers, self.seq)
             if self.lora is not None and right("model.lora") and not set(self.lora.layers) <= {*OF_PARTS["attn"]}:
-                told = f"model.lora.targets is {self.lora.targets!r}, and experts have no adapters"
-                yield f"{told}: use 'attn', or leave out model.moe"
+                message = f"model.lora.targets is {self.lora.targets!r}, and experts have no adapters"
+                yield f"{message}: use 'attn', or leave out model.moe"
         if self.lora is not None and right("model.lora"):
             yield from self.lora.faults(gated=self.is_gated)
         if self.window_first and self.window is None and right("model.window", "model.window_first"):
-            told = f"model.window_first is {self.window_first}, but there is no window"
-            yield f"{told}: give model.window, or leave it out"
+            message = f"model.window_first is {self.window_first}, but there is no window"
+            yield f"{message}: give model.window, or leave it out"
         if self.window_skips is not None and self.window is None and right("model.window", "model.window_skips"):
-            told = f"model.window_skips is {self.window_skips}, but there is no window"
-            yield f"{told}: give model.window, or leave it out"
+            message = f"model.window_skips is {self.window_skips}, but there is no window"
+            yield f"{message}: give model.window, or leave it out"
         if self.rope_scaling is not None and right("model.positions", "model.rope_scaling"):
             yield from self.rope_scaling.faults(self.positions)
         if not right("model.hidden", "model.heads", "model.head_width"):
@@ -116,9 +116,9 @@ class Transformer:
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
     def _fitting(self) -> tuple[int, int]:
-        """Return heads and a hidden size that fit each other, one of which is as it is; the width of a head fits too.
+        """Return heads and a hidden size that fit each other and the positions, with at most one of them changed.
 
-        Other heads are near the present ones, where there are any but one; else it is another hidden size.
+        The heads change to the nearest number that fits, unless that is 1; else the hidden size changes.
         """
         if not self.hidden % self.heads:
             return self.heads, self.hidden
@@ -287,8 +287,8 @@ class Llama(Transformer):
             )
             yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: set model.kv_heads to {near}, say"
         if right("model.attention", "model.attention_cap") and self.attention_cap and self.attention != "materialised":
-            told = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
-            yield f"{told}: set model.attention to 'materialised'"
+            message = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
+            yield f"{message}: set model.attention to 'materialised'"
         if right("model.vocab", "model.pad_id") and self.pad_id is not None and self.pad_id >= self.vocab:
             yield f"model.pad_id is {self.pad_id}, and the model's ids are 0 to {self.vocab - 1}: give one of them"
 
@@ -343,7 +343,7 @@ class Layers:
     compute its samples, split1 its tokens, and replicated all. "from" and "to" with a placement say how an input comes
     and an output goes, as "column from S0 to R". Every actor computes all other modules in full"""
     skips: Sequence[tuple[int, int]] = field(default=(), hash=False)
-    """pairs of layers, (0, 3): what layer 0 returns, one tensor, layer 3 takes too, as a further argument: behind what
+    """pairs of layers, (0, 3): what layer 0 returns, one tensor, layer 3 takes too, as a further argument: after what
     the layer before it returned, and in the order of the pairs. It goes straight from one's actor to the other's"""
     halves: bool = False
     """whether weight gradients may be computed separately: later, as the W of a schedule, and those of nn.Linear layers
@@ -362,12 +362,12 @@ class Layers:
 
     @property
     def computes_again(self) -> bool:
-        """Whether they generate text, as the modules of transformers do, but compute a whole text for every token."""
+        """Whether they generate text but, as modules of transformers, compute the whole text again for every token."""
         return self.seq is not None and bool(getattr(self.fn, "is_causal", False))
 
     @property
     def goes_by_length(self) -> bool:
-        """Whether what they make of a token depends on how long the whole text is, so that texts are computed alone."""
+        """Whether the output for a token depends on the text's length, so that texts are computed one by one."""
         return bool(getattr(self.fn, "goes_by_length", False))
 
 

@@ -62,7 +62,7 @@ class MoE:
     residual: bool = False
     """add an MLP that every token has, mixed with the experts by a softmax over the two (Rajbhandari et al. 2022)"""
     every: Count = 1
-    """every so many blocks one has experts, the last of them; the others keep their MLP"""
+    """one of every so many blocks has experts, the last of them; the others keep their MLP"""
     first: Annotated[int, Ge(0)] | None = None
     """the first block with experts, counted from 0; None: every - 1"""
 
@@ -103,7 +103,7 @@ class MoE:
         return self.gate not in _RAW if self.normalise is None else self.normalise
 
     def faults(self, layers: int, seq: int) -> Iterator[str]:
-        """Yield what does not go together, each with its fix.
+        """Yield the settings that contradict each other, each with its fix.
 
         Args:
             layers: Number of blocks of the model.
@@ -113,8 +113,8 @@ class MoE:
         every = (self.experts,) if isinstance(self.experts, int) else self.experts
         fewest = min(every)
         if not blocks:
-            told, most = (f"every {self.every}", layers) if self.first is None else (f"first {self.first}", layers - 1)
-            yield f"{path}.{told} leaves no block of {layers} with experts: set it to {most} at most"
+            field, most = (f"every {self.every}", layers) if self.first is None else (f"first {self.first}", layers - 1)
+            yield f"{path}.{field} leaves no block of {layers} with experts: set it to {most} at most"
         elif not isinstance(self.experts, int) and len(self.experts) != len(blocks):
             what = f"{path}.experts has {len(self.experts)} numbers, and {len(blocks)} blocks have experts"
             yield f"{what}: give one number, or {len(blocks)}"
@@ -130,7 +130,7 @@ class MoE:
             )
 
     def _gate_faults(self, fewest: int, every: tuple[int, ...]) -> Iterator[str]:
-        """Yield settings that the gate has no use for, or that do not fit it."""
+        """Yield settings that the gate does not use or support."""
         path = "model.moe"
         if (choices := _CHOICES.get(self.gate, self.top_k)) != self.top_k:
             fix = f"set it to {choices}, or set gate to {'switch' if self.top_k == 1 else 'softmax'!r}"

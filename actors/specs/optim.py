@@ -34,7 +34,7 @@ class OptimizerSettings:
     """constant; cosine or linear down to ``lr * final`` at the end of the run; wsd: constant, and then down to
     ``lr * final`` in the last decay_steps steps"""
     decay_end: DecayEnd = field(default="after", kw_only=True)
-    """where the decay ends: after: behind the last step, so that with final 0 the last step learns, too; last: at the
+    """where the decay ends: after: after the last step, so that with final 0 the last step learns, too; last: at the
     last step. A run that is resumed keeps what it began with"""
     final: Annotated[float, Ge(0), Le(1)] = field(default=0.1, kw_only=True)
     """share of lr that is left at the end of the decay"""

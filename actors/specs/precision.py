@@ -1,4 +1,4 @@
-"""Which dtype lives where in a run: of the layers, of the sums of gradients, of the weights that the optimizer has."""
+"""The dtypes of a run: of the layers, of the sums of gradients, of the weights that the optimizer updates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Precision:
         return self.compute != "fp32"
 
     def faults(self) -> Iterator[str]:
-        """Yield what does not go together, each with its fix."""
+        """Yield the settings that contradict each other, each with its fix."""
         if not self.is_half and self.master != "fp32":
             fix = f"set precision.compute to {self.master!r} too"
             yield f"precision.master is {self.master!r}, but layers compute in fp32: {fix}"
@@ -91,7 +91,7 @@ class LossScale:
         return self.use == "on" or (self.use == "auto" and precision.compute == "fp16")
 
     def faults(self, precision: Precision) -> Iterator[str]:
-        """Yield what does not go together, each with its fix.
+        """Yield the settings that contradict each other, each with its fix.
 
         Args:
             precision: The run's precision.

@@ -41,7 +41,7 @@ Name = Annotated[str, MinLen(1), MaxLen(256), Predicate(str.isprintable)]
 @known_fields(num_cpus="cpus", num_gpus="gpus", resources="custom", label_selector="labels")
 @dataclass(frozen=True)
 class Resources:
-    """What each actor takes of its node in Ray's books, and which nodes may have it."""
+    """What each actor reserves on its node in Ray, and which nodes may run it."""
 
     cpus: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """CPUs; an actor computes with as many threads, one at least, unless the run's threads say otherwise"""
@@ -83,7 +83,7 @@ class Resources:
         if self.memory is not None:
             found["memory"] = num_bytes(self.memory)
         if self.accelerator_type is not None:
-            found[f"accelerator_type:{self.accelerator_type}"] = 0.001  # as Ray takes of it
+            found[f"accelerator_type:{self.accelerator_type}"] = 0.001  # the amount that Ray itself reserves
         return found
 
     def faults(self) -> Iterator[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.schedules.action import Action
+from raypar.schedules.float_sum import float_sum
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]
-"""kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors;
+"""kind of memory; gathered: weights that are whole temporarily; buckets: gradients on their way to other actors;
 versions: older weights that microbatches under way compute with; cache: keys and values of a text that is generated;
-offloaded: what is in host memory or in files, and not among the others"""
+offloaded: tensors in host memory or in files, which no other kind counts"""
 RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
 
@@ -23,7 +24,7 @@ class Span(NamedTuple):
         action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one is the
             gather of a unit of weights; both run beside the row.
         start: In seconds of the clock of the driver's machine (``time.perf_counter``).
-        end: Likewise.
+        end: In the same seconds.
         bytes: Number of bytes moved; 0 if not known.
         bucket: Index of the reduced bucket or gathered unit; None for an action of the row.
     """
@@ -40,9 +41,9 @@ class Updated(NamedTuple):
 
     Attributes:
         grad_norm: Global norm of the gradients before clipping; None if not known.
-        lr: Learning rate; None if another actor made the update, or if nobody did.
+        lr: Learning rate; None if another actor made the update, or if there was none.
         scale: Scale of the loss in this step; None if it was not scaled.
-        is_skipped: Whether nobody has changed a weight, because a number was not finite or the step had no targets.
+        is_skipped: Whether no weight has changed, because a number was not finite or the step had no targets.
         unreached: In the first update, parameters that got no gradient though all should.
     """
 
@@ -111,8 +112,8 @@ class Shadowed(NamedTuple):
     Attributes:
         layer: Logical name of the list.
         times: Number of microbatches by expert, over all groups of actors that share experts out.
-        without: Predicted seconds of the layer in the step, added up likewise, if none were shadowed.
-        having: Those with the experts that were.
+        without: Predicted seconds of the layer in the step, over the same groups, if no expert were shadowed.
+        having: Predicted seconds with the experts that were shadowed.
     """
 
     layer: str
@@ -122,11 +123,11 @@ class Shadowed(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What an actor tells, after a step, of the copies of its snapshots on another node.
+    """The state of an actor's snapshot copies on another node, after a step.
 
     Attributes:
-        waited: Seconds that it has waited for one.
-        lost: Why it sends no more; "" as long as it does, or if it sends none.
+        waited: Seconds that the actor has waited for a copy.
+        lost: Why it has stopped to send copies; "" if it has not, or sends none.
     """
 
     waited: float = 0.0
@@ -139,16 +140,16 @@ class StepResult:
 
     Attributes:
         losses: Mean loss of each microbatch, in order of microbatches; empty except from the last stage.
-        counts: Number of target elements of each microbatch, likewise.
-        metrics: Of an evaluation, the user's metrics of each microbatch with targets, likewise: of each its sum, and
-            the number of elements in it.
+        counts: Number of target elements of each microbatch, in the same order.
+        metrics: In an evaluation, the user's metrics of each microbatch with targets, in the same order: the sum of
+            each, and the number of elements in it.
         printed: Lines that the user's code has printed on the actor since its last result.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
         busy: Seconds of compute.
         start: When the first action began, in seconds of the clock of the driver's machine; 0 of a parameter server.
-        end: When the last action ended, likewise.
-        overlap: Share of the gradient reduction that ran behind compute; None if there was none.
+        end: When the last action ended, in the same seconds.
+        overlap: Share of the gradient reduction that overlapped with compute; None if there was none.
         in_flight: Largest number of microbatches between forward and backward at a time, over all stages of the actor.
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
             it), of torch's allocations on a GPU.
@@ -161,10 +162,10 @@ class StepResult:
         ranges: Counts of overflow; empty in a step without them.
         auxiliary: Auxiliary losses of the actor's microbatches, by layer and kind; empty in an evaluation, and except
             from the first rank of a tensor group.
-        loads: Tokens of the actor by layer and expert, likewise.
+        loads: Tokens of the actor by layer and expert, from the same ranks.
         shadows: Experts that were shadowed, from the first of a group of actors that share experts out.
-        copied: What there is to tell of copies of its snapshots.
-        updates: Of an asynchronous schedule: by step, the actor's update; losses and counts are those of all steps.
+        copied: The state of the copies of its snapshots.
+        updates: With an asynchronous schedule, the actor's update of each step; losses are those of all steps.
         is_validated: Whether these updates were decided by all stages together, so that norms are those of all.
     """
 
@@ -223,3 +224,38 @@ class Progress:
     done: int
     action: Action | None
     idle: bool = False
+
+
+def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
+    """Collect loss and token count of every microbatch, in the order in which one process would take them.
+
+    That is the first microbatch of each replica, then the second of each, and so on.
+
+    Args:
+        results: The actors' results, by rank.
+
+    Returns:
+        The losses, and the numbers of target elements.
+    """
+    last = [result for result in results if result.losses]
+    losses = [loss for same in zip(*(result.losses for result in last), strict=True) for loss in same]
+    counts = [count for same in zip(*(result.counts for result in last), strict=True) for count in same]
+    return losses, counts
+
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Compute the mean loss over tokens.
+
+    Args:
+        losses: Mean loss of each microbatch, in the order of addition.
+        counts: Number of tokens of each microbatch.
+
+    Returns:
+        The mean; None if there are no tokens.
+    """
+    most = max(counts)
+    if not most:
+        return None
+    # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
+    shares = [count / most for count in counts]
+    return float_sum(share * loss for share, loss in zip(shares, losses, strict=True)) / float_sum(shares)

@@ -17,7 +17,7 @@ ScalingKind = Literal["linear", "dynamic", "yarn", "llama3"]
 @known_fields(rope_type="kind", type="kind", original_max_position_embeddings="trained")
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slower rotations, so that positions beyond those of an earlier training turn queries and keys by known angles."""
+    """Slower rotations, so that positions beyond those of an earlier training rotate by known angles."""
 
     kind: ScalingKind = "linear"
     """linear: all angles divided by factor (Chen et al. 2023); dynamic: a larger base for sequences beyond trained
@@ -47,14 +47,14 @@ class RopeScaling:
             positions: The model's positions.
         """
         if positions != "rope":
-            told = f"model.rope_scaling is given, but model.positions is {positions!r}"
-            yield f"{told}: set positions to 'rope', or leave rope_scaling out"
+            message = f"model.rope_scaling is given, but model.positions is {positions!r}"
+            yield f"{message}: set positions to 'rope', or leave rope_scaling out"
         if self.kind != "linear" and self.trained is None:
-            told = f"model.rope_scaling.trained is None, and {self.kind!r} goes by it"
-            yield f"{told}: give the most tokens in a sequence of the earlier training"
+            message = f"model.rope_scaling.trained is None, and {self.kind!r} goes by it"
+            yield f"{message}: give the most tokens in a sequence of the earlier training"
         if self.kind == "llama3" and self.low >= self.high:
-            told = f"model.rope_scaling.low is {self.low:g}, and high {self.high:g}"
-            yield f"{told}: low must be less than high, as 1 and 4"
+            message = f"model.rope_scaling.low is {self.low:g}, and high {self.high:g}"
+            yield f"{message}: low must be less than high, as 1 and 4"
         if self.kind == "yarn" and self.slow >= self.fast:
-            told = f"model.rope_scaling.slow is {self.slow:g}, and fast {self.fast:g}"
-            yield f"{told}: slow must be less than fast, as 1 and 32"
+            message = f"model.rope_scaling.slow is {self.slow:g}, and fast {self.fast:g}"
+            yield f"{message}: slow must be less than fast, as 1 and 32"

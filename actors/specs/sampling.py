@@ -26,7 +26,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sequence to go on with.
+    """A sequence to continue.
 
     Attributes:
         number: Its number among all prompts; with the seed it determines what is chosen.
@@ -39,14 +39,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of one replica, in groups that are in different stages at a time.
+    """The prompts of one replica, in groups that pass the pipeline stages one after the other.
 
     Attributes:
-        schedule: The lowered schedule of a step, in which microbatch i is group i: of forwards alone.
+        schedule: The lowered schedule of a step, with forwards only; its microbatch i is group i.
         groups: The prompts of each group.
         slots: Positions of the caches of each group.
         sampling: How tokens are chosen.
-        scored: Whether the prompts are scored, and not gone on with.
+        scored: Whether the prompts are scored instead of continued.
     """
 
     schedule: Schedule

@@ -25,6 +25,6 @@ ELEMENTS = ("tokens", "targets", LEARNED)  # units of throughput that are elemen
 def format_watched(chosen: Format | None, compute: Format = "fp32") -> Format:
     """Return the number format whose overflow a run counts: the chosen one, else that of the computation.
 
-    A run in fp32 is asked whether fp16 would do.
+    A run in fp32 counts whether fp16 would be enough.
     """
     return chosen or ("fp16" if compute == "fp32" else compute)

@@ -249,7 +249,7 @@ class _Columns(torch.autograd.Function):
         made: list[Tensor | None] = [None] * len(wanted)
         if ctx.later is not None:
             for (weight, bias), gradient in zip(ctx.layers, rows, strict=True):
-                ctx.later.owe(weight, bias, Use(inputs.detach(), gradient))
+                ctx.later.postpone(weight, bias, Use(inputs.detach(), gradient))
         else:
             made = [gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)]
             biases = zip(rows, wanted[len(rows) :], strict=True)

@@ -1,4 +1,8 @@
-"""The class of a job's Ray actors, which hosts a worker or a parameter server for each run."""
+"""The class of a job's Ray actors, which hosts a worker or a parameter server for each run.
+
+It refuses calls after a failed one, stores the lines that the user's code prints, and takes part in the move of a run
+to another layout.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,25 @@ import gc
 import json
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
-from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.ray import ray_groups
+from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.machine.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
@@ -41,12 +49,123 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Drawn, Order, Scores
-from raypar.actors.worker.keep.relayout_transfer import passed_on
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper, keep_after, keeper_of
 from raypar.actors.worker.members import Member, count_fault, member_of, there, worker_in
-from raypar.actors.worker.printed_lines import PrintedLines
-from raypar.actors.worker.refusals import Refusals
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, keeper_of
 from raypar.schedules.action import Action
+
+_MOST = 200  # lines that are stored until the driver takes them
+_LONGEST = 2000  # characters of a line
+RELAYOUT = "relayout"  # the axis under which the ledger counts
+
+
+def passed_on(
+    handover: Handover,
+    member: Member | None,
+    joined: MutableMapping[str, Group],
+    moves: Sequence[TensorMove],
+    transfer: TransferGroup | None,
+) -> dict[str, int]:
+    """Send the parts that others need, and receive and load the parts that this actor needs.
+
+    Args:
+        handover: The parts that it has and needs.
+        member: The worker or server that it is in the new layout; None if it has no rank there.
+        joined: The groups that ``abort`` aborts, by key: the group of this transfer is added meanwhile.
+        moves: The moves from and to this actor; see ``Handover.pass_on``.
+        transfer: The group of all senders and receivers; None if nothing is sent.
+
+    Returns:
+        The bytes that this actor has sent and received, by op.
+
+    Raises:
+        ActionError: Another actor failed.
+    """
+    with nullcontext() if member is None else member.probe.idle():
+        try:
+            if transfer is not None:
+                device = torch.device("cpu") if member is None else member.context.device.device
+                joined[RELAYOUT] = ray_groups.join(transfer.name, RELAYOUT, *transfer[1:], device=device)
+            group = joined.get(RELAYOUT)
+            handover.pass_on(moves, group)
+            if member is not None:
+                member.state.adopt(handover.read)
+        except Exception as error:
+            if member is None:
+                raise
+            raise member.context.failed("relayout", None, error) from None
+    if group is None:
+        return {}
+    ray_groups.leave(joined.pop(RELAYOUT).name)
+    return {op: entry.bytes for (_, op), entry in group.ledger.entries().items()}
+
+
+class PrintedLines:
+    """A standard output that stores its lines, and writes everything to another one.
+
+    Args:
+        through: The other one.
+    """
+
+    def __init__(self, through: TextIO) -> None:
+        self._through, self._lock = through, threading.Lock()
+        self._lines, self._begun, self._dropped = list[str](), "", 0
+
+    def write(self, text: str) -> int:
+        """Write a text, and store the lines that it completes."""
+        with self._lock:
+            *ended, begun = (self._begun + text).split("\n")
+            self._begun = begun[:_LONGEST]
+            free = _MOST - len(self._lines)
+            self._lines += [line[:_LONGEST] for line in ended[:free]]
+            self._dropped += max(0, len(ended) - free)
+        return self._through.write(text)
+
+    def take(self) -> tuple[str, ...]:
+        """Return the lines that were printed since the last call, and the number of those that were dropped."""
+        if not self._lines:
+            return ()
+        with self._lock:
+            lines, dropped = self._lines, self._dropped
+            self._lines, self._dropped = [], 0
+        more = [f"(and {dropped:,} more lines, which are in Ray's log of the actor)"] if dropped else []
+        return (*lines, *more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._through, name)
+
+
+class Refusals:
+    """Refuses calls after a failure: queued steps, and the remaining calls of the failed step.
+
+    Attributes:
+        has_failed: Whether a step has failed, so that later ones are refused. A non-finite step is no failure.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._of_step: Exception | None = None  # the error of all further calls of the step
+
+    def stop(self) -> None:
+        """Refuse all steps after the present one."""
+        self.has_failed = True
+
+    def begin(self, label: str) -> None:
+        """Begin a step. Raises StaleError if one before it has failed."""
+        if self.has_failed:
+            raise StaleError(f"{label} has failed in a step before this one")
+        self._of_step = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Return a context for a call of the step. After a failure, all further calls of the step raise its error."""
+        if self._of_step is not None:
+            raise self._of_step.with_traceback(None)
+        try:
+            yield
+        except Exception as error:
+            self._of_step = error
+            self.has_failed = not isinstance(error, NonFiniteError | StaleError)
+            raise
 
 
 class RayparActor:
@@ -56,7 +175,7 @@ class RayparActor:
     calls between methods; inside a Worker a step makes about a hundred of them.
     """
 
-    _printed: PrintedLines | None = None  # only a process of its own has a standard output of its own
+    _printed: PrintedLines | None = None  # only an actor in its own process has its own standard output
 
     def __init__(self) -> None:
         self._printed = sys.stdout = PrintedLines(sys.stdout)
@@ -78,31 +197,31 @@ class RayparActor:
             plan: The actor's plan.
 
         Returns:
-            By logical name, which part of each parameter this actor holds.
+            By logical name, the part of each parameter that this actor holds.
 
         Raises:
-            UnequalReplicasError: A replica has made other weights of the same plan.
+            UnequalReplicasError: A replica has built other weights from the same plan.
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, place, faults = (
+        ledger, device, faults = (
             Ledger(),
             device_of(plan.device),
             FaultInjector(plan.faults, partial(count_fault, plan.job)),
         )
-        place.enter()
+        device.enter()
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
         for key, axis, name, members in memberships(plan.world, plan.rank):
             size, rank = len(members), members.index(plan.rank)
             full_name = f"{plan.name}/{name}"
-            self._joined[key] = ray_groups.join(full_name, axis, size, rank, plan.run.timeout, ledger, place.device)
+            self._joined[key] = ray_groups.join(full_name, axis, size, rank, plan.run.timeout, ledger, device.device)
         ray_groups.close_together(self._joined)
-        self._member = member_of(plan, self._joined, place)
+        self._member = member_of(plan, self._joined, device)
         self._member.faults, faults.weights = faults, self._member.state.parameters
         faults.layers = {number: stage.modules[0] for number, stage in self._member.state.stages.items()}
         self._member.last_action = self._last_action
-        self._member.probe.process = self._process if place.kind == "cpu" else 0
+        self._member.probe.process = self._process if device.kind == "cpu" else 0
         self._plan = plan
         if plan.run.max_failures and plan.run.snapshot_every:
             self.keep_snapshots()
@@ -113,7 +232,7 @@ class RayparActor:
         """Leave the groups of a run and release its memory.
 
         Args:
-            comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
+            comes_back: Whether it rejoins the same run with new groups, and so keeps snapshots.
         """
         self._member, self._refusals = None, Refusals()
         if self._keeper is not None:
@@ -128,7 +247,7 @@ class RayparActor:
     # --- steps ---
 
     def train(self, order: bytes) -> StepResult:
-        """Perform this actor's row of a training step, or of several that overlap, and take the snapshot that is due.
+        """Perform this actor's row of a training step, or of several that overlap, and take a snapshot if one is due.
 
         Args:
             order: A JSON list: the number of the step, the epoch of the call (null to accept it in any case),
@@ -140,7 +259,7 @@ class RayparActor:
         """
         step, epoch, copy_within, stream = json.loads(order)
         member = there(self._member)
-        self._refusals.begin(member.seat.label)
+        self._refusals.begin(member.context.label)
         with self._refusals.attempt():
             result = worker_in(member).run("train", step, epoch, stream) if stream else member.run("train", step, epoch)
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
@@ -149,18 +268,18 @@ class RayparActor:
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform this actor's row of a step of another program, as an evaluation. Raises what ``train`` raises."""
         member = there(self._member)
-        self._refusals.begin(member.seat.label)
+        self._refusals.begin(member.context.label)
         with self._refusals.attempt():
             return replace(member.run(program, step), printed=self.printed())
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
-        """Begin a training step, each of whose actions is a call of its own. The arguments are those of ``train``.
+        """Begin a training step whose actions are separate calls. The arguments are those of ``train``.
 
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
         worker = worker_in(self._member)
-        self._refusals.begin(worker.seat.label)
+        self._refusals.begin(worker.context.label)
         with self._refusals.attempt():
             worker.start("train", step, epoch, stream)
 
@@ -169,13 +288,13 @@ class RayparActor:
 
         Args:
             action: The action.
-            *after: What the tasks have returned that had to be done before.
+            *after: The results of the tasks that had to be done before.
         """
         with self._refusals.attempt():
             worker_in(self._member).perform(action)
 
     def end_step(self, step: int, copy_within: int = 0) -> StepResult:
-        """End what ``start_step`` began; its last step has this number. See ``train`` for ``copy_within``."""
+        """End the steps that ``start_step`` began, the last of which is ``step``; see ``train`` for ``copy_within``."""
         with self._refusals.attempt():
             result = worker_in(self._member).end()
         copied = keep_after(there(self._member), self._keeper, step, copy_within)
@@ -206,7 +325,7 @@ class RayparActor:
         return worker_in(self._member).generator.perform(order)
 
     def use_averages(self, use: bool) -> None:
-        """Let the weights have their averages' values, or again their own; see ``WorkerState.use_averages``."""
+        """Replace the weights by their averages, or restore them; see ``WorkerState.use_averages``."""
         there(self._member).state.use_averages(use=use)
 
     # --- checkpoints ---
@@ -230,24 +349,24 @@ class RayparActor:
             member.state.load(ShardFolder(Path(folder)), tensors)
 
     def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
-        """Load a checkpoint of ``step`` steps, and leave out the data of the steps from there to the step ``bad``."""
+        """Load a checkpoint of ``step`` steps, and skip the data of the steps from there to the step ``bad``."""
         member = there(self._member)
         with member.probe.idle():
             member.state.rewind_to(folder, tensors, step, bad)
         if self._keeper is not None:
-            self._keeper.forget_after(step - 1)  # one after ``step`` steps knows of no data that is left out
+            self._keeper.forget_after(step - 1)  # the one after ``step`` steps does not know of the skipped data
 
     # --- snapshots in memory ---
 
     def keep_snapshots(self) -> None:
-        """Take snapshots from now on, in the run that the actor has."""
+        """Take snapshots of the present run from now on."""
         plan = self._plan
         taken = partial(there(self._member).faults.reach, "snapshot")
         self._keeper = self._keeper or SnapshotKeeper(plan, taken)
         self._keeper.join(plan, taken)
 
     def snapshot_addresses(self) -> list[Address]:
-        """Return where other processes find this actor's snapshots, and those of others that it keeps."""
+        """Return the addresses of this actor's snapshots, and of those of others that it keeps."""
         return keeper_of(self._keeper).addresses()
 
     def hold_snapshots(self, addresses: Sequence[Address]) -> None:
@@ -255,21 +374,21 @@ class RayparActor:
         keeper_of(self._keeper).hold(addresses)
 
     def snapshot_steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return, by share, the steps of which this actor has a snapshot. It may be called during a step."""
+        """Return, by owner, the steps of which this actor has a snapshot. It may be called during a step."""
         return {} if self._keeper is None else self._keeper.steps()
 
     def begin_snapshots(self, step: int) -> None:
-        """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
+        """Make sure that there is a snapshot of the step after which the run goes on; see ``SnapshotKeeper.begin``."""
         member = there(self._member)
         with member.probe.idle():
             keeper_of(self._keeper).begin(step, member.state)
 
     def drop_old_snapshots(self) -> None:
-        """Let go of the snapshots of actors that were replaced, and of those that came from other nodes."""
+        """Drop the snapshots of replaced actors, and those that came from other nodes."""
         keeper_of(self._keeper).drop_old()
 
     def expect_copies(self, expected: Mapping[str, SnapshotOwner], files: int) -> tuple[str, int, list[Address]]:
-        """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
+        """Prepare to receive copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
         return keeper_of(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
 
     def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
@@ -277,7 +396,7 @@ class RayparActor:
         keeper_of(self._keeper).begin_copies(to, step, addresses, patience)
 
     def send_snapshots(self, step: int, to: Sequence[tuple[SnapshotOwner, Recipient]]) -> None:
-        """Send snapshots of a step to other nodes, which go back to them; see ``SnapshotKeeper.send``."""
+        """Send snapshots of a step to other nodes, which load them; see ``SnapshotKeeper.send``."""
         with nullcontext() if self._member is None else self._member.probe.idle():
             keeper_of(self._keeper).send(step, to)
 
@@ -286,11 +405,11 @@ class RayparActor:
         return keeper_of(self._keeper).write(step, shares, Path(folder))
 
     def snapshot_contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
-        """Return which parts of which tensors snapshots of a step have that are here."""
+        """Return the parts of tensors in this actor's snapshots of a step."""
         return keeper_of(self._keeper).contents(step, shares)
 
     def needed_shares(self, index: ShareIndex) -> list[SnapshotOwner]:
-        """Return the shares of a state that have parts of what this actor holds."""
+        """Return the owners of the snapshots that have parts of this actor's state."""
         return index.needed(there(self._member).state.wanted(index.shapes))
 
     def restore(self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], *sent: None) -> None:
@@ -303,21 +422,21 @@ class RayparActor:
     # --- another layout ---
 
     def hand_over(self) -> HeldTensors:
-        """Copy what this actor has of the state to the host, for the actors of another layout; return what it is."""
+        """Copy this actor's part of the state to the host, for the actors of another layout, and describe it."""
         member = there(self._member)
         with member.probe.idle():
-            self._handover = Handover(member.state.pieces(), member.state.home.accessible)
+            self._handover = Handover(member.state.pieces(), member.state.storage.accessible)
         return self._handover.holding
 
     def want(self, kinds: Mapping[str, Kind]) -> Boxes:
-        """Return what this actor needs in the layout that it has joined; see ``Handover.want``."""
+        """Return the parts of tensors that this actor needs in the layout that it has joined; see ``Handover.want``."""
         self._handover = self._handover or Handover()
         return self._handover.want(there(self._member).state.wanted_tensors(), kinds)
 
-    def pass_on(self, moves: Sequence[TensorMove], meeting: TransferGroup | None) -> dict[str, int]:
-        """Give the actors of another layout what they need, and load what this one needs; see ``passed_on``."""
+    def pass_on(self, moves: Sequence[TensorMove], transfer: TransferGroup | None) -> dict[str, int]:
+        """Send the parts that others need in the new layout, and load those of this actor; see ``passed_on``."""
         assert self._handover is not None
-        sent = passed_on(self._handover, self._member, self._joined, moves, meeting)
+        sent = passed_on(self._handover, self._member, self._joined, moves, transfer)
         self._handover = None
         return sent
 
@@ -342,8 +461,8 @@ class RayparActor:
         return time.perf_counter()
 
     def set_clock(self, offset: float) -> None:
-        """Add so many seconds to this machine's clock wherever times are reported; see ``Place``."""
-        there(self._member).seat.place.clock_offset = offset
+        """Add so many seconds to this machine's clock wherever times are reported; see ``ComputeDevice``."""
+        there(self._member).context.device.clock_offset = offset
 
     def abort(self) -> None:
         """Abort all communication under way, and take no step after the present one."""
@@ -356,5 +475,5 @@ class RayparActor:
     # --- looking inside ---
 
     def probe(self, look: str, *args: object) -> Any:
-        """Look inside this actor: call a method of its ``Probe``, which has this name, and return what it returns."""
+        """Call the method of this actor's ``Probe`` that has this name, and return its result."""
         return getattr(there(self._member).probe, look)(*args)

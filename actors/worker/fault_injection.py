@@ -1,4 +1,4 @@
-"""Faults that are injected on purpose: an actor that reaches the point of one kills, stops or delays itself there."""
+"""Faults that are injected on purpose: an actor kills, stops or delays itself, or corrupts its numbers, at a point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypar.actors.tensors import as_values
 from raypar.schedules.action import Action
 
 Claim = Callable[[InjectedFault], bool]
-"""asks whether a fault is still to happen, and counts it; what it counts outlives the actor"""
+"""returns whether a fault is still to happen, and counts it; the count outlives the actor"""
 
 
 class InjectedError(RuntimeError):
@@ -28,11 +28,11 @@ class FaultInjector:
 
     Args:
         faults: The faults of this actor.
-        claim: Asks whether a fault is still to happen.
+        claim: Returns whether a fault is still to happen.
 
     Attributes:
-        weights: The actor's weights by logical name, of which one is corrupted.
-        layers: The first layer of each of its stages, of whose outputs one is.
+        weights: The actor's weights by logical name, one of which a fault corrupts.
+        layers: The first layer of each stage, whose outputs a fault corrupts.
     """
 
     def __init__(self, faults: Sequence[InjectedFault] = (), claim: Claim = lambda fault: True) -> None:
@@ -80,7 +80,7 @@ class FaultInjector:
 def flip_bit(tensors: Iterable[Tensor]) -> None:
     """Flip the lowest bit of the largest element of the first tensor that has elements: the number stays finite.
 
-    Autograd does not see it, as it does not see a real one.
+    Autograd does not notice it.
     """
     for tensor in tensors:
         if tensor.numel():
@@ -90,7 +90,7 @@ def flip_bit(tensors: Iterable[Tensor]) -> None:
 
 
 def corrupt_next_outputs(layer: nn.Module) -> None:
-    """Flip a bit of what a layer gives the next time."""
+    """Flip a bit of the next outputs of a layer."""
 
     def corrupt(module: nn.Module, inputs: object, outputs: Any) -> None:
         handle.remove()

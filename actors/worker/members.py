@@ -1,11 +1,11 @@
-"""What a Ray actor is in a run: a worker or a parameter server, or nothing between two runs."""
+"""The role of a Ray actor in a run: a worker or a parameter server; none between two runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.ray import ray_groups
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.build.plan import ActorPlan
@@ -15,22 +15,22 @@ from raypar.actors.worker.worker import Worker
 Member = Worker | Server
 
 
-def member_of(plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> Member:
+def member_of(plan: ActorPlan, groups: Mapping[str, Group], device: ComputeDevice) -> Member:
     """Build the worker or the parameter server of a plan.
 
     Args:
         plan: The actor's plan.
         groups: The groups that it has joined, by their keys.
-        place: The device that it computes on.
+        device: The device that it computes on.
 
     Raises:
-        UnequalReplicasError: A replica has made other weights of the same plan.
+        UnequalReplicasError: A replica has built other weights from the same plan.
     """
-    return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
+    return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, device)
 
 
 def count_fault(job: str, fault: InjectedFault) -> bool:
-    """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
+    """Count an injected fault in Ray's key-value store; return whether it may happen."""
     return ray_groups.count_occurrence(f"{job}/{fault}", fault.times)
 
 
@@ -41,7 +41,7 @@ def worker_in(member: Member | None) -> Worker:
 
 
 def there(member: Member | None) -> Member:
-    """Return the member of a run that an actor is. Raises RuntimeError if it is none."""
+    """Return the member. Raises RuntimeError if the actor takes no part in a run."""
     if member is None:
         raise RuntimeError("this actor takes no part in a run: start it with a plan")
     return member

@@ -27,7 +27,7 @@ from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.state import WorkerState
 from raypar.schedules.action import STEP, Action
 
-_WHOLE_STEP = 1e6  # seconds to wait for gradients, in effect no limit: other actors report a replica that is late
+_WHOLE_STEP = 1e6  # seconds to wait for gradients, in effect no limit: other actors report a late replica
 
 
 class Server:
@@ -39,42 +39,42 @@ class Server:
     Args:
         plan: The actor's plan.
         groups: The groups that it has joined, by their keys.
-        place: The device that it computes on.
+        device: The device that it computes on.
 
     Attributes:
-        seat: The actor's seat in the run.
+        context: The actor's rank, device and groups in the run.
         state: Its weights and optimizer state.
         probe: Its inspection.
         faults: Faults that are injected on purpose.
         last_action: Notes its actions, for after its death.
 
     Raises:
-        UnequalReplicasError: A replica has made other weights of the same plan.
+        UnequalReplicasError: A replica has built other weights from the same plan.
 
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
-    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> None:
+    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], device: ComputeDevice) -> None:
         torch.set_num_threads(plan.run.num_threads)
-        self.seat = seat = RankContext(plan, groups, place)
-        world, train = seat.world, plan.programs["train"]
+        self.context = context = RankContext(plan, groups, device)
+        world, train = context.world, plan.programs["train"]
         index = world.server_index(plan.rank)
-        part = build_part(plan, place, {}, index)
+        part = build_part(plan, device, {}, index)
         own, scaler = part.share(index), LossScaler(None)
-        self.state = WorkerState(seat, part, own, updater_of(plan, part, groups, place.device, scaler), {}, scaler)
-        self.probe = Probe(seat, self.state, part.model.names, part.outputs)
+        self.state = WorkerState(context, part, own, updater_of(plan, part, groups, device.device, scaler), {}, scaler)
+        self.probe = Probe(context, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
         self.faults, self.last_action = FaultInjector(), LastAction()
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
-        self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
-        seat.connect(part.ties)
-        seat.compare((f"ps{index}",), part.digests(index))
+        self._counts_votes = index == 0 and train.placement[-1] == context.pp  # see Reducer.total
+        context.connect(part.ties)
+        context.compare((f"ps{index}",), part.digests(index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""
-        self._epoch = self.seat.demand_current(epoch, self._epoch)
+        self._epoch = self.context.demand_current(epoch, self._epoch)
         self.begin(program, step)
         if program == "train":
             self.perform(STEP)
@@ -82,11 +82,11 @@ class Server:
 
     def begin(self, program: ProgramName, step: int) -> None:
         """Begin a step."""
-        self.seat.place.enter()
+        self.context.device.enter()
         self._step = self.probe.step = StepState(program, step, is_train=program == "train")
         if self._step.is_train:
             self.state.zero_grad()
-        self.seat.place.begin()
+        self.context.device.begin()
 
     def open(self, step: int) -> None:
         """Begin a training step by hand, which can be rewound."""
@@ -104,14 +104,14 @@ class Server:
             NonFiniteError: The gradients are not finite. The replicas get the unchanged weights.
         """
         assert action == STEP
-        step, place = self._step, self.seat.place
-        place.enter()
+        step, device = self._step, self.context.device
+        device.enter()
         try:
             self.last_action.begin(step.number, action)
             self.faults.reach(action, step.number)
             ballot = self._pushed()
-            self.seat.synchronize()
-            start, step.now = place.mark(), action
+            self.context.synchronize()
+            start, step.now = device.mark(), action
             if step.notes is not None:
                 self.state.remember(step.notes)
             try:
@@ -120,36 +120,36 @@ class Server:
                 self._publish()  # unchanged weights, because the replicas wait for some
                 raise
             self._publish()
-            step.events.append(Span(action, start, place.mark()))
+            step.events.append(Span(action, start, device.mark()))
         except NonFiniteError:
             self._epoch += 1
             raise
         except Exception as error:
-            raise self.seat.failed(str(action), None, error) from None
+            raise self.context.failed(str(action), None, error) from None
 
     def rewind(self) -> None:
-        """Restore the state that the actor had when the step by hand was opened, and open the step again."""
+        """Restore the state before the step by hand, and open the step again."""
         notes = self._step.notes
         assert notes is not None
-        self.seat.place.enter()
+        self.context.device.enter()
         with torch.no_grad():
             if not notes.updated:
-                self._pushed()  # gradients that the replicas push for the step that they give up
+                self._pushed()  # gradients that the replicas push for the abandoned step
         self.state.restore(notes)
         self.open(self._step.number)
 
     def end(self) -> StepResult:
         """End a step and return its result. Raises ActionError if a communication failed."""
-        step, place = self._step, self.seat.place
-        place.enter()
+        step, device = self._step, self.context.device
+        device.enter()
         try:
-            self.seat.synchronize()
+            self.context.synchronize()
         except GroupError as error:
-            raise self.seat.failed("end of step", None, error) from None
-        place.finish()
+            raise self.context.failed("end of step", None, error) from None
+        device.finish()
         step.now = None
         if step.is_train:
-            self.probe.close(place.spans(step.events))
+            self.probe.close(device.spans(step.events))
         return StepResult(
             losses=(),
             counts=(),
@@ -159,7 +159,7 @@ class Server:
             end=0.0,
             overlap=None,
             in_flight=0,
-            peak_memory=place.peak(),
+            peak_memory=device.peak(),
         )
 
     def _pushed(self) -> Tensor | None:

@@ -27,24 +27,24 @@ class Probe:
     """Inspects one actor without changing a number of the run.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         state: The actor's state.
         names: Logical names of all layers of the model.
-        outputs: By logical name, this actor's portion of the outputs of layers, and of some modules inside them.
-        reducer: Sums gradients over replicas; None if it has none to sum.
-        gathered: The bytes of weights that are whole for a while; None if all always are.
+        outputs: By logical name, this actor's part of the outputs of layers, and of some modules inside them.
+        reducer: Sums gradients over replicas; None if there are none to sum.
+        gathered: The bytes of sharded weights that are gathered; None if none are sharded.
         older: The bytes of older versions of weights; None in a synchronous schedule.
 
     Attributes:
         step: The latest step that was begun.
         cache_bytes: Bytes of the keys and values of a generation under way.
         process: Bytes that the actor's process had before it took part in a run; 0 if it computes on a GPU.
-        sequences: Of each of its groups, the number of sequences and the positions of their caches.
+        sequences: Of each group of a generation, the number of sequences and the positions of their caches.
     """
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         state: WorkerState,
         names: Sequence[str],
         outputs: Mapping[str, Sharding],
@@ -54,10 +54,12 @@ class Probe:
     ) -> None:
         self.step, self.cache_bytes, self.process = StepState(), 0, 0
         self.sequences: tuple[tuple[int, int], ...] = ()
-        self._seat, self._state = seat, state
+        self._context, self._state = context, state
         self._names, self._outputs = names, outputs
         self._reducer, self._gathered, self._older = reducer, gathered, older
-        self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
+        self._taken: tuple[int, dict[Kind, int]] | None = (
+            None  # of the latest training step: its peak, temporary memory by kind
+        )
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
         self._is_idle = False
 
@@ -70,7 +72,7 @@ class Probe:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Report the actor as idle within this context, in which it waits for others or the disk without a deadline."""
+        """Return a context in which the actor reports itself as idle: it waits without a deadline."""
         self._is_idle = True
         try:
             yield
@@ -78,7 +80,7 @@ class Probe:
             self._is_idle = False
 
     def close(self, events: list[Span]) -> None:
-        """Close a training step: keep its memory and its spans, except of a step by hand, whose pauses spoil them.
+        """Close a training step: store its memory and its spans (not those of a step by hand, because of its pauses).
 
         Args:
             events: Spans of the step, in seconds.
@@ -95,14 +97,14 @@ class Probe:
             ago: How many steps before the latest.
 
         Returns:
-            The spans in seconds; [] if they are not known, or not any more.
+            The spans in seconds; [] if they are not stored.
         """
         return self._trained[ago] if 0 <= ago < len(self._trained) else []
 
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
         """Return calls, bytes and seconds by (axis, op) since the run began."""
         # The groups share one ledger, or each has its own.
-        tables = [group.ledger.entries() for group in self._seat.groups.values()]
+        tables = [group.ledger.entries() for group in self._context.groups.values()]
         return {key: (entry.calls, entry.bytes, entry.seconds) for table in tables for key, entry in table.items()}
 
     # --- weights and gradients ---
@@ -120,7 +122,7 @@ class Probe:
         return {name: master.detach().cpu() for name, master in self._state.masters.items()}
 
     def master(self, name: str) -> Tensor | None:
-        """Return one of them, on the host; None if another actor updates it."""
+        """Return one of ``masters``, on the host; None if another actor updates it."""
         master = self._state.masters.get(name)
         return None if master is None else master.detach().cpu()
 
@@ -144,7 +146,7 @@ class Probe:
     # --- a step by hand ---
 
     def peek(self, action: Action, tensors: bool) -> ComputedValue:
-        """Return what an action of a step by hand has computed: nothing where a frozen stage needs no gradient.
+        """Return the values that an action of a step by hand has computed; none if a frozen stage needs no gradient.
 
         Args:
             action: An action that was performed.
@@ -154,55 +156,57 @@ class Probe:
             KeyError: The action is not done.
         """
         assert self.step.notes is not None
-        made = self.step.notes.made.get(action, ())
-        if not made and not any(event.action == action for event in self.step.events):
+        values = self.step.notes.made.get(action, ())
+        if not values and not any(event.action == action for event in self.step.events):
             raise KeyError(str(action))
         in_flight = sum(len(stage.in_flight) for stage in self._state.stages.values())
-        return ComputedValue.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
+        return ComputedValue.of(
+            self._context.label, action, values, in_flight, self._context.device.peak(), tensors=tensors
+        )
 
     def memory(self) -> dict[Kind, int]:
-        """Return the bytes that this actor holds now, by kind; what comes and goes, or is offloaded, only if it can."""
-        home, held, masters = self._state.home, self._state.held, self._state.masters_apart()
+        """Return the bytes that this actor holds now, by kind; kinds that the run cannot have are left out."""
+        storage, held, masters = self._state.storage, self._state.held, self._state.masters_apart()
         states = [tensor for _, kept, tensor in self._state.update.state() if kept]
         own = (*held, *masters) if self._reducer is None else self._unreduced()
         gradients = sum(nbytes(p.grad) for p in own if p.grad is not None)
         if self._reducer is not None:
             gradients += self._reducer.num_bytes
-        away = {id(one) for one in (*held, *masters, *states) if home.is_off_device and home.holds(one)}
+        away = {id(one) for one in (*held, *masters, *states) if storage.is_off_device and storage.holds(one)}
         offloaded = sum(nbytes(one) for one in (*held, *masters, *states) if id(one) in away)
         found: dict[Kind, int] = {
             "weights": sum(nbytes(one) for one in held if id(one) not in away),
-            "gradients": 0 if home.is_off_device else gradients,
+            "gradients": 0 if storage.is_off_device else gradients,
             "optimizer": sum(nbytes(one) for one in (*states, *masters) if id(one) not in away),
-            **{kind: held.now for kind, held in self._passing()},
+            **{kind: held.now for kind, held in self._temporary()},
         }
         if self.cache_bytes:
             found["cache"] = self.cache_bytes
-        return found | ({"offloaded": offloaded + gradients} if home.is_off_device else {})
+        return found | ({"offloaded": offloaded + gradients} if storage.is_off_device else {})
 
     def most(self) -> dict[Kind, int]:
-        """Return the same at the most within the training step that was taken, in which every weight has a gradient."""
+        """Return the largest bytes by kind within the latest training step, in which every weight has a gradient."""
         gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
         if self._reducer is not None:
             gradients += self._reducer.num_bytes
-        whole: dict[Kind, int] = {} if self._state.home.is_off_device else {"gradients": gradients}
+        whole: dict[Kind, int] = {} if self._state.storage.is_off_device else {"gradients": gradients}
         return self.memory() | whole | self._memory_of_training()[1]
 
     def _memory_of_step(self) -> tuple[int, dict[Kind, int]]:
-        """Return the peak of the step that was begun last, and the most that it held for a while, by kind."""
-        return self._seat.place.peak(), {kind: held.most for kind, held in self._passing()}
+        """Return the peak of the latest step, and the largest temporary memory in it, by kind."""
+        return self._context.device.peak(), {kind: held.most for kind, held in self._temporary()}
 
     def _memory_of_training(self) -> tuple[int, dict[Kind, int]]:
-        """Return the same of the latest training step, which evaluations may have followed."""
+        """Return the memory of the latest training step, which evaluations may have followed."""
         return self._memory_of_step() if self.step.is_train or self._taken is None else self._taken
 
     def _unreduced(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are in no bucket, as those of experts that no other actor has."""
+        """Return the parameters whose gradients are in no bucket, such as those of experts on this actor only."""
         reduced = frozenset[str]() if self._reducer is None else self._reducer.names
         return [p for name, p in self._state.parameters.items() if name not in reduced]
 
-    def _passing(self) -> Iterator[tuple[Kind, HighWater]]:
-        """Yield what this actor holds for a while only."""
+    def _temporary(self) -> Iterator[tuple[Kind, HighWater]]:
+        """Yield the counters of this actor's temporary memory, by kind."""
         if self._gathered is not None:
             yield "gathered", self._gathered
         if self._reducer is not None and self._reducer.bucket_bytes is not None:
@@ -211,13 +215,13 @@ class Probe:
             yield "versions", self._older
         hosts = [stage.host.held for stage in self._state.stages.values() if stage.host is not None]
         if hosts:
-            yield "offloaded", hosts[0]  # all stages count in one
+            yield "offloaded", hosts[0]  # all stages have the same counter
 
     def held(self) -> ActorContents:
         """Return the sizes of everything that this actor holds now."""
-        dp = self._seat.world.mesh.dp
+        dp = self._context.world.mesh.dp
         return ActorContents(
-            self._seat.label,
+            self._context.label,
             now=self.memory(),
             most=self.most(),
             values={action: sum(map(nbytes, values)) for action, values in self.step.values.items()},
@@ -236,7 +240,7 @@ class Probe:
         stages = self._state.stages
         others = {id(p) for number, one in stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in stages[stage].parameters().items() if id(p) not in others}
-        microbatches = self._seat.plan.programs["train"].numbers_a_step
+        microbatches = self._context.plan.programs["train"].numbers_a_step
         stages[stage].listener = Tape(stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
@@ -251,7 +255,7 @@ class Probe:
         return self._state.stages[stage].layers, tape.actions, tape.tensors
 
     def watch(self) -> tuple[str, ...]:
-        """Start keeping the outputs of layers and their gradients, in the step that was opened.
+        """Start storing the outputs of layers and their gradients, in the step that was opened.
 
         Returns:
             Logical names of the watched layers, and of the watched modules inside them.
@@ -259,7 +263,7 @@ class Probe:
         names = list[str]()
         for stage in self._state.stages.values():
             layers = [self._names[index] for index in stage.layers]
-            whole = stage.is_last and self._seat.world.mesh.cp == 1  # with cp, the loss covers only some tokens
+            whole = stage.is_last and self._context.world.mesh.cp == 1  # with cp, the loss covers only some tokens
             watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names

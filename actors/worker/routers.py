@@ -1,4 +1,4 @@
-"""What a worker does for the routers of its stages: balance them after a step, and report what they tell."""
+"""The routers of a worker's stages: they are balanced after a step, and their losses and loads are reported."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Routers:
     """The routers of one actor's stages.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         part: Its part of the model.
     """
 
-    def __init__(self, seat: RankContext, part: ModelPart) -> None:
-        self._seat, self._record = seat, part.record
+    def __init__(self, context: RankContext, part: ModelPart) -> None:
+        self._context, self._record = context, part.record
         self._modules: dict[str, Routed] = {}
         self._stages: dict[str, int] = {}
         for number, stage in part.stages.items():
@@ -38,7 +38,7 @@ class Routers:
         self._record.begin(weight)
 
     def weigh(self, weight: float) -> None:
-        """Give the auxiliary losses of a microbatch a weight, where those of one row belong to several steps."""
+        """Set the weight of a microbatch's auxiliary losses, in rows whose microbatches belong to several steps."""
         self._record.weight = weight
 
     def balance(self, updated: Updated) -> None:
@@ -51,21 +51,21 @@ class Routers:
         """
         if updated.is_skipped or not self._balanced:
             return
-        asked = [self._record.asked(router.name, router.num_experts) for router in self._balanced]
+        counts = [self._record.asked(router.name, router.num_experts) for router in self._balanced]
         for key in ("dp", "tp"):
-            own = [a for a, router in zip(asked, self._balanced, strict=True) if key == "dp" or router.divides_tokens]
-            if own and key in self._seat.groups:
+            own = [a for a, router in zip(counts, self._balanced, strict=True) if key == "dp" or router.divides_tokens]
+            if own and key in self._context.groups:
                 whole = torch.cat(own)
-                self._seat.groups[key].host.all_reduce(whole).wait()
+                self._context.groups[key].host.all_reduce(whole).wait()
                 for part, total in zip(own, whole.split([len(part) for part in own]), strict=True):
                     part.copy_(total)
         with torch.no_grad():
-            for router, counts in zip(self._balanced, asked, strict=True):
-                router.balance(counts)
+            for router, count in zip(self._balanced, counts, strict=True):
+                router.balance(count)
 
     @contextmanager
     def named(self, step: int) -> Iterator[None]:
-        """Within the context, the end of a step: if it is not finite, name the first router whose scores are not.
+        """Return a context for the end of a step, in which an error names the first router with non-finite scores.
 
         Args:
             step: The step, counted from 0.
@@ -79,17 +79,17 @@ class Routers:
             if (found := self._record.not_finite()) is None:
                 raise
             name, microbatch = found
-            dp, number = self._seat.world.mesh.dp, self._stages[name]
+            dp, number = self._context.world.mesh.dp, self._stages[name]
             action = Action(number, Op.F, microbatch // dp)
             raise RouterError(
                 f"step {step + 1}: the router of {name} gave scores that are not finite in {action} on actor "
-                f"{self._seat.label}; no weight was changed: look at the batch, lower the "
+                f"{self._context.label}; no weight was changed: look at the batch, lower the "
                 "learning rate, clip, or add a z-loss"
             ) from error
 
     def losses(self) -> tuple[AddedLoss, ...]:
         """Return the auxiliary losses of the step; of a tensor group the first rank reports them."""
-        return self._record.losses() if self._seat.leads else ()
+        return self._record.losses() if self._context.leads else ()
 
     def shadows(self) -> tuple[Shadowed, ...]:
         """Return which experts were shadowed in the step."""
@@ -100,5 +100,5 @@ class Routers:
 
         Of a tensor group the first rank reports them, except of modules whose tokens are divided over the group.
         """
-        leads, modules = self._seat.leads, self._modules
+        leads, modules = self._context.leads, self._modules
         return tuple(load for load in self._record.loads() if leads or modules[load.layer].divides_tokens)

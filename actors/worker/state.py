@@ -1,4 +1,4 @@
-"""The state that an actor keeps from step to step, and how it is saved, loaded and restored."""
+"""The state that an actor keeps between steps, and how it is saved, loaded and restored."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StateTensor(NamedTuple):
     """A tensor of an actor's state.
 
     Attributes:
-        weight: The actor's name of the weight that it is or belongs to; of anything else its name in a checkpoint.
-        kept: Which state of the weight's optimizer it is; "" if it is none.
+        weight: The actor's name of the weight that it is or belongs to; for other tensors, the name in a checkpoint.
+        kept: The key of an optimizer state of the weight; "" if it is none.
         tensor: The tensor.
-        shard: Which part of its logical tensor it is; None for the whole.
+        shard: The part of its logical tensor that it is; None for the whole.
         is_saved: Whether it is in this actor's share of a checkpoint.
     """
 
@@ -50,11 +50,11 @@ class StateTensor(NamedTuple):
 
 
 class SpeculativeUpdate(NamedTuple):
-    """An update that was made before all stages have told their gradients.
+    """An update that was made before all stages have reported their gradients.
 
     Attributes:
         step: Number of the step.
-        vote: What they tell.
+        vote: Their report.
         notes: The state before the update, if it was made.
     """
 
@@ -67,24 +67,24 @@ class WorkerState:
     """An actor's parameters, their optimizer state, and the buffers of its stages.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         part: Its pipeline rank's part of the model.
         parameters: The parameters that this actor holds, by logical name.
         update: Their update at the end of a step.
         stages: The actor's stages by number; empty for a parameter server.
         scaler: The scale of the loss.
 
-    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed``, ``held`` and ``home`` are those of
+    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed``, ``held`` and ``storage`` are those of
     ``part``.
 
     Attributes:
-        masters: The weights that this actor updates, by logical name. In half precision they are others than
+        masters: The weights that this actor updates, by logical name. In half precision they are not
             ``parameters``.
     """
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         part: ModelPart,
         parameters: Mapping[str, nn.Parameter],
         update: ParameterUpdate,
@@ -94,23 +94,23 @@ class WorkerState:
         self.parameters, self.update, self.stages = parameters, update, stages
         self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
         self._publish, self._layers = part.masters.publish, part.parameters
-        self.held, self.home = part.held, part.home
-        self._seat, self._shards, self._partial = seat, part.shards, part.partial
+        self.held, self.storage = part.held, part.storage
+        self._context, self._shards, self._partial = context, part.shards, part.partial
         self._owners = part.owners
-        self._homes = {copy: home for home, copy in part.model.ties}
-        self._copies = Copies(part.home)
+        self._stored_names = {copy: stored for stored, copy in part.model.ties}
+        self._copies = Copies(part.storage)
 
     def holds(self) -> dict[str, Shard]:
-        """Return, by logical name, which part of each parameter this actor holds."""
+        """Return, by logical name, the part of each parameter that this actor holds."""
         return {name: self._shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all stages, and the frozen parameters that change, with their names in a checkpoint."""
         for stage in self.stages.values():
-            yield from ((buffer_name(self._seat.dp, name), buffer) for name, buffer in stage.buffers().items())
+            yield from ((buffer_name(self._context.dp, name), buffer) for name, buffer in stage.buffers().items())
 
     def put_buffers_back(self) -> None:
-        """Give them what they had when the step under way began."""
+        """Restore the values of ``buffers`` at the beginning of the present step."""
         for stage in self.stages.values():
             stage.step_buffers.settle(taken=False)
 
@@ -120,13 +120,13 @@ class WorkerState:
             parameter.grad = None
 
     def take(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
-        """Update the weights at the end of a step, or put the buffers back if the step is not taken.
+        """Update the weights at the end of a step, or restore the buffers if the step is not taken.
 
-        Running statistics would else keep the values that are not finite, for good.
+        Otherwise running statistics would keep non-finite values.
 
         Args:
             step: Number of the step.
-            ballot, change: See ``Updater.step``. Where weights are updated elsewhere too, there is no change.
+            ballot, change: See ``Updater.step``. Only an ``Updater`` takes a change.
 
         Raises:
             NonFiniteError: See ``Updater.step``.
@@ -145,7 +145,7 @@ class WorkerState:
                 stage.step_buffers.settle(taken=taken)
 
     def begin_update(self, step: int, ballot: Tensor | None) -> SpeculativeUpdate:
-        """Update the weights although other stages may be against it; ``conclude_update`` finds out whether they are.
+        """Update the weights before the other stages have agreed; ``conclude_update`` finds out whether they do.
 
         Args:
             step: Number of the step.
@@ -160,36 +160,38 @@ class WorkerState:
             stage.step_buffers.speculate()
         return SpeculativeUpdate(step, vote, notes)
 
-    def conclude_update(self, doubt: SpeculativeUpdate) -> tuple[Updated, bool]:
-        """Wait for what all stages say of an update, and make it again if it was wrong.
+    def conclude_update(self, speculative: SpeculativeUpdate) -> tuple[Updated, bool]:
+        """Wait for the reports of all stages on an update, and repeat it if it was wrong.
 
         Returns:
-            What ``take`` returns, and whether the weights, and what forwards have made with them since, are right.
+            The result of ``take``, and whether the weights, and the outputs of forwards since, are right.
 
         Raises:
             NonFiniteError: See ``Updater.step``.
         """
         assert isinstance(self.update, Updater)
-        updated, is_right = self.update.conclude(doubt.step, doubt.vote, lambda: self.restore(doubt.notes))
+        updated, is_right = self.update.conclude(
+            speculative.step, speculative.vote, lambda: self.restore(speculative.notes)
+        )
         for stage in self.stages.values():
             stage.step_buffers.conclude(taken=not updated.is_skipped, is_right=is_right)
         return updated, is_right
 
     def use_averages(self, *, use: bool) -> None:
-        """Let the weights of all actors have their averages' values, or again their own; see ``Updater.use_averages``.
+        """Replace the weights of all actors by their averages, or restore them; see ``Updater.use_averages``.
 
         Raises:
             ActionError: A communication failed.
         """
-        self._seat.place.enter()
+        self._context.device.enter()
         try:
             self.update.use_averages(use=use)
-            self._seat.synchronize()
+            self._context.synchronize()
         except GroupError as error:
-            raise self._seat.failed("averages of weights", None, error) from None
+            raise self._context.failed("averages of weights", None, error) from None
 
     def masters_apart(self) -> list[nn.Parameter]:
-        """Return the masters that are other tensors than the weights that this actor holds for its layers."""
+        """Return the masters that are not among the weights that this actor holds for its layers."""
         held = {id(weight) for weight in self.held}
         return [master for master in self.masters.values() if id(master) not in held]
 
@@ -208,7 +210,7 @@ class WorkerState:
 
         Afterwards training may continue.
         """
-        self._seat.place.enter()
+        self._context.device.enter()
         tensors, shards = self._share(weights_only=weights_only)
         self._copies.take(tensors.items(), shards)
 
@@ -217,7 +219,7 @@ class WorkerState:
 
         Args:
             folder: Folder of the checkpoint.
-            beside: Whether steps run meanwhile, so that the writing uses only idle cores.
+            beside: Whether steps run meanwhile; then only idle cores are used.
 
         Returns:
             The shard's file and slices; None if this actor has nothing to write.
@@ -225,36 +227,36 @@ class WorkerState:
         Raises:
             CheckpointError: The copy can't be written.
         """
-        file = f"{self._seat.label.replace('=', '').replace(' ', '-')}.safetensors"
+        file = f"{self._context.label.replace('=', '').replace(' ', '-')}.safetensors"
         return self._copies.write(Path(folder), file, beside=beside)
 
     def keep(self, slots: Slots, step: int, copied: Callable[[], None]) -> None:
         """Take a snapshot of this actor's share of the state after ``step`` steps; see ``Slots.take``."""
-        self._seat.place.enter()
+        self._context.device.enter()
         tensors, shards = self._share()
-        slots.take(step, tensors.items(), shards, self.home.accessible, copied)
+        slots.take(step, tensors.items(), shards, self.storage.accessible, copied)
 
     def load(self, source: ShardSource, tensors: Mapping[str, Logical]) -> None:
         """Load the weights, optimizer state and buffers of a checkpoint or a snapshot.
 
         Args:
-            source: Where its shards are.
+            source: Where its shards are read from.
             tensors: Its logical tensors by name.
 
         Raises:
             CheckpointError: It can't be read.
         """
-        self.adopt(reader(source, tensors, self._homes, self._sharding))
+        self.adopt(reader(source, tensors, self._stored_names, self._sharding))
 
     def adopt(self, read: Read) -> None:
-        """Load the weights, optimizer state and buffers that a function returns; it is asked for ``wanted_tensors``."""
-        self._seat.place.enter()
+        """Load the weights, optimizer state and buffers that a function returns for ``wanted_tensors``."""
+        self._context.device.enter()
         with torch.no_grad():
             self._load_weights(read)
             self._load_buffers(read)
 
     def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
-        """Load a checkpoint, and leave out the data of all steps from there to one that was not finite.
+        """Load a checkpoint, and skip the data of all steps from there to a non-finite one.
 
         Args:
             folder: Folder of the checkpoint.
@@ -272,47 +274,47 @@ class WorkerState:
     # --- another layout ---
 
     def pieces(self) -> Iterator[tuple[str, Shard | None, Tensor]]:
-        """Yield all of the state that this actor has: logical name, which part of it (None for all), and the tensor.
+        """Yield this actor's whole state: logical name, part of the logical tensor (None for all), and the tensor.
 
-        Unlike its share of a checkpoint it has copies of what other actors have too.
+        Unlike its share of a checkpoint it includes tensors that other actors have too.
         """
-        self._seat.place.enter()
+        self._context.device.enter()
         yield from ((self._stored_as(one.weight, one.kept), one.shard, one.tensor) for one in self._state())
 
     def wanted_tensors(self) -> Iterator[WantedTensor]:
-        """Yield all that ``adopt`` asks for, if it is there."""
+        """Yield the tensors that ``adopt`` reads, if they exist."""
         updated = [weight for weight, kept, _ in self.update.state() if not kept]
         every = dict.fromkeys([*(key for keys in STATE_KEYS.values() for key in keys), AVERAGE])
-        asked = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
-        for weight, kept in asked:
+        wanted = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
+        for weight, kept in wanted:
             yield WantedTensor(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
         yield WantedTensor(SCALER, "", (SCALER,), Sharding())
         for stage in self.stages.values():
             for buffer in {**stage.buffers(), **stage.frozen()}:
-                own = buffer_name(self._seat.dp, buffer)
+                own = buffer_name(self._context.dp, buffer)
                 either = own, buffer_name(0, buffer)  # there may have been fewer replicas
                 yield WantedTensor(own, "", either, Sharding())
 
     def wanted(self, shapes: Mapping[str, Shape]) -> Boxes:
-        """Return the parts of logical tensors that ``load`` reads, given the shapes of all tensors that there are."""
+        """Return the parts of logical tensors that ``load`` reads, given the shapes of all existing tensors."""
         return boxes_of_parts(wanted_parts(self.wanted_tensors(), shapes).values())
 
     def _stored_as(self, weight: str, kept: str = "") -> str:
-        """Return the logical name of a weight, or of its optimizer state, as a checkpoint has it."""
+        """Return the logical name of a weight, or of its optimizer state, in a checkpoint."""
         whole = untiled(weight)
-        return logical_name(self._homes.get(whole, whole), kept)
+        return logical_name(self._stored_names.get(whole, whole), kept)
 
     # --- a step by hand ---
 
     def remember(self, notes: Notes) -> None:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
         kept = ((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
-        notes.remember(chain(self.weights().items(), kept), self.home.copied)
+        notes.remember(chain(self.weights().items(), kept), self.storage.copied)
         notes.remember([(SCALER, self._scaler.numbers())])
         notes.updated = True
 
     def restore(self, notes: Notes) -> None:
-        """Restore the state that the notes remember."""
+        """Restore the state in the notes."""
         with torch.no_grad():
             if notes.updated:
                 self._load_weights(notes.read)
@@ -321,25 +323,25 @@ class WorkerState:
     # --- inside ---
 
     def _state(self) -> Iterator[StateTensor]:
-        """Yield all of the state that this actor has, with what others have too."""
-        seat, updated = self._seat, set[str]()
+        """Yield this actor's whole state, including tensors that other actors have too."""
+        context, updated = self._context, set[str]()
         for weight, kept, tensor in self.update.state():
             updated.add(weight)
             yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self._saves(weight, tensor))
-        if not seat.plan.run.precision.is_mixed:  # else the layers have weights of another dtype than is stored
+        if not context.plan.run.precision.is_mixed:  # else the layers' weights do not have the dtype of a checkpoint
             for name, parameter in self.parameters.items():
                 if name not in updated:
                     yield StateTensor(name, "", parameter, self._shard(name, parameter), is_saved=False)
-        if seat.leads and seat.cp == 0:
+        if context.leads and context.cp == 0:
             yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
-        if seat.plan.rank in seat.world.trainers and (seat.plan.run.counts_skips or not self._scaler.is_fresh):
-            yield StateTensor(SCALER, "", self._scaler.numbers(), None, is_saved=seat.plan.rank == 0)
+        if context.plan.rank in context.world.trainers and (context.plan.run.counts_skips or not self._scaler.is_fresh):
+            yield StateTensor(SCALER, "", self._scaler.numbers(), None, is_saved=context.plan.rank == 0)
 
     def _share(self, *, weights_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """Return this actor's share of a checkpoint, or of its weights alone, by name in the checkpoint.
 
         Returns:
-            The tensors, and which parts of their logical tensors those are that are not whole.
+            The tensors, and the parts of logical tensors that those are that are not whole.
         """
         state = (one for one in self._state() if one.is_saved and not (weights_only and one.kept))
         share = {logical_name(one.weight, one.kept): one for one in state}
@@ -347,13 +349,13 @@ class WorkerState:
         return {name: one.tensor for name, one in share.items()}, shards
 
     def _sharding(self, weight: str) -> Sharding:
-        """Return which part of a weight, and of its optimizer state, is this actor's."""
+        """Return this actor's part of a weight and of its optimizer state."""
         tile, shard = tile_of(weight), self._shards.get(weight)
         sharding = Sharding() if tile is None else Sharding({0: tile})
         return sharding if shard is None else sharding.then(shard.sharding)
 
     def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
-        """Return which part of its logical tensor a weight or its optimizer state is; None for the whole."""
+        """Return the part of its logical tensor that a weight or its optimizer state is; None for the whole."""
         if tensor.dim() and (tile := tile_of(weight)) is not None:
             return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
         return self._shards.get(weight) if tensor.dim() else None
@@ -361,23 +363,23 @@ class WorkerState:
     def _saves(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
 
-        A tied weight is saved only under its home. Of a tensor group, the first that holds this part of a weight does.
+        A tied weight is saved under one of its names. In a tensor group, the first holder of a part saves it.
         """
-        seat, is_expert = self._seat, weight in self._owners.experts
-        if weight in self._homes or not (seat.saves_experts if is_expert else seat.saves):
+        context, is_expert = self._context, weight in self._owners.experts
+        if weight in self._stored_names or not (context.saves_experts if is_expert else context.saves):
             return False
         if (tile := tile_of(weight)) is not None:
-            return seat.leads and (bool(tensor.dim()) or tile.own == (0,))
-        if is_expert and seat.world.mesh.folds_experts:
+            return context.leads and (bool(tensor.dim()) or tile.own == (0,))
+        if is_expert and context.world.mesh.folds_experts:
             return True
-        return seat.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
+        return context.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():
             weight = read(name, "")
             assert weight is not None, "the driver has looked at names and shapes"
             for each in {id(one): one for one in (parameter, self.masters.get(name, parameter))}.values():
-                with self.home.accessible([each], writes=True):
+                with self.storage.accessible([each], writes=True):
                     each.copy_(weight)
         self._publish()
         self.update.load(read)
@@ -387,7 +389,7 @@ class WorkerState:
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():
             for name, buffer in {**stage.buffers(), **stage.frozen()}.items():
-                for dp in (self._seat.dp, 0):  # the checkpoint may have fewer replicas
+                for dp in (self._context.dp, 0):  # the checkpoint may have fewer replicas
                     if (saved := read(buffer_name(dp, name), "")) is not None:
                         stage.load_buffer(buffer, saved)
                         break

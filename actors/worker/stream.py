@@ -1,4 +1,4 @@
-"""The steps of an asynchronous schedule on one actor, each stage of which updates by itself."""
+"""The steps of an asynchronous schedule on one actor, whose stages update independently."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Stream:
     """The updates of an actor's stages in an asynchronous schedule, and the versions of their weights.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         state: Its weights and optimizer state.
         stages: Its stages by number.
-        flow: What they are given.
+        flow: The inputs and outputs of the stages.
         reducer: Sums gradients over replicas; None if there are none.
         row: Its row of the training schedule.
 
     Attributes:
-        older: Bytes of versions besides the newest ones.
+        older: Bytes of versions other than the newest ones.
     """
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         state: WorkerState,
         stages: Mapping[int, Stage],
         flow: StageExchange,
@@ -48,19 +48,19 @@ class Stream:
         row: Sequence[Action],
     ) -> None:
         self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
-        self._doubt: SpeculativeUpdate | None = None
-        self._seat = seat
+        self._speculative: SpeculativeUpdate | None = None
+        self._context = context
         self._state = state
         self._flow = flow
         self._reducer = reducer
         self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
-        self._feedback = DelayFeedback(state.masters) if seat.plan.run.delay_feedback else None
+        self._feedback = DelayFeedback(state.masters) if context.plan.run.delay_feedback else None
         self._stale: set[int] = set()
         self.older = HighWater()
 
     def begin(self, row: Sequence[Action]) -> None:
-        """Begin steps, for which this row will be performed."""
-        self._row, self._doubt = row, None
+        """Begin the steps of a row."""
+        self._row, self._speculative = row, None
         for versions in self._versions.values():
             versions.begin(row)
         if self._feedback is not None:
@@ -81,21 +81,21 @@ class Stream:
             step: The state of the steps under way; the update is added to its own.
 
         Raises:
-            ValueError: A loss of the step or a gradient of the stage is not finite, or the step has another number of
-                targets than the weights of its losses were made for.
+            ValueError: A loss of the step or a gradient of the stage is not finite, or the step's number of
+                targets is not the one for which its losses are weighted.
         """
         assert action.microbatch is not None
         number = step.number + action.microbatch
         if self._reducer is not None:
             self._reducer.finish()
-        self._seat.synchronize()  # so that a failed message cannot reach the weights
+        self._context.synchronize()  # so that a failed message cannot reach the weights
         microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
         ballot = self._flow.ballot(microbatches)
         if self._is_validated:
             if self._reducer is not None and ballot is not None:
                 self._reducer.total(ballot)  # all replicas correct their gradients by the targets of all
             with self._of(action).updating(action):
-                self._doubt = self._state.begin_update(number, ballot)
+                self._speculative = self._state.begin_update(number, ballot)
             return
         if ballot is None:
             ballot = ballot_of(1, 1.0, sound=True)  # only the last stage has losses
@@ -112,13 +112,13 @@ class Stream:
             with versions.updating(action):
                 step.updates.append(self._state.take(number, ballot, change))
         except NonFiniteError as error:
-            told = str(error).replace("no weight was changed", "other stages may have updated already")
-            raise ValueError(f"{told}, and resume from the last checkpoint") from None
+            message = str(error).replace("no weight was changed", "other stages may have updated already")
+            raise ValueError(f"{message}, and resume from the last checkpoint") from None
         self.older.add(sum(one.older_bytes for one in self._versions.values()) - self.older.now)
         self._go_on(action)
 
     def validate(self, action: Action, step: StepState) -> Iterator[Action]:
-        """Find out whether an update was right, and make it again if it was not.
+        """Find out whether an update was right, and repeat it if it was not.
 
         Args:
             action: The VALIDATE.
@@ -130,14 +130,14 @@ class Stream:
         Raises:
             ValueError: As ``update`` does.
         """
-        assert self._doubt is not None
+        assert self._speculative is not None
         try:
-            updated, is_right = self._state.conclude_update(self._doubt)
+            updated, is_right = self._state.conclude_update(self._speculative)
         except NonFiniteError as error:
-            told = str(error).replace("no weight was changed", "other steps of the stream are not reported")
-            raise ValueError(f"{told}, and resume from the last checkpoint") from None
+            message = str(error).replace("no weight was changed", "other steps of the stream are not reported")
+            raise ValueError(f"{message}, and resume from the last checkpoint") from None
         step.updates.append(updated)
-        self._doubt = None
+        self._speculative = None
         self._go_on(action)
         if is_right:
             return iter(())
@@ -145,21 +145,21 @@ class Stream:
         return iter(self._row[made + 1 : self._row.index(action)])
 
     def _stale_steps(self, row: Sequence[Action]) -> set[int]:
-        """Return the steps of a row some of whose microbatches use weights older than those that their update changes.
+        """Return the steps of a row with microbatches that use older weights than those that the update changes.
 
         Where replicas have other microbatches in their rows, a step is stale for all if it is for one.
         """
         steps = [numbers_of(action)[1] for action in row if action.op is Op.STEP]
-        length, stale = self._seat.plan.programs["train"].numbers_a_step, torch.zeros(max(steps) + 1)
+        length, stale = self._context.plan.programs["train"].numbers_a_step, torch.zeros(max(steps) + 1)
         for number in self._versions:
             for microbatch, version in versions_used(row, number).items():
                 stale[microbatch // length] += version < microbatch // length
-        if self._seat.world.mesh.is_uneven:
-            self._seat.sum_ahead(stale)
+        if self._context.world.mesh.is_uneven:
+            self._context.sum_ahead(stale)
         return {step for step in steps if stale[step] > 0}
 
     def _go_on(self, action: Action) -> None:
-        """Begin the gradients of the next step. Those of the last one stay, to be looked at."""
+        """Drop the gradients before the next step; those of the last step stay for inspection."""
         if action._replace(op=Op.STEP, microbatch=(action.microbatch or 0) + 1) in self._row:
             self._state.zero_grad()
             if self._reducer is not None:

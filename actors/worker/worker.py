@@ -48,10 +48,10 @@ class Worker:
     Args:
         plan: The rank's plan.
         groups: The groups that it has joined, by their keys.
-        place: The device that it computes on; the calling thread must have entered it.
+        device: The device that it computes on; the calling thread must have entered it.
 
     Attributes:
-        seat: The rank's seat in the run.
+        context: The rank's rank, device and groups in the run.
         parts: Its stages, optimizer, batches and reducer.
         state: Its weights, optimizer state and buffers.
         probe: Its inspection.
@@ -61,25 +61,29 @@ class Worker:
         program: The program under way.
 
     Raises:
-        UnequalReplicasError: Another replica has made other weights of the same plan.
+        UnequalReplicasError: Another replica has built other weights from the same plan.
     """
 
-    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], place: ComputeDevice) -> None:
+    def __init__(self, plan: ActorPlan, groups: Mapping[str, Group], device: ComputeDevice) -> None:
         torch.set_num_threads(plan.run.num_threads)
         torch.set_grad_enabled(True)
-        self.seat = seat = RankContext(plan, groups, place)
-        self.parts = assemble(seat)
+        self.context = context = RankContext(plan, groups, device)
+        self.parts = assemble(context)
         part, self._flow = self.parts.part, self.parts.flow
-        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
+        self.state = WorkerState(context, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
-        reducer, row = self.parts.reducer, train.rows[seat.row]
-        self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
+        reducer, row = self.parts.reducer, train.rows[context.row]
+        self._stream = Stream(context, self.state, part.stages, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
-        self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
-        self._place, self._stages, self._step = place, part.stages, self.probe.step
-        self._routers = Routers(seat, part)
+        self.probe = Probe(context, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
+        self._device, self._stages, self._step = device, part.stages, self.probe.step
+        self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.generator, self.faults, self.last_action = Generator(seat, part, self.probe), FaultInjector(), LastAction()
+        self.generator, self.faults, self.last_action = (
+            Generator(context, part, self.probe),
+            FaultInjector(),
+            LastAction(),
+        )
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -91,20 +95,20 @@ class Worker:
             Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
-            Op.USE: lambda action: None,  # of each forward it is known from the row which version it computes with
+            Op.USE: lambda action: None,  # the row determines the version that each forward uses
             Op.VALIDATE: self._validate,
             **moves_of(self._stages, self._in_all),
         }
         self._first, self._last = ends_of_rounds(row)
-        self._performed = partial(program_of, seat, part.weights, part.first_learning)
+        self._performed = partial(program_of, context, part.weights, part.first_learning)
         self._programs = {name: self._performed(schedule) for name, schedule in plan.programs.items()}
         self.program = self._programs["train"]
-        self._recheck = Recheck(seat, row, {number: one.parameters() for number, one in part.stages.items()})
+        self._recheck = Recheck(context, row, {number: one.parameters() for number, one in part.stages.items()})
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
-        self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
-        seat.connect(part.ties)
-        compare_weights(seat, part, None)
-        compare_fixed(seat, part)
+        self._memory: dict[Kind, int] = {}  # by kind, after the first training step
+        context.connect(part.ties)
+        compare_weights(context, part, None)
+        compare_fixed(context, part)
 
     # --- a step ---
 
@@ -115,7 +119,7 @@ class Worker:
             program: Name of the program.
             step: Number of the step.
             epoch: Epoch of the call; None to accept it in any case.
-            stream: Number of these steps; 0 for all that the schedule has.
+            stream: Number of these steps; 0 for all steps of the schedule.
 
         Raises:
             StaleError: The call is of an earlier epoch.
@@ -125,7 +129,7 @@ class Worker:
         self.start(program, step, epoch, stream)
         row = self.program.row
         receives = (action for action in row if action.op in RECVS)
-        ahead = self._place.ahead(rehearsed=program in self._rehearsed)
+        ahead = self._device.ahead(rehearsed=program in self._rehearsed)
         self._expect(islice(receives, ahead))
         for action in row:
             self.perform(action)
@@ -136,14 +140,14 @@ class Worker:
 
     def start(self, program: ProgramName, step: int, epoch: int | None = None, stream: int = 0) -> None:
         """Begin a step, whose actions are performed next. Arguments and errors are those of ``run``."""
-        self._epoch = self.seat.demand_current(epoch, self._epoch)
+        self._epoch = self.context.demand_current(epoch, self._epoch)
         if program == "train":
             self._compute_again(step)
         self.begin(program, step, stream=stream)
 
     def begin(self, program: ProgramName, step: int, further: int = 0, stream: int = 0) -> None:
-        """Begin a step of a program, of the replica that is so many ``further``: 0 is the own one; see ``run``."""
-        self._place.enter()
+        """Begin a step of a program, of this replica or of the one ``further`` replicas on; see ``run``."""
+        self._device.enter()
         torch.set_grad_enabled(True)  # a setting per thread, and this thread is not the one of __init__
         self.program = self._programs[program]
         if stream and stream != self.program.schedule.stream:
@@ -166,7 +170,7 @@ class Worker:
         self.program.windows.begin()
         if self.parts.part.gathered is not None:
             self.parts.part.gathered.begin()
-        self._place.begin()
+        self._device.begin()
 
     def open(self, step: int) -> None:
         """Begin a training step by hand, which can be inspected and rewound."""
@@ -184,9 +188,9 @@ class Worker:
             ActionError: It failed. All groups of this actor are aborted.
             NonFiniteError: The gradients are not finite (only STEP); no weight was changed.
         """
-        step, place = self._step, self._place
-        place.enter()
-        start = place.mark()
+        step, device = self._step, self._device
+        device.enter()
+        start = device.mark()
         step.now, step.num_bytes = action, 0
         try:
             if step.is_train and not step.further:
@@ -197,16 +201,16 @@ class Worker:
             self._epoch += 1
             raise
         except Exception as error:
-            raise self.seat.failed(str(step.now), self._peer(action), error) from None
-        step.events.append(Span(action, start, place.mark(), step.num_bytes))
-        if step.notes is not None and (made := self._flow.seen(action)):
-            step.notes.made[action] = made
+            raise self.context.failed(str(step.now), self._peer(action), error) from None
+        step.events.append(Span(action, start, device.mark(), step.num_bytes))
+        if step.notes is not None and (values := self._flow.seen(action)):
+            step.notes.made[action] = values
 
     def rewind(self) -> None:
-        """Restore the state that the actor had when the step by hand was opened, and open the step again."""
+        """Restore the state before the step by hand, and open the step again."""
         notes = self._step.notes
         assert notes is not None
-        self._place.enter()
+        self._device.enter()
         with torch.no_grad():
             self._settle(notes)
         self.state.put_buffers_back()
@@ -214,29 +218,29 @@ class Worker:
         self.open(self._step.number)
 
     def end(self) -> StepResult:
-        """End a step: wait until all is computed and all messages have arrived, and return the step's result.
+        """End a step: wait for all computation and messages, and return the step's result.
 
         Raises:
             ActionError: A communication failed.
         """
         step = self._step
-        self._place.enter()
+        self._device.enter()
         try:
             self.program.courier.drain()
-            self.seat.synchronize()
+            self.context.synchronize()
             if step.is_train and self._stream is not None:
                 flushed = range(step.number, step.number + self.program.schedule.stream)
-                compare_if_due(self.seat, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
+                compare_if_due(self.context, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
         except (GroupError, UnequalReplicasError) as error:
-            raise self.seat.failed("end of step", None, error) from None
+            raise self.context.failed("end of step", None, error) from None
         step.read_losses()
-        self._place.finish()
+        self._device.finish()
         step.now = None
-        events, reducer = self._place.spans(step.events), self.parts.reducer
+        events, reducer = self._device.spans(step.events), self.parts.reducer
         if step.is_train:
             self._memory = self._memory or self.probe.most()
-            self.probe.close(events + (self._place.spans(reducer.spans) if reducer is not None else []))
-        microbatches = sorted(step.losses) if self.seat.leads else []  # a tensor group reports its losses once
+            self.probe.close(events + (self._device.spans(reducer.spans) if reducer is not None else []))
+        microbatches = sorted(step.losses) if self.context.leads else []  # a tensor group reports its losses once
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
@@ -244,10 +248,10 @@ class Worker:
             busy=float_sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             start=events[0].start if events else 0.0,
             end=events[-1].end if events else 0.0,
-            overlap=reducer.overlap if reducer is not None and step.is_train and "dp" in self.seat.groups else None,
+            overlap=reducer.overlap if reducer is not None and step.is_train and "dp" in self.context.groups else None,
             in_flight=step.in_flight,
-            peak_memory=self._place.peak(),
-            samples=step.samples if self.seat.leads else 0,
+            peak_memory=self._device.peak(),
+            samples=step.samples if self.context.leads else 0,
             memory=self._memory,
             ranges=() if self.parts.part.overflow is None else self.parts.part.overflow.read(),
             auxiliary=self._routers.losses() if step.is_train else (),
@@ -285,10 +289,10 @@ class Worker:
         self._flow.passed(action, inputs)
 
     def _backward_weight(self, action: Action) -> None:
-        """Run the W half of a stage's backward, which adds the weight gradients that I has left."""
+        """Run the W half of a stage's backward, which adds the weight gradients that I deferred."""
         number, microbatch = numbers_of(action)
         stage, which = self._stages[number], self._in_all(microbatch)
-        with self._watched(action, stage.owed(*which)), self._using(action):
+        with self._watched(action, stage.deferred(*which)), self._using(action):
             stage.backward_weight(*which)
         self._recheck.note(self._step.further, action, (), ())
 
@@ -303,13 +307,13 @@ class Worker:
             self._stream.update(action, self._step)
             return
         step, parts, ballot = self._step, self.parts, self._flow.ballot(range(self._step.length))
-        compare_if_due(self.seat, parts.part, range(step.number, step.number + 1), f"in step {step.number + 1}")
+        compare_if_due(self.context, parts.part, range(step.number, step.number + 1), f"in step {step.number + 1}")
         self._recheck.compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
                 parts.reducer.total(ballot)
-        self.seat.synchronize()  # so that a failed message cannot reach the weights
+        self.context.synchronize()  # so that a failed message cannot reach the weights
         if parts.part.overflow is not None:
             parts.part.overflow.weight_gradients(parts.part.summed)
         if step.notes is not None:
@@ -319,15 +323,15 @@ class Worker:
         self._routers.balance(step.updates[-1])
 
     def _unshard(self, action: Action) -> None:
-        """Start to gather the weights of a stage, if they are sharded or rest apart from the device."""
+        """Start to gather the weights of a stage, if they are sharded or stored off the device."""
         self._step.num_bytes = self.program.windows.open(_stage(action))
 
     def _reshard(self, action: Action) -> None:
-        """Free the weights of a stage on the device, if they are sharded or rest apart from it."""
+        """Free the weights of a stage on the device, if they are sharded or stored off it."""
         self.program.windows.close(_stage(action))
 
     def _validate(self, action: Action) -> None:
-        """Find out whether an update was right; if not, make it again, and perform again what came since."""
+        """Find out whether an update was right; if not, repeat it and the actions since."""
         assert self._stream is not None
         for one in self._stream.validate(action, self._step):
             self._methods[one.op](one)
@@ -335,14 +339,14 @@ class Worker:
     # --- helpers ---
 
     def _using(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context for an F, B, I or W, in which its stage has the version of its weights that the row says."""
+        """Return a context for an F, B, I or W, in which its stage has the row's version of its weights."""
         if self._stream is None or not self._step.is_train:
             return nullcontext()
         self._routers.weigh(self._flow.auxiliary(numbers_of(action)[1]))
         return self._stream.using(action)
 
     def _compute_again(self, step: int) -> None:
-        """Compute a microbatch of other replicas, if that is due before this step, and keep digests of all it gives."""
+        """Compute a microbatch of other replicas, if that is due before this step, and store digests of its results."""
         for further in (others := self._recheck.begin(step)):
             self._recheck.watch(further)
             self.begin("train", step, further)
@@ -353,45 +357,45 @@ class Worker:
             self._recheck.watch(0)
 
     def _settle(self, notes: Notes) -> None:
-        """Wait for the communication under way in a step that is given up."""
+        """Wait for the communication under way in an abandoned step."""
         self.program.courier.drain()
-        serving = self.seat.world.servers > 0 and not notes.updated  # servers still wait for this step's gradients
+        serving = self.context.world.servers > 0 and not notes.updated  # servers still wait for this step's gradients
         if (reducer := self.parts.reducer) is not None:
             reducer.settle(whole=serving)
             if serving and any(stage.is_last for stage in self._stages.values()):
                 reducer.total(ballot_of(0, 0.0, sound=True))
 
     def _in_all(self, microbatch: int) -> tuple[int, int]:
-        """Return a microbatch's step and its number in it over all replicas, as a single process would count it."""
-        step, place = self._step.place_of(microbatch)
-        return step, place * self.seat.world.mesh.dp + self.seat.replica(self._step.further)
+        """Return a microbatch's step, and its number in the step over all replicas, as in a single process."""
+        step, index = self._step.step_and_index(microbatch)
+        return step, index * self.context.world.mesh.dp + self.context.replica(self._step.further)
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
         """Return a context for a backward, in which the Reducer watches gradients if it is a round's first or last one.
 
-        In a step by hand it watches none, as they come in any order and nothing is reduced before REDUCE_GRAD; nor in a
+        In a step by hand it watches none, because backwards come in any order and are reduced at REDUCE_GRAD; nor in a
         backward whose gradients are compared first. ``left`` are the parameters whose gradients a W adds; None for a B.
         """
         reducer, at = self.parts.reducer, (_stage(action), self._step.backwards[_stage(action)])
         self._step.backwards[_stage(action)] += 1
         first, last = at in self._first, at in self._last
-        apart = self._step.notes is not None or self._recheck.watches(action)
-        if reducer is None or apart or self._stream is not None or not (first or last):
+        is_unwatched = self._step.notes is not None or self._recheck.watches(action)
+        if reducer is None or is_unwatched or self._stream is not None or not (first or last):
             return nullcontext()
         if first:
             self._stages[_stage(action)].begin_round()
         return reducer.watch(_stage(action), last=last, left=left)
 
     def _expect(self, receives: Iterator[Action]) -> None:
-        """Post receives ahead of their place in the row."""
+        """Post receives before their turn in the row."""
         for action in receives:
             try:
                 self._flow.expect(action)
             except GroupError as error:
-                raise self.seat.failed(str(action), self._peer(action), error) from None
+                raise self.context.failed(str(action), self._peer(action), error) from None
 
     def _peer(self, action: Action) -> str | None:
-        return self.seat.label_of(self.program.courier.peer(action))
+        return self.context.label_of(self.program.courier.peer(action))
 
 
 def _stage(action: Action) -> int:

@@ -69,7 +69,7 @@ class Meter:
 
     def join(self, name: str, size: int, rank: int) -> None:
         """Join a group as the actors of a run do."""
-        from raypar.actors.collective.ray_groups import join
+        from raypar.actors.collective.ray.ray_groups import join
 
         self._group = join(name, "calibration", size, rank, 60.0, None, self._device)
 
@@ -114,7 +114,7 @@ class Meter:
 
     def leave(self, name: str) -> None:
         """Leave the group."""
-        from raypar.actors.collective.ray_groups import leave
+        from raypar.actors.collective.ray.ray_groups import leave
 
         leave(name)
 

@@ -16,7 +16,6 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.job.job import Job
 from raypar.job.launch import launch
 from raypar.planner.calibrated.calibration import Family, Kind
-from raypar.reporting.report import Report
 from raypar.schedules.action import RECVS, SENDS, Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.timeline import Timeline
@@ -181,11 +180,10 @@ def _reset(job: Job, run: Run) -> Measured:
 def _taken(job: Job, run: Run) -> Measured:
     """Take steps of the job's run, and return their measurements."""
     timelines: list[Timeline] = []
-    reports: list[Report] = []
-    while len(reports) < _MOST_STEPS and (
-        len(reports) < _LEAST_STEPS or float_sum(report.step_ms for report in reports) < 1e3 * _ENOUGH
-    ):
-        reports.append(job.step())
+    step_ms: list[float] = []
+    while len(step_ms) < _MOST_STEPS and (len(step_ms) < _LEAST_STEPS or float_sum(step_ms) < 1e3 * _ENOUGH):
+        report = job.step()
+        step_ms.append(report.step_ms)
         timelines.append(job.timeline())
     of_stage: dict[Op, dict[int | None, list[float]]] = {}
     for timeline in timelines[1:]:
@@ -195,7 +193,7 @@ def _taken(job: Job, run: Run) -> Measured:
                 lengths.setdefault(event.action.stage, []).append(event.end - event.start)
     ops = {op: [*chain(*lengths.values())] for op, lengths in of_stage.items()}
     spans = [max(e.end for e in one.events) - min(e.start for e in one.events) for one in timelines[1:]]
-    between = [report.step_ms / 1e3 - span for report, span in zip(reports[1:], spans, strict=True)]
+    between = [ms / 1e3 - span for ms, span in zip(step_ms[1:], spans, strict=True)]
     messages = [sorted(ops[op])[: max(1, len(ops[op]) // 2)] for op in (*SENDS, *RECVS) if op in ops]  # the others wait
     later = _usual(ops[Op.W]) if Op.W in ops else 0.0
     return Measured(
@@ -209,7 +207,7 @@ def _taken(job: Job, run: Run) -> Measured:
         _quartile(ops[Op.STEP]),
         statistics.median(seconds for each in messages for seconds in each) if messages else 0.0,
         _usual(between),
-        max(reports[-1].peak_memory or [0]),
+        max(report.peak_memory or [0]),
     )
 
 

@@ -31,7 +31,7 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
 
     Raises:
         ConfigError: It has no adapters, they are no modules of PEFT's, or the folder is taken. Lists all faults.
-        CheckpointError: The checkpoint can't be read, or the folder can't be written. Nothing is left behind.
+        CheckpointError: The checkpoint can't be read, or the folder can't be written. No file is left.
     """
     from safetensors.torch import save
 
@@ -50,10 +50,10 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
         if name not in conversions:
             layer = f"{name.rpartition(LORA)[0]}.weight"
             (one,) = converted(kind, [layer]).values()
-            told_as = (
+            is_part = (
                 f"export: a {kind} has {one.theirs} in one, of which {layer} is a part, and PEFT no adapter of a part"
             )
-            raise ConfigError([*faults, f"{told_as}: leave adapter out, which merges them into the model"])
+            raise ConfigError([*faults, f"{is_part}: leave adapter out, which merges them into the model"])
         theirs = conversions[name].theirs
         targets[theirs.rsplit(".", 3)[1]] = None
         tensors[theirs] = source.read(found.manifest.tensors[name]).float()
@@ -77,7 +77,7 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
 
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder that appears when it is complete. Raises CheckpointError, and leaves nothing behind."""
+    """Write a folder that appears when it is complete. Raises CheckpointError, and then no file is left."""
     with checkpoint_errors(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
         for name, content in files.items():
             write_whole(aside / name, [memoryview(content)])

@@ -34,5 +34,5 @@ def base_faults(run: Run, found: VerifiedCheckpoint) -> Iterator[str]:
     if not wanted or not isinstance(run.model, Transformer) or run.model.hf is None:
         return
     if (there := base_weights_fingerprint(run)) and there != wanted:
-        told = f"model.hf {run.model.hf!r} has other weights than those that the adapters were trained on"
-        yield f"{told}: give the folder of that model, or a copy of it"
+        fault = f"model.hf {run.model.hf!r} has other weights than those that the adapters were trained on"
+        yield f"{fault}: give the folder of that model, or a copy of it"

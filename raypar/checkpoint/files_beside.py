@@ -1,18 +1,22 @@
-"""What lies beside the weights in a folder of Hugging Face: the files of a tokenizer, and what ends a text."""
+"""The files beside the weights in a folder of Hugging Face: model card, tokenizer, and the token that ends a text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.folder import read_json
 from raypar.actors.machine.files import open_named, write_whole
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.run import Run
 
 _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+
+
 _TEMPLATE = "chat_template.jinja"
 _NAMED_TEMPLATES = "additional_chat_templates"  # a folder of further ones
 _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as they are
@@ -28,22 +32,22 @@ _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as t
     _TEMPLATE,
     "chat_template.json",
 )
-_OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # what tokens went by, beside tokenizer.json
+_OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # settings of a tokenizer, beside tokenizer.json
 
 
-def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
-    """Copy what a tokenizer and a generation need from where the weights, or else the tokens, came from.
+def write_files_beside(run: Run, origin: Path | None, folder: Path) -> None:
+    """Copy the files that a tokenizer and a generation need, from the folder of the first weights or of the tokenizer.
 
-    Of a model from nothing, generation_config.json says the token that ends a text, if the tokenizer has one.
+    For a model that began with random weights, generation_config.json gets the token that ends a text, if there is one.
 
     Args:
         run: The run.
-        home: The folder that the weights came from; None if they began as random numbers.
+        origin: The folder of the weights that training began with; None if they were random numbers.
         folder: The folder to write.
     """
-    templates = home  # where those are that have names
-    if home is not None:
-        _copy_named(_OF_WEIGHTS, home, folder)
+    templates = origin  # the folder of named templates
+    if origin is not None:
+        _copy_named(_OF_WEIGHTS, origin, folder)
     tokenizer = getattr(run.data, "tokenizer", None)
     if tokenizer is not None and not (folder / _TOKENIZER).exists():
         path = Path(tokenizer)
@@ -54,23 +58,23 @@ def write_files_beside(run: Run, home: Path | None, folder: Path) -> None:
         templates = beside
     template = getattr(run.data, "template", None)
     if template is not None and Path(template).is_file():
-        _copy(Path(template), folder / _TEMPLATE)  # the run has gone by this one alone
+        _copy(Path(template), folder / _TEMPLATE)  # the run has used this one alone
     elif templates is not None:
         _copy_templates(templates, folder)
-    if home is None and (end := _end_of(folder)) is not None:
+    if origin is None and (end := _end_of(folder)) is not None:
         write_whole(folder / _GENERATION, [memoryview(json.dumps({"eos_token_id": end}).encode())])
 
 
-def _copy_named(names: Sequence[str], home: Path, folder: Path) -> None:
+def _copy_named(names: Sequence[str], source: Path, folder: Path) -> None:
     """Copy those of these files that a folder has."""
     for name in names:
-        if (home / name).is_file():
-            _copy(home / name, folder / name)
+        if (source / name).is_file():
+            _copy(source / name, folder / name)
 
 
-def _copy_templates(home: Path, folder: Path) -> None:
+def _copy_templates(source: Path, folder: Path) -> None:
     """Copy the chat templates of a folder that have names."""
-    for path in sorted(path for path in (home / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
+    for path in sorted(path for path in (source / _NAMED_TEMPLATES).glob("*.jinja") if path.is_file()):
         (folder / _NAMED_TEMPLATES).mkdir(exist_ok=True)
         _copy(path, folder / _NAMED_TEMPLATES / path.name)
 
@@ -91,8 +95,69 @@ def _end_of(folder: Path) -> int | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; nothing if there is none. What it holds is copied as it is anyway."""
+    """Return the object in a JSON file; {} if there is none."""
     try:
         return read_json(path)
     except CheckpointError:
         return {}
+
+
+def model_card(
+    run: Run,
+    model: GPT | Llama | None,
+    kind: str,
+    step: int,
+    dtype: str,
+    loss: float | None,
+    origin: str | None,
+    *,
+    from_function: bool,
+) -> str:
+    """Return the model card, the README.md of a folder of Hugging Face.
+
+    Args:
+        run: The run that trained the model.
+        model: The model; None for one of the modules of transformers.
+        kind: Its type at Hugging Face.
+        step: Number of steps taken.
+        dtype: Dtype of the weights.
+        loss: The last loss of the run in nats per token; None if it is not known.
+        origin: The folder whose weights the run began with; None if they were random.
+        from_function: Whether the data were batches of a function; then those of ``run`` are not looked at.
+    """
+    if not step:
+        data = "none, as no step was taken"
+    elif from_function or isinstance(run.data, Batches):
+        data = "batches of a function"
+    else:
+        data = run.data.path if isinstance(run.data.path, str) else ", ".join(run.data.path)
+    each = run.microbatches * run.micro_batch_size * run.mesh.dp
+    sizes, length = "its sizes are in config.json", ""
+    if model is not None:
+        sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocab}"
+        length = f" of up to {model.seq} tokens"
+    rows = {
+        "type": f"{kind}: {sizes}",
+        "weights": dtype,
+        "began with": f"the weights in {origin}" if origin else "random weights",
+        **_learned(run),
+        "data": data,
+        "steps": f"{step} of {run.steps}, of {each} sequences{length}",
+        "loss": "not known" if loss is None else f"{loss:.4f} nats per token in the last step",
+        "layout": f"pp={run.mesh.pp} dp={run.mesh.dp} cp={run.mesh.cp} tp={run.mesh.tp} ep={run.mesh.ep}, "
+        f"zero {run.zero or 0}, {run.precision.compute}",
+        "seed": str(run.seed),
+    }
+    table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# A model trained with raypar\n\n"
+        f"| | |\n|---|---|\n{table}\n"
+    )
+
+
+def _learned(run: Run) -> Mapping[str, str]:
+    """Return the row with the trained adapters; {} if all weights were trained."""
+    if isinstance(run.model, Layers) or (lora := run.model.lora) is None:
+        return {}
+    adapters = f"low-rank adapters of {', '.join(lora.layers)}, rank {lora.rank}, alpha {lora.alpha:g}"
+    return {"learned": f"{adapters}, which are added to the weights here"}

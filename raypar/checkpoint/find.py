@@ -1,20 +1,21 @@
-"""Find checkpoints by listing their folder. No file points to the newest one."""
+"""Find checkpoints by listing their folder: no file points to the newest one. Take the averages of one as weights."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
+from raypar.errors import ConfigError
 from raypar.paths import checkpoints, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
-_MOST_TOLD = 10  # steps that a message names
+_MOST_STEPS = 10  # steps that a message names
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,13 @@ def ls(folder: Path) -> list[Listed]:
         manifest, faults = look(path)
         size = sum(logical.nbytes for logical in manifest.tensors.values()) if manifest else 0
         names = list(manifest.tensors) if manifest else []
-        kept = sum(name.startswith("optim.") for name in names)
-        lines.append(Listed(path, step, size, len(names), kept, faults))
+        of_optimizer = sum(name.startswith("optim.") for name in names)
+        lines.append(Listed(path, step, size, len(names), of_optimizer, faults))
     return lines
 
 
 def instead_of(path: Path) -> str:
-    """Say which checkpoints there are beside one that isn't there; "" if it is there, or if there are no others."""
+    """Return a message with the checkpoints beside a missing one; "" if it exists, or if there are no others."""
     if os.path.lexists(path) or step_of(path.name) is None:
         return ""
     try:
@@ -89,9 +90,9 @@ def instead_of(path: Path) -> str:
         return ""
     if not steps:
         return ""
-    told = ", ".join(f"{step:,}" for step in steps[:_MOST_TOLD])
-    more = f" and {len(steps) - _MOST_TOLD:,} earlier ones" if len(steps) > _MOST_TOLD else ""
-    return f"{str(path)!r} is not there: {str(path.parent)!r} has checkpoints after step {told}{more}"
+    named = ", ".join(f"{step:,}" for step in steps[:_MOST_STEPS])
+    more = f" and {len(steps) - _MOST_STEPS:,} earlier ones" if len(steps) > _MOST_STEPS else ""
+    return f"{str(path)!r} is not there: {str(path.parent)!r} has checkpoints after step {named}{more}"
 
 
 def listed(folder: Path) -> list[tuple[int, Path]]:
@@ -101,3 +102,26 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
     """
     with checkpoint_errors(f"{str(folder)!r} can't be read"):
         return checkpoints(folder)
+
+
+def averaged(found: VerifiedCheckpoint) -> VerifiedCheckpoint:
+    """Return a checkpoint with the averages instead of the weights, and without the optimizer's state.
+
+    Args:
+        found: The checkpoint of a run with ``ema``.
+
+    Raises:
+        ConfigError: It has no averages.
+    """
+    from raypar.actors.checkpoint.snapshot import AVERAGE, logical_name  # imports torch
+
+    tensors = {name: one for name, one in found.manifest.tensors.items() if not name.startswith("optim.")}
+    means = {
+        name: found.manifest.tensors[kept]
+        for name in tensors
+        if (kept := logical_name(name, AVERAGE)) in found.manifest.tensors
+    }
+    if not means:
+        fix = "leave ema out, or train with ema 0.999, say, which keeps them"
+        raise ConfigError([f"{str(found.path)!r} has no averages of its weights: {fix}"])
+    return replace(found, manifest=replace(found.manifest, tensors=tensors | means))

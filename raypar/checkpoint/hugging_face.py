@@ -23,9 +23,8 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.files_beside import write_files_beside
+from raypar.checkpoint.files_beside import model_card, write_files_beside
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.checkpoint.model_card import model_card
 from raypar.config.hugging_face.config_writer import config_of, type_of
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from raypar.actors.hugging_face.weights import FolderWeights
 
 SHARD = 5_000_000_000  # bytes of a file, as save_pretrained writes them; a larger tensor has a file of its own
-_TOLD = (  # fields of a run that its model and the card need
+_NEEDED_FIELDS = (  # fields of a run that its model and the card need
     "model",
     "data",
     "mesh",
@@ -122,15 +121,15 @@ def export(
 
     Raises:
         ConfigError: The run has no model that Hugging Face has, or the folder is taken. Lists all faults.
-        CheckpointError: The checkpoint can't be read, or the folder can't be written. Nothing is left behind.
+        CheckpointError: The checkpoint can't be read, or the folder can't be written. No file is left.
     """
     path = absolute(folder)
     plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
     if faults := [f"export: {fault}" for fault in base_faults(run, found)]:
         raise ConfigError(faults)
-    chosen, home = dtype or run.precision.compute, plain["model"].get("hf")
-    home = None if home == "none" else home
+    chosen, origin = dtype or run.precision.compute, plain["model"].get("hf")
+    origin = None if origin == "none" else origin
     if model is None:
         config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
     else:
@@ -141,11 +140,11 @@ def export(
             tensors = _with_later_positions(tensors, model, config["n_positions"])
         _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
         texts = {CONFIG: _json(config)}
-        about = run, model, kind, found.manifest.step, chosen, loss, home
+        about = run, model, kind, found.manifest.step, chosen, loss, origin
         texts["README.md"] = model_card(*about, from_function=_is_function(plain, "data")).encode()
         for name, text in texts.items():
             write_whole(aside / name, [memoryview(text)])
-        write_files_beside(run, None if home is None else Path(home), aside)
+        write_files_beside(run, None if origin is None else Path(origin), aside)
     return path
 
 
@@ -175,7 +174,7 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
     if "model" in own and config is None:
         faults.append("the model is your own Layers, and only a GPT or a Llama is one of Hugging Face's")
         raise ConfigError([f"export: {fault}" for fault in faults])
-    run = run_of({name: plain[name] for name in _TOLD if name in plain and name not in own})
+    run = run_of({name: plain[name] for name in _NEEDED_FIELDS if name in plain and name not in own})
     assert isinstance(run.model, GPT | Llama)
     if config is not None and not faults:
         return run, None, config["model_type"]
@@ -188,7 +187,7 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
 
 
 def _is_function(plain: Mapping[str, Any], part: str) -> bool:
-    """Return whether the model or the data of a run, as plain data, are a function of the user's."""
+    """Return whether the model or the data of a run, as plain data, is a function of the user."""
     return isinstance(plain.get(part), Mapping) and "fn" in plain[part]
 
 
@@ -242,7 +241,7 @@ def _merged(run: Run, model: GPT | Llama, found: VerifiedCheckpoint, kind: str) 
 
 
 def _with_later_positions(tensors: Sequence[_Theirs], model: GPT, count: int) -> list[_Theirs]:
-    """Return the tensors with so many positions: those that the run had not are as they were where it began."""
+    """Return the tensors with so many positions: the later ones are those of the initial weights."""
     from raypar.actors.hugging_face.weights import FolderWeights
 
     assert model.hf is not None
@@ -262,14 +261,14 @@ def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder
     item = 4 if dtype == "F32" else 2
     sizes = {one.name: math.prod(one.shape) * item for one in tensors}
     files = [*_filled(tensors, sizes, shard)]
-    source, homes = Assembler(ShardFolder(found.path)), dict[str, str]()
+    source, file_of = Assembler(ShardFolder(found.path)), dict[str, str]()
     for number, inside in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        homes |= {one.name: name for one in inside}
+        file_of |= {one.name: name for one in inside}
         write_whole(folder / name, _bytes_of(source, inside, sizes, dtype))
     if len(files) > 1:
         total = {"total_size": sum(sizes.values())}
-        text = _json({"metadata": total, "weight_map": dict(sorted(homes.items()))})
+        text = _json({"metadata": total, "weight_map": dict(sorted(file_of.items()))})
         write_whole(folder / INDEX, [memoryview(text)])
 
 

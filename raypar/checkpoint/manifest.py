@@ -11,10 +11,10 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-from annotated_types import Ge, Lt
 from pydantic import FailFast, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
@@ -24,8 +24,6 @@ from raypar.schedules.schedule import first_faults
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20  # each slice takes about 120 bytes
 _FORMAT, _VERSION = "raypar checkpoint", 1
-
-Step = Annotated[int, Ge(0), Lt(10**15)]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 from raypar.errors import ConfigError, JobError, UnknownNameError
 from raypar.job.job import Job
+from raypar.job.stepping.stepper import Stepper
 from raypar.schedules.catalog import names
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.step_board import MoveError, makes_tensors
-from raypar.stepping.stepper import Stepper
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
 _TOLD = (

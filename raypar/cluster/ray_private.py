@@ -1,7 +1,7 @@
 """The private names of Ray that the driver uses.
 
 No other file of raypar/ may name one (tests/test_house.py checks it); the actors have a separate file,
-actors/collective/ray_private.py.
+actors/collective/ray/ray_private.py.
 
 Every function explains what it does and why Ray's public API does not suffice. Private names may change with every
 release: **at each upgrade of Ray, retry the public API for every function of this file**. If a name is missing, raypar

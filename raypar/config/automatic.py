@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from raypar.actors.machine.this_machine import device_kind
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -17,7 +18,6 @@ from raypar.config.fields import field_faults, right_fields
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.hardware.cluster_file import cluster_of
-from raypar.planner.hardware.this_machine import device_kind
 from raypar.planner.operators.operator import Aim
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ RunRule = Callable[[Examined], Iterable[str]]
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """A setting of a run that is in conflict with others.
 
     Attributes:
@@ -122,9 +122,9 @@ def several(count: int) -> bool:
     return count > 1
 
 
-def unusual(name: str) -> Setting:
+def unusual(name: str) -> RunSetting:
     """Return the setting of a run's field that has another value than the usual one."""
-    return Setting(name, lambda value: value != getattr(Run, name))
+    return RunSetting(name, lambda value: value != getattr(Run, name))
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Conflict:
         fix: What to do about it, with ``{run}``; "" to do without one of the two.
     """
 
-    one: Setting
-    other: Setting
+    one: RunSetting
+    other: RunSetting
     because: str = "but {other}"
     fix: str = ""
 

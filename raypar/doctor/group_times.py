@@ -36,7 +36,7 @@ class Timer:
         """
         import torch
 
-        from raypar.actors.collective.ray_groups import join, leave
+        from raypar.actors.collective.ray.ray_groups import join, leave
 
         torch.set_num_threads(1)
         group, found = join(name, "doctor", size, rank, 60.0), {}

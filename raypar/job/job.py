@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.models.skeleton import Skeleton
@@ -20,25 +20,22 @@ from raypar.config.schedule import Programs
 from raypar.job.export import export_hf
 from raypar.job.layout.rebalance import Loads
 from raypar.job.look.inspection import Inspection
+from raypar.job.recover.failures import Failure
 from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import loaded_on
 from raypar.job.start.run_switch import RunSwitch
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGenerator
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, TextScorer
 from raypar.notebook import box, text_block
-from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_told, schedule_told
 from raypar.schedules.schedule import Schedule
-from raypar.stepping.stepper import Stepper
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked_methods
@@ -108,11 +105,11 @@ class Job(Inspection):
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
-        return f"{self._told()}\n{schedule_told(self.schedule)}"
+        return f"{self._summary()}\n{schedule_told(self.schedule)}"
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
-        return box(text_block(self._told()), self._actor_table(), self.schedule._repr_svg_() or "")
+        return box(text_block(self._summary()), self._actor_table(), self.schedule._repr_svg_() or "")
 
     # --- training ---
 
@@ -278,5 +275,5 @@ class Job(Inspection):
         finally:
             self.close()
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -14,7 +14,6 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.checkpoint.resume import prepared
 from raypar.cluster.lifecycle.ray_cluster import ROOM_SECONDS, Waits, start_actors
 from raypar.cluster.nodes.nodes import living_nodes, without_folder
 from raypar.cluster.placement.given_group import PlacementGroup
@@ -23,11 +22,12 @@ from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs
 from raypar.errors import ConfigError
 from raypar.job.job import Job
+from raypar.job.recover.chaos import injectable, never_happen
 from raypar.job.start.before_launch import look_ahead
 from raypar.job.start.conversion import convert_on_cluster
+from raypar.job.start.resume import prepared
 from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
-from raypar.recovery.chaos import injectable, never_happen
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
@@ -104,8 +104,8 @@ def launch_in(
     if wrong:
         raise ConfigError(wrong)
     look_ahead(run, programs, skeleton)
-    for told in never_happen(chaos, run, 0 if found is None else found.manifest.step):
-        log.warning("%s", told)
+    for warning in never_happen(chaos, run, 0 if found is None else found.manifest.step):
+        log.warning("%s", warning)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder, group=group)

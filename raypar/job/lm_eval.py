@@ -47,18 +47,18 @@ def lm_eval_model(job: Job) -> Any:
 
 
 class HarnessModel:
-    """What lm-eval asks of a model, by scores and continuations. A request's ``args`` are a tuple of its texts.
+    """The methods that lm-eval calls on a model. A request's ``args`` are a tuple of its texts.
 
-    It takes texts apart as lm-eval's own HFLM does by default: nothing is put around a text, and the token of its
-    beginning is ahead of one without context.
+    Texts are tokenized as by lm-eval's HFLM with its defaults: without special tokens, but for the token of the
+    beginning before a text without context.
 
     Args:
         score: Scores lists of token ids, as ``TextScorer.score`` does.
         generate: Goes on with lists of token ids, as ``TextGenerator.generate`` does.
         encode: Returns the token ids of a text.
         seq: Most tokens in a sequence.
-        begin: The token ahead of a text without context.
-        ends: The tokens that end an answer, besides what a request says.
+        begin: The token before a text without context.
+        ends: The tokens that end an answer, besides those of a request.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HarnessModel:
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return of each (context, continuation) the logarithm of its probability, and whether greedy choice gives it.
 
-        Of a context that is too long the end is taken.
+        A context that is too long is cut at its beginning.
         """
         pairs = [self._split(*request.args) for request in requests]
         if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) > self._seq]:
@@ -90,7 +90,8 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the logarithm of the probability of each (text,).
 
-        Of a longer text each piece gives ``seq`` tokens, and the last one as many as are left, behind all that fit.
+        A longer text is cut into pieces that score ``seq`` tokens each; the last scores the rest, after as much context
+        as fits.
         """
         every = [(self._begin, *self._encode(request.args[0])) for request in requests]
         cut = [[*self._pieces(ids)] for ids in every]
@@ -99,7 +100,7 @@ class HarnessModel:
         return [float_sum(_of_last(next(found), count)[0] for _, count in one) for one in cut]
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
-        """Yield pieces of a text, and of how many tokens at its end each says the probability."""
+        """Yield pieces of a text, each with the number of tokens at its end that it scores."""
         for start in range(1, len(ids), self._seq):
             stop = min(start + self._seq, len(ids))
             yield ids[max(0, stop - self._seq - 1) : stop], stop - start

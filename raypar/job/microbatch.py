@@ -1,17 +1,17 @@
-"""The largest microbatch that fits: by the forecast of memory, and then by what some steps take on actors."""
+"""The largest microbatch that fits: by the forecast of memory, and then by the memory of some steps on actors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from raypar.actors.machine.this_machine import computes_here, free_memory
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError, JobError
-from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import before_run
 from raypar.planner.resource_needs import counts_of
@@ -20,7 +20,7 @@ from raypar.schedules.formatting import size
 #: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
 Probe = Callable[[Run], int | None]
 
-_STEPS = 3  # of a probe: the optimizer's state is whole behind the first one, and allocators settle
+_STEPS = 3  # of a probe: the optimizer's state is whole after the first one, and allocators settle
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Fitted:
 
     Attributes:
         run: The run, with as many samples in a step as before.
-        told: What was looked at, a sentence each.
+        findings: The sizes that were tried, with forecast and measurement, a sentence each.
     """
 
     run: Run
-    told: Sequence[str]
+    findings: Sequence[str]
 
 
 def measured_peak(run: Run) -> int | None:
@@ -74,24 +74,26 @@ def fit_microbatch(run: Run, room: int | None = None, probe: Probe | None = meas
             ["a microbatch is chosen for data=Text, of which a step takes the same samples however divided"]
         )
     room = _room(run) if room is None else room
-    told = list[str]()
+    findings = list[str]()
     for each in _sizes(run):
         forecast = _forecast(each)
         name = f"{each.microbatches} microbatches x {each.micro_batch_size} samples"
         if forecast > room:
-            told.append(f"{name}: forecast {size(forecast)}, more than {size(room)}")
+            findings.append(f"{name}: forecast {size(forecast)}, more than {size(room)}")
             continue
         if probe is None:
-            return Fitted(each, [*told, f"{name}: forecast {size(forecast)}, within {size(room)}"])
+            return Fitted(each, [*findings, f"{name}: forecast {size(forecast)}, within {size(room)}"])
         measured = probe(each)
         if measured is None:
-            told.append(f"{name}: forecast {size(forecast)}, but the memory ran out")
+            findings.append(f"{name}: forecast {size(forecast)}, but the memory ran out")
             continue
         much = "within" if measured <= room else "more than"
-        told.append(f"{name}: forecast {size(forecast)}, measured {size(measured)}, {much} {size(room)}")
+        findings.append(f"{name}: forecast {size(forecast)}, measured {size(measured)}, {much} {size(room)}")
         if measured <= room:
-            return Fitted(each, told)
-    raise ConfigError([f"no microbatch fits: {'; '.join(told)}: use more actors, recompute, or a higher level of zero"])
+            return Fitted(each, findings)
+    raise ConfigError(
+        [f"no microbatch fits: {'; '.join(findings)}: use more actors, recompute, or a higher level of zero"]
+    )
 
 
 def _sizes(run: Run) -> Iterator[Run]:

@@ -28,10 +28,10 @@ from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norm, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
+from raypar.actors.specs.results import mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values, cast_floating, dtype_of
 from raypar.errors import ConfigError
-from raypar.reporting.report import mean_loss
 
 
 @dataclass(frozen=True)

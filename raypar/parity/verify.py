@@ -29,7 +29,6 @@ from raypar.job.start.batch_checks import demand_pure
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.diagnosis import Diagnosis, diagnose
 from raypar.parity.reference import Trained, dense, exact_figure, gradient_name, train_plainly
-from raypar.reporting.report import Report
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.schedule import Schedule
@@ -342,12 +341,11 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     """Train the run on the layout, and compare losses, norms, gradients, weights and replicas."""
     run = job.run
     bounds = _allowed(run, job.schedule, plain.tied)
-    reports, gradients = list[Report](), dict[str, Tensor | None]()
-    for _ in range(run.steps):
-        reports.append(job.step())
-        gradients = gradients or job.gradients()
+    gradients = dict[str, Tensor | None]()
     known, figures = plain.figures(), list[_Pair]()
-    for r in reports:
+    for _ in range(run.steps):
+        r = job.step()
+        gradients = gradients or job.gradients()
         for what, figure, bound in ("loss", r.loss, bounds.loss), ("gradient norm", r.grad_norm, bounds.gradient):
             name = f"{what} of step {r.step + 1}"
             figures.append(_Pair(name, exact_figure(figure), known[name], bound, r.step))
@@ -380,7 +378,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
             for pair, one in zip(unequal, differences, strict=True)
         ]
     return Verdict(
-        len(reports),
+        run.steps,
         len(plain.gradients),
         len(plain.weights),
         plain.losses,

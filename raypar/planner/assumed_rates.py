@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raypar.actors.machine.this_machine import device_kind
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.planner.hardware.this_machine import device_kind
 
 
 @dataclass(frozen=True)

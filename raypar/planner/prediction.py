@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from raypar.actors.machine.host_cores import num_cores
+from raypar.actors.machine.this_machine import computes_here, device_kind
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
@@ -23,7 +24,6 @@ from raypar.planner.calibrated.calibrated_costs import calibrated_costs
 from raypar.planner.calibrated.calibration import Calibration
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
-from raypar.planner.hardware.this_machine import computes_here, device_kind
 from raypar.planner.memory.worker import ParameterCounts
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule

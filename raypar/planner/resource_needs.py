@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from raypar.actors.machine.files import expanded
+from raypar.actors.machine.this_machine import computes_here, free_disk, free_memory, total_memory
 from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.tile_names import tile_patterns
@@ -15,7 +16,6 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.planner.hardware.this_machine import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, element_bytes, states_of
 from raypar.planner.prediction import from_flops

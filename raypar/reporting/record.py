@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from raypar.actors.errors import first_line
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.mesh.world import World
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.results import Span
@@ -18,7 +19,6 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
 from raypar.paths import METRICS, absolute
-from raypar.planner.hardware.this_machine import starts_own_ray
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.overflow import OverflowWarnings

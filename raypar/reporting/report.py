@@ -10,7 +10,7 @@ from typing import Any
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.data import Examples
-from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
+from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult, losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
 from raypar.notebook import box, notebook_table
@@ -324,38 +324,3 @@ def makespan(results: Sequence[StepResult]) -> float:
     """Return the seconds from the first action of any actor in a step to the last of any."""
     took = [result for result in results if result.end > result.start]
     return max(result.end for result in took) - min(result.start for result in took) if took else 0.0
-
-
-def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
-    """Collect loss and token count of every microbatch, in the order in which one process would take them.
-
-    That is the first microbatch of each replica, then the second of each, and so on.
-
-    Args:
-        results: The actors' results, by rank.
-
-    Returns:
-        The losses, and the numbers of target elements.
-    """
-    last = [result for result in results if result.losses]
-    losses = [loss for same in zip(*(result.losses for result in last), strict=True) for loss in same]
-    counts = [count for same in zip(*(result.counts for result in last), strict=True) for count in same]
-    return losses, counts
-
-
-def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Compute the mean loss over tokens.
-
-    Args:
-        losses: Mean loss of each microbatch, in the order of addition.
-        counts: Number of tokens of each microbatch.
-
-    Returns:
-        The mean; None if there are no tokens.
-    """
-    most = max(counts)
-    if not most:
-        return None
-    # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
-    shares = [count / most for count in counts]
-    return float_sum(share * loss for share, loss in zip(shares, losses, strict=True)) / float_sum(shares)

@@ -14,7 +14,7 @@ from raypar.actors.private_names import KNOWN_VERSIONS, module_with
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 HIDDEN = {
     "torch": ("del torch._C._are_functorch_transforms_active", "raypar.actors.autograd.torch_private"),
-    "ray": ("del ray.experimental.internal_kv._internal_kv_exists", "raypar.actors.collective.ray_private"),
+    "ray": ("del ray.experimental.internal_kv._internal_kv_exists", "raypar.actors.collective.ray.ray_private"),
 }
 MISSING = {
     "torch": "torch._C._are_functorch_transforms_active",

@@ -66,7 +66,7 @@ def measure(title: str, model: rp.GPT, blocks: int, every: int) -> None:
         device="cpu",
     )
     with rp.launch(run) as job:
-        pace, took = job._starter.standing.snapshots.pace, list[float]()
+        pace, took = job._starter.active.snapshots.pace, list[float]()
         assert pace is not None, "the actors are on one host"
         for block in range(WARM + blocks):
             pace.every, start = every if block % 2 == 0 else 10**9, time.perf_counter()

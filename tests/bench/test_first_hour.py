@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import raypar as rp
-from raypar.actors.collective import connect, nccl
-from raypar.actors.collective.gpu import ring
+from raypar.actors.collective import connect
+from raypar.actors.collective.gpu import nccl
+from raypar.actors.collective.gpu.group import ring
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.machine.device import Host
 from raypar.parity.verify import train_plainly

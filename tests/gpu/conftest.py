@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import cupy_nccl, nccl
-from raypar.actors.collective.gpu import ring
+from raypar.actors.collective.gpu import cupy_nccl, nccl
+from raypar.actors.collective.gpu.group import ring
 from tests.gpu.ops import together
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import raypar as rp
-from raypar.actors.collective.staged import StagedGroup
+from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.machine.device import Cuda
 from tests.support.team import Team, linears
 
@@ -233,10 +233,10 @@ def reads(layout):
     """What the host read, by the action in which it did, of a second step of one rank."""
     _, team = outcome(PretendedTeam, layout)
     (worker,) = team.workers
-    worker.member.seat.place.log.clear()
+    worker.member.context.device.log.clear()
     READS.clear()
     team.step(2)
-    marks = worker.member.seat.place.log
+    marks = worker.member.context.device.log
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from raypar.actors.collective import staged
+from raypar.actors.collective.gpu import staged
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 from tests.support.local_groups import local_groups
 
@@ -50,4 +50,4 @@ def test_it_is_said_aloud_once(caplog):
     staged._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         staged_groups(3)
-    assert [record.name for record in caplog.records] == ["raypar.actors.collective.staged"]
+    assert [record.name for record in caplog.records] == ["raypar.actors.collective.gpu.staged"]

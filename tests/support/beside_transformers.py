@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.actors.hugging_face.conversions import converted
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint.hugging_face import export
 from raypar.job.text.scoring import scores
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.generation import TeamGeneration
 from tests.support.hugging_face import checkpoint_of, random_model
 from tests.support.tiny_models import SEQ
@@ -199,7 +199,7 @@ class Comparison:
             results = generation.team.step(0)
             loss = torch.tensor([mean_loss(*losses_of(results))]).double()
             self._logs(name, "loss", loss, *(torch.tensor([one.loss]) for one in (self.theirs, self.exact)))
-            homes = generation.loaded.skeleton.homes
+            homes = generation.loaded.skeleton.originals
             self._gradients(
                 name, {homes.get(weight, weight): one for weight, one in generation.team.gradients().items()}
             )

@@ -37,15 +37,15 @@ class CountedCluster(StandInCluster):
         ray = SimpleNamespace(
             get=_got, wait=_waited, put=self._put, kill=self.end, is_initialized=lambda: True, cloudpickle=cloudpickle
         )
-        named = dict.fromkeys((f"cluster.{name}.ray" for name in ("calls", "ray_cluster")), ray)
+        named = dict.fromkeys((f"cluster.{name}.ray" for name in ("calls.calls", "lifecycle.ray_cluster")), ray)
         for name, value in super().replaced().items():
             named[name] = ray if name.endswith(".ray") else value
         return named | {
-            "cluster.ray_cluster._connect": lambda: False,
-            "cluster.ray_cluster.driver_id": lambda: "here",
-            "cluster.actors.driver_id": lambda: "here",
-            "cluster.drain_notices.draining_nodes": dict,
-            "cluster.post_mortem._number_here": lambda told: None,
+            "cluster.lifecycle.ray_cluster._connect": lambda: False,
+            "cluster.lifecycle.ray_cluster.driver_id": lambda: "here",
+            "cluster.lifecycle.actors.driver_id": lambda: "here",
+            "cluster.nodes.drain_notices.draining_nodes": dict,
+            "cluster.deaths.post_mortem._number_here": lambda told: None,
             "job.recover.restarts.own_node": lambda: "here",
         }
 

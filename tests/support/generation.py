@@ -9,9 +9,9 @@ import torch
 
 import raypar as rp
 from raypar.actors.models.build import build_model
-from raypar.actors.models.sampler import choose
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.sampling import Sampling
+from raypar.actors.worker.generation import choose
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.text.generation import TextGeneration, request_of
 from raypar.reporting.memory_table import memory_table

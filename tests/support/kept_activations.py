@@ -32,7 +32,7 @@ def block_of(spec, samples, recompute=("none",), styles=None):
     model = build_model(spec, 0)
     parallelize = Parallelizer(model, [styles]).parallelize if styles else unsharded
     stage = Stage(
-        model, [1], model.materialize([1], 0, parallelize), place=Host(), is_last=False, recompute=recompute, seed=0
+        model, [1], model.materialize([1], 0, parallelize), device=Host(), is_last=False, recompute=recompute, seed=0
     )
     stage.begin(train=True)
     shape = samples, spec.seq, spec.hidden

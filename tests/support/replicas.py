@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.reporting.report import losses_of, mean_loss
+from raypar.actors.specs.results import losses_of, mean_loss
 from tests.support.plain import trained
 from tests.support.team import batch
 

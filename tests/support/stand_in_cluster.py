@@ -138,20 +138,20 @@ class StandInCluster:
         """Return what takes the place of Ray's functions, by the names of raypar that they have."""
         seen, removed, table = RayWithStandIns(self), self.remove, self.table
         return {
-            "cluster.actors.ray": seen,
-            "cluster.actors.is_lasting": lambda node: True,
-            "cluster.actors.remove_placement_group": removed,
-            "cluster.replacement_actors.ray": seen,
-            "cluster.replacement_actors.remove_placement_group": removed,
-            "cluster.replacement_actors.placement_group_table": table,
-            "cluster.process_monitors.ray": seen,
-            "cluster.process_monitors._start": self.witness,
-            "cluster.ray_cluster.living_nodes": lambda: list(self._nodes),
-            "cluster.ray_cluster.demand_alike": lambda *_: None,
-            "cluster.claims.placement_group": self.claim,
-            "cluster.claims.remove_placement_group": removed,
-            "cluster.claims.placement_group_table": table,
-            "cluster.ray_cluster._remote": lambda *_: ActorClass(self),
+            "cluster.lifecycle.actors.ray": seen,
+            "cluster.lifecycle.actors.is_lasting": lambda node: True,
+            "cluster.lifecycle.actors.remove_placement_group": removed,
+            "cluster.lifecycle.replacement_actors.ray": seen,
+            "cluster.lifecycle.replacement_actors.remove_placement_group": removed,
+            "cluster.lifecycle.replacement_actors.placement_group_table": table,
+            "cluster.deaths.process_monitors.ray": seen,
+            "cluster.deaths.process_monitors._start": self.witness,
+            "cluster.lifecycle.ray_cluster.living_nodes": lambda: list(self._nodes),
+            "cluster.lifecycle.ray_cluster.demand_alike": lambda *_: None,
+            "cluster.lifecycle.claims.placement_group": self.claim,
+            "cluster.lifecycle.claims.remove_placement_group": removed,
+            "cluster.lifecycle.claims.placement_group_table": table,
+            "cluster.lifecycle.ray_cluster._remote": lambda *_: ActorClass(self),
             "job.launch.start_actors": start_actors,  # where a test has launches take actors that are kept
         }
 

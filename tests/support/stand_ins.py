@@ -248,9 +248,9 @@ class StandIn:
     def want(self, kinds: Any) -> Any:
         return self._holding().boxes
 
-    def pass_on(self, moves: Any, meeting: Any) -> dict[str, int]:
+    def pass_on(self, moves: Any, transfer: Any) -> dict[str, int]:
         self.handed = None
-        own = -1 if meeting is None else meeting.rank
+        own = -1 if transfer is None else transfer.rank
         return {"send": sum(4 * volume(move.box) for move in moves if move.is_sent and move.source == own)}
 
     # --- called during a step ---

@@ -17,9 +17,8 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.actor import RayparActor
+from raypar.actors.worker.actor import RayparActor, Refusals
 from raypar.actors.worker.members import member_of
-from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.start.actor_plans import plans_of
 from tests.support.local_groups import local_groups
@@ -159,7 +158,7 @@ class Team:
         tables = []
         for actor in self.all:
             total = {}
-            for group in actor.member.seat.groups.values():
+            for group in actor.member.context.groups.values():
                 for (at, op), entry in group.ledger.entries().items():
                     if at == axis:
                         calls, count = total.get(op, (0, 0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypar.actors.specs.model import GPT
-from raypar.reporting.report import losses_of, mean_loss
+from raypar.actors.specs.results import losses_of, mean_loss
 from tests.support.plain import trained
 
 TINY = GPT(layers=3, hidden=16, heads=4, seq=6, vocab=11)

@@ -14,10 +14,10 @@ from raypar.config.schedule import programs_of
 from raypar.job.job import Job
 from raypar.job.look.inspection import Inspection
 from raypar.job.start.loaded_run import LoadedRun
+from raypar.job.stepping.recording import Recorder
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.executors import executor_of
 from raypar.reporting.report import report_of
-from raypar.stepping.recording import Recorder
-from raypar.stepping.stepper import Stepper
 from tests.support.refs import Ref
 from tests.support.team import Team
 from tests.support.threads import threads

@@ -17,7 +17,7 @@ from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.links import INLINE, PeerConnection
-from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
+from raypar.actors.collective.shm.mailbox import SHARED, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
@@ -80,7 +80,7 @@ class ShmGroup(Group):
             reduce_parts(own, own, parts, self.rank, op)
 
         give = [(flat, self._others)]
-        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, lend=False)
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, shares=False)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
         whole, back = staged(out)
@@ -197,7 +197,7 @@ class ShmGroup(Group):
         fold: Fold,
         back: Back,
         block: int = SLAB,
-        lend: bool = True,
+        shares: bool = True,
     ) -> Finish:
         """Send flat tensors to peers and use what they send, segment by segment.
 
@@ -208,7 +208,7 @@ class ShmGroup(Group):
             fold: Called with each range of elements and the peers' segments of it.
             back: Called at the end, for example to copy the result back; may be None.
             block: Bytes of a segment.
-            lend: Whether peers may read windows in place; not if ``fold`` writes to them.
+            shares: Whether peers may read windows in place; not if ``fold`` writes to them.
 
         Returns:
             The function that completes the op.
@@ -221,9 +221,9 @@ class ShmGroup(Group):
         involved = {*take, *chain.from_iterable(peers for _, peers in give)}
         if longest <= segment:
             some = give if all(counts) else [(flat, peers) for flat, peers in give if flat.numel()]
-            swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, lend=lend)
+            swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, shares=shares)
             return self._start(swap, back)
-        copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))
+        copies = not (shares and all(self._box.is_window(flat) for flat, _ in give))
 
         def sources(k: int) -> dict[int, int]:
             return {peer: total for peer, total in totals.items() if take[peer] > k * segment}
@@ -231,11 +231,10 @@ class ShmGroup(Group):
         def post(k: int) -> None:
             for flat, peers in give:
                 if flat.numel() > k * segment:
-                    last = (
-                        nbytes(flat[(k + 1) * segment :]) < LENT
-                    )  # the last segment that is lent: later ones are copied
+                    # Only the last shared segment rings: later ones are copied.
+                    last = nbytes(flat[(k + 1) * segment :]) < SHARED
                     self._box.post(
-                        channel, nbytes(flat), flat[k * segment : (k + 1) * segment], peers, lend=lend, ring=last
+                        channel, nbytes(flat), flat[k * segment : (k + 1) * segment], peers, shares=shares, ring=last
                     )
 
         def use(k: int) -> None:

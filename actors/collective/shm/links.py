@@ -22,8 +22,8 @@ INLINE = 1 << 13  # bytes up to which a message carries its data: two kernel cop
 NOTHING = torch.empty(0, dtype=torch.uint8)  # the data of a message without contents
 _HEAD = struct.Struct("<qqiqqi")  # channel, total, slab (or _NO_SLAB), start in it, bytes, awaited
 _NO_SLAB = -1
-_ROOM = INLINE + _HEAD.size
-_FD_ROOM = socket.CMSG_SPACE(4)
+_MESSAGE_SIZE = INLINE + _HEAD.size
+_FD_SIZE = socket.CMSG_SPACE(4)
 _BUFFER = 1 << 22  # bytes of send buffer to request; the system may grant less
 
 
@@ -82,7 +82,7 @@ class PeerConnection:
         """
         self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel(), 0) + data.numpy().tobytes(), None)
 
-    def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int, awaited: bool) -> None:
+    def share(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int, awaited: bool) -> None:
         """Let the peer read part of a slab.
 
         Args:
@@ -106,7 +106,7 @@ class PeerConnection:
     def receive(self) -> tuple[int, Message] | None:
         """Return the next message that has arrived, with its channel; None if there is none or the peer is lost."""
         try:
-            raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
+            raw, control, _, _ = self._socket.recvmsg(_MESSAGE_SIZE, _FD_SIZE)
         except (BlockingIOError, ConnectionResetError):
             return None  # a reset is reported once, before the data that the peer sent before it closed
         except OSError:

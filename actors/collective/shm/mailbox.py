@@ -19,9 +19,9 @@ from raypar.actors.collective.shm.slabs import SLAB, Pool
 
 _MOST = 16  # unfinished segments that all flows together may have posted: beyond that, newer flows wait
 _LOOKS = 200  # polls before sleeping, about 150 us: a wake-up takes 30 us or more
-LENT = 1 << 17  # bytes from which a segment of a window is lent: below, a copy is cheaper than the notice
+SHARED = 1 << 17  # bytes from which peers read a segment in its window: below, a copy is cheaper than the notice
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied, so only the number of messages matters
-_BELL = -1 << 62  # channel of the empty message that says that a loan was given back
+_BELL = -1 << 62  # channel of the empty message that reports that a shared segment was read
 
 _DAY = 86_400.0  # seconds; poll() accepts no timeout beyond some weeks
 _NOBODY: Mapping[int, object] = {}
@@ -52,8 +52,8 @@ class Mailbox:
         self.lock = threading.RLock()  # callers also take it to post several segments in a row
         self._changed = threading.Condition(self.lock)
         self._aborted = False
-        self._watched = False  # whether a thread sleeps on the links and must be told what others did
-        self._full: Set[int] = frozenset()  # peers whose links it also watches for room to send
+        self._watched = False  # whether a thread sleeps on the links and must be woken after changes
+        self._full: Set[int] = frozenset()  # peers whose links it also watches for space to send
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrivals, self._poller = select.poll(), select.poll()  # the second is for the sleeping thread
         self._poller.register(self._bell, select.POLLIN)
@@ -124,21 +124,21 @@ class Mailbox:
     # --- called by the steps of flows ---
 
     def post(
-        self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, lend: bool = True, ring: bool = True
+        self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, shares: bool = True, ring: bool = True
     ) -> None:
         """Post a segment of a tensor to peers.
 
-        The segment may change once ``given`` returns true for it. That is at once, unless the segment is lent: then
-        peers read it in place, in its window.
+        The segment may change once ``given`` returns true for it. That is at once, unless the segment is shared:
+        then peers read it in place, in its window.
 
         Args:
             channel: Channel of the segment.
             total: Bytes of the whole tensor.
             part: The segment.
             peers: Ranks of the receivers.
-            lend: Whether a segment of at least LENT bytes in a window may be lent.
-            ring: Whether peers send a notice when they have read a lent segment. Not needed if their next post implies
-                it.
+            shares: Whether peers may read a segment of at least SHARED bytes in its window.
+            ring: Whether peers send a notice when they have read a shared segment. Not needed if their next post
+                implies it.
         """
         if part.stride(0) != 1:  # a single element, which counts as contiguous with any stride
             part = part.as_strided(part.shape, (1,))
@@ -147,14 +147,14 @@ class Mailbox:
         with self.lock:
             if count <= INLINE:
                 for peer in peers:
-                    self._say(peer, channel, total, data)
+                    self._send(peer, channel, total, data)
                 return
-            window = self._pool.window_of(data) if lend and count >= LENT else None
+            window = self._pool.window_of(data) if shares and count >= SHARED else None
             slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
             awaited = ring and window is not None
             for peer in peers:
-                slab.lend(peer)
-                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
+                slab.share(peer)
+                self._links[peer].share(channel, total, slab, start, count, self._pool.fd(slab), awaited)
                 self._note(peer)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
@@ -182,20 +182,20 @@ class Mailbox:
             if segment.slab is not None:
                 segment.slab.give_back(self._rank)
                 if segment.awaited:
-                    self._say(peer, _BELL, 0, NOTHING)
+                    self._send(peer, _BELL, 0, NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
         """Return whether everything posted to the peers has been handed to the kernel."""
         return self._unsent.isdisjoint(peers)
 
     def given(self, tensor: Tensor) -> bool:
-        """Return whether no peer will read the tensor any more."""
+        """Return whether all peers have read the tensor."""
         window = self._pool.window_of(tensor)
         return window is None or window.free
 
     # --- internal; the caller holds the lock ---
 
-    def _say(self, peer: int, channel: int, total: int, data: Tensor) -> None:
+    def _send(self, peer: int, channel: int, total: int, data: Tensor) -> None:
         self._links[peer].send(channel, total, data)
         self._note(peer)
 
@@ -235,7 +235,7 @@ class Mailbox:
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
         if self._watched and (some or not self._unsent <= self._full):
-            # The sleeping thread's flow may have advanced, and only that thread can watch for room to send.
+            # The sleeping thread's flow may have advanced, and only that thread can watch for space to send.
             os.eventfd_write(self._bell, 1)
 
     def _round(self) -> bool:
@@ -254,7 +254,7 @@ class Mailbox:
         return moved
 
     def _watch(self, seconds: float) -> None:
-        """Sleep until a message arrives or a full link has room."""
+        """Sleep until a message arrives or a full link has space."""
         self._full = {peer for peer in self._unsent if not self._links[peer].lost}
         for peer in self._full:
             self._poller.modify(self._links[peer], select.POLLIN | select.POLLOUT)

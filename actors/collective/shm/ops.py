@@ -24,7 +24,7 @@ class Swap(OpInProgress):
         dtype: dtype of the tensors that this rank receives.
         use: Called with the segments by rank, once all are there.
         peers: All ranks involved.
-        lend: Whether peers may read windows in place.
+        shares: Whether peers may read windows in place.
         queue: See ``OpInProgress``.
     """
 
@@ -38,21 +38,21 @@ class Swap(OpInProgress):
         use: Use,
         *,
         peers: Collection[int],
-        lend: bool = True,
+        shares: bool = True,
         queue: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(peers, queue)
         self._box, self._channel, self._give = box, channel, give
         self._totals, self._dtype = totals, dtype
-        self._use, self._lend = use, lend
-        self._lent = [flat for flat, _ in give if lend and box.is_window(flat)]
+        self._use, self._shares = use, shares
+        self._shared = [flat for flat, _ in give if shares and box.is_window(flat)]
         self._posted, self._used = not give, not totals
 
     def needs(self, peer: int) -> bool:
         """Return whether ``peer`` still has to give something or to get it. If not, it may leave before the others."""
         gives = peer in self._totals and not self._used and not self._box.have(self._channel, [peer])
         gets = any(peer in peers for _, peers in self._give)
-        return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._lent))
+        return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._shared))
 
     def _advance(self, most: int) -> bool:
         moved = False
@@ -60,13 +60,13 @@ class Swap(OpInProgress):
             if not most:
                 return False
             for flat, peers in self._give:
-                self._box.post(self._channel, nbytes(flat), flat, peers, lend=self._lend)
+                self._box.post(self._channel, nbytes(flat), flat, peers, shares=self._shares)
             self._posted = True
-            self.ahead = int(len(self._lent) < len(self._give))
+            self.ahead = int(len(self._shared) < len(self._give))
         if not self._used and self._box.have(self._channel, self._totals):
             self._box.take(self._channel, self._totals, self._dtype, self._use)
             self._used = moved = True
-        if self._used and self._box.sent(self.peers) and all(map(self._box.given, self._lent)):
+        if self._used and self._box.sent(self.peers) and all(map(self._box.given, self._shared)):
             self.over, self.ahead = True, 0
             return True
         return moved

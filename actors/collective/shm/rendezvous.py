@@ -1,8 +1,8 @@
-"""How the members of a group find those of their node and connect to them by local sockets.
+"""Rendezvous: the members of a group find those of their node, and connect to them by local sockets.
 
 The name of a listening socket is abstract: it vanishes with the socket, but any user of the machine can read it in
-/proc/net/unix and connect. So both sides ask the kernel for the other's user (SO_PEERCRED), and who connects has to say
-the listener's token, which only the store has. Others are closed, and nobody waits for one that says nothing.
+/proc/net/unix and connect. So both sides ask the kernel for the other's user (SO_PEERCRED), and a member that connects
+must send the listener's token, which only the store has. Other connections are closed, and silent ones delay nobody.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from raypar.actors.machine.process_identity import own_identity
 log = logging.getLogger(__name__)
 
 _TOKEN = 32  # bytes
-_HELLO = struct.Struct(f"<i{_TOKEN}s")  # the rank of who connects, and the token of the listener
+_HELLO = struct.Struct(f"<i{_TOKEN}s")  # the rank of the member that connects, and the token of the listener
 _PEER = struct.Struct("iII")  # pid, uid and gid of a peer
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NAME = "raypar"  # how names of listeners begin
-_WAITING = 128  # connections of others that may wait to be closed, besides those of all members
+_WAITING = 128  # connections of others that may be pending, besides those of all members
 
 
 class Registration(NamedTuple):
-    """What a member hands to the others of its group before they connect.
+    """The data that a member gives to the others of its group before they connect.
 
     Attributes:
-        memory_domain: What it has in common with those that it can exchange memory with; "" if there are none.
+        memory_domain: Equal for members that can exchange memory; "" if it can't.
         name: The name of its listening socket; "" for none.
-        token: What who connects has to say, in hexadecimal digits.
-        extra: What its group needs besides.
+        token: The token that a member that connects must send, in hexadecimal digits.
+        extra: Further data for the group.
     """
 
     memory_domain: str
@@ -55,16 +55,16 @@ class Registration(NamedTuple):
 
 
 class Introduction:
-    """What a member knows of its group before it connects. Close it when this member has connected.
+    """The members of a group, as a member knows them before it connects. Close it when this member has connected.
 
     Args:
         rank: Rank of this member.
-        members: What all members have handed over, in rank order.
+        members: The registrations of all members, in rank order.
         listener: This member's listening socket; None where it can exchange memory with no other.
 
     Attributes:
         nodes: The ranks that can exchange memory with one another, node by node, ordered by the first of each.
-        extras: What each member has handed over besides.
+        extras: The further data of each member.
     """
 
     def __init__(self, rank: int, members: Sequence[Registration], listener: socket.socket | None) -> None:
@@ -81,10 +81,10 @@ class Introduction:
             self._listener.close()
 
     def connect(self, among: Sequence[int], seconds: float) -> dict[int, PeerConnection]:
-        """Connect to others: to those that come before this member, and then those after it connect to this one.
+        """Connect to other members: this member dials those of lower rank, and accepts those of higher rank.
 
         Args:
-            among: The ranks of those to connect with one another, this member's too.
+            among: The ranks of the members to connect with one another, including this one.
             seconds: Timeout.
 
         Returns:
@@ -111,14 +111,14 @@ class Introduction:
 
 
 def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "") -> Introduction:
-    """Let the members of a group inform one another where they are and how to reach them. Every member must call it.
+    """Exchange the registrations of the members of a group. Every member must call it.
 
     Args:
-        store: Where they meet; its keys must be new.
+        store: Store for the exchange; its keys must be new.
         rank: Rank of this member.
         size: Number of members.
         seconds: Timeout.
-        extra: What else this member hands over.
+        extra: Further data of this member.
 
     Raises:
         TimeoutError: A member did not come in time.
@@ -141,7 +141,7 @@ def introduce(store: Store, rank: int, size: int, seconds: float, extra: str = "
 
 
 def _dial(peer: int, contact: Registration, rank: int, deadline: float) -> socket.socket:
-    """Connect to a member of lower rank, and say which one this is. Raises OSError."""
+    """Connect to a member of lower rank, and send this member's rank and the token. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # connect() waits while the queue is full, and AF_UNIX knows no other timeout than this.
@@ -161,18 +161,18 @@ def _dial(peer: int, contact: Registration, rank: int, deadline: float) -> socke
 
 
 class _Acceptor:
-    """Accepts the connections of members and closes all others, however many wait at a time.
+    """Accepts the connections of members and closes all others, however many are pending at a time.
 
     Args:
         listener: The listening socket.
-        token: What a member has to say.
+        token: The token that a member must send.
         expected: The ranks that connect, each once.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, expected: Iterable[int]) -> None:
         listener.setblocking(False)
         self._listener, self._token, self._missing = listener, token, set(expected)
-        self._silent = dict[int, socket.socket]()  # those that have not said who they are, by descriptor
+        self._silent = dict[int, socket.socket]()  # those that have not sent rank and token, by descriptor
         self._accepted = dict[int, socket.socket]()
         self._refused = list[str]()  # why, of each connection that was closed
         self._poll = select.poll()
@@ -198,10 +198,10 @@ class _Acceptor:
             for sock in self._silent.values():
                 sock.close()
             if self._refused:
-                log.warning("%d connections to a group were no member's and were closed: %s", *self._told())
+                log.warning("%d connections to a group were no member's and were closed: %s", *self._refusals())
 
     def _take(self) -> None:
-        """Take a connection that waits, and close it if it is of another user."""
+        """Accept a pending connection, and close it if it is another user's."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
@@ -213,7 +213,7 @@ class _Acceptor:
         self._hear(sock)
 
     def _hear(self, sock: socket.socket) -> None:
-        """Read what a connection says first, and close it if that is not what an expected member says."""
+        """Read the first message of a connection, and close it if that is not an expected member's."""
         try:
             said = sock.recv(_HELLO.size + 1)
         except BlockingIOError:
@@ -244,7 +244,8 @@ class _Acceptor:
         """Say which members have not connected."""
         return f"{ranks(sorted(self._missing))} did not connect in time"
 
-    def _told(self) -> tuple[int, str]:
+    def _refusals(self) -> tuple[int, str]:
+        """Return how many connections were refused, and why."""
         return len(self._refused), ", ".join(f"{why} ({count})" for why, count in Counter(self._refused).most_common(5))
 
 

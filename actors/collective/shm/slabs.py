@@ -1,6 +1,6 @@
 """Shared memory that one process writes and others on its node read: anonymous files, passed on as descriptors.
 
-The files have no name, in /dev/shm or elsewhere, so nothing is left behind however a process ends.
+The files have no name, in /dev/shm or elsewhere, so none remains however a process ends.
 
 Memory ordering, on any CPU: a reader sees what the owner has written because the message about it goes through a socket
 of the kernel, whose locks order both sides. What a reader still reads does not change because it posts a semaphore when
@@ -33,9 +33,9 @@ _post, _take = _of_semaphore(("sem_post", _LIBC)), _of_semaphore(("sem_trywait",
 
 
 class Slab:
-    """A block of shared memory that its owner writes and that the ranks it is lent to read.
+    """A block of shared memory that its owner writes and that other ranks read.
 
-    Its header has a semaphore for each rank, which counts the loans that the rank has returned and that the owner has
+    Its header has a semaphore for each rank, which counts the reads that the rank has finished and that the owner has
     not noted yet.
 
     Args:
@@ -52,7 +52,7 @@ class Slab:
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         self.data: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=header(members))
         self._semaphores = self.data.data_ptr() - header(members)
-        self._lent: dict[int, int] = {}  # by reader, the loans that are not known to be returned
+        self._reads: dict[int, int] = {}  # by reader, the reads that are not known to be finished
 
     def make_semaphores(self, members: int) -> None:
         """Begin to count. For the owner only, before anybody else has the slab."""
@@ -60,24 +60,24 @@ class Slab:
             if _LIBC.sem_init(ctypes.c_void_p(self._semaphore(reader)), 1, 0):
                 raise OSError("this system has no semaphores that processes share")
 
-    def lend(self, reader: int) -> None:
-        """Count a loan to rank ``reader``, before it reads from the slab. For the owner only."""
-        self._lent[reader] = self._lent.get(reader, 0) + 1
+    def share(self, reader: int) -> None:
+        """Count a read by rank ``reader``, before it begins. For the owner only."""
+        self._reads[reader] = self._reads.get(reader, 0) + 1
 
     def give_back(self, reader: int) -> None:
-        """Count one loan of rank ``reader`` as returned, after it has read. For readers only."""
+        """Count one read by rank ``reader`` as finished. For readers only."""
         _post(self._semaphore(reader))
 
     @property
     def free(self) -> bool:
-        """Whether all loans have been returned, so that the owner may overwrite the data. For the owner only."""
-        for reader in tuple(self._lent):
+        """Whether all reads are finished, so that the owner may overwrite the data. For the owner only."""
+        for reader in tuple(self._reads):
             semaphore = self._semaphore(reader)
-            while self._lent[reader] and not _take(semaphore):
-                self._lent[reader] -= 1
-            if self._lent[reader]:
+            while self._reads[reader] and not _take(semaphore):
+                self._reads[reader] -= 1
+            if self._reads[reader]:
                 return False
-            del self._lent[reader]
+            del self._reads[reader]
         return True
 
     def _semaphore(self, reader: int) -> int:
@@ -88,8 +88,8 @@ class Slab:
 class Pool:
     """The slabs that one member of a group owns: those that it copies segments into, and windows.
 
-    A window is a slab that holds a tensor of the member, whose segments are lent in place, without a copy. It lives as
-    long as the group.
+    A window is a slab with a tensor of the member, whose segments peers read in place, without a copy. It lives as long
+    as the group.
 
     Args:
         size: Number of members.
@@ -119,7 +119,7 @@ class Pool:
         return self._windows.get(tensor.untyped_storage().data_ptr())
 
     def put(self, data: Tensor) -> tuple[Slab, int]:
-        """Copy ``data``, at most SLAB bytes (uint8), into a slab. Lend the slab before the next put.
+        """Copy ``data``, at most SLAB bytes (uint8), into a slab. Call ``share`` before the next put.
 
         Returns the slab and the offset in it, in bytes. Raises OSError if there is no memory left.
         """

@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
         back = gradient @ all_gathered(ctx.group, 1, weight)
         x_TI, rows_TO, made = x.flatten(0, -2), gradient.flatten(0, -2), partial(_of_weight, ctx.group)
         if ctx.later is not None:
-            ctx.later.owe(ctx.weight, None, Use(x_TI.detach(), rows_TO, made))
+            ctx.later.postpone(ctx.weight, None, Use(x_TI.detach(), rows_TO, made))
         return back, made(rows_TO, x_TI) if ctx.later is None else None, None, None
 
 

@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
         blocks = _in_turn(weight, layer.col, _blocks(layer))
         made = _gradients(layer, y_TO, x_TI, (back_TI, blocks), of_weight=later is None)
         if later is not None:
-            later.owe(ctx.weight, None, Use(x_TI.detach(), y_TO, partial(_of_weight, layer)))
+            later.postpone(ctx.weight, None, Use(x_TI.detach(), y_TO, partial(_of_weight, layer)))
         return back_TI.view_as(x), made, None, None
 
 

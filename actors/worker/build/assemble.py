@@ -28,7 +28,6 @@ from raypar.actors.models.tile_names import tile_patterns
 from raypar.actors.models.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
-from raypar.actors.pipeline.compiled import compile_layers
 from raypar.actors.pipeline.moves import move_activations
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.stage_ends import StageEnds
@@ -37,28 +36,28 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
 from raypar.actors.worker.build.flow import ExpertFlow, StageExchange, TokenFlow
-from raypar.actors.worker.build.layers import LayerMaker
+from raypar.actors.worker.build.layers import LayerMaker, compile_layers
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
-from raypar.actors.worker.build.weight_owners import between_owners, homes_of, owners_of
+from raypar.actors.worker.build.weight_owners import between_owners, owners_of, ranks_of_layers
 from raypar.schedules.action import Action, Op
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import MAKES_GRADIENTS
 
 
 def build_part(
-    plan: ActorPlan, place: ComputeDevice, groups: Mapping[str, Group], server: int | None = None
+    plan: ActorPlan, device: ComputeDevice, groups: Mapping[str, Group], server: int | None = None
 ) -> ModelPart:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only its weights are made: on the host, in fp32, so that all get the same bits. Then they are moved and cast.
+    Only its weights are created: on the host, in fp32, so that all actors get the same bits; then moved and cast.
 
     Args:
         plan: The actor's plan.
-        place: The device that it computes on.
+        device: The device that it computes on.
         groups: The actor's groups by key.
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
@@ -69,20 +68,20 @@ def build_part(
     train = plan.programs["train"]
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.row(plan.rank))
-    ties, same = ties_of(model, homes_of(model, run.split, train))
+    ties, same = ties_of(model, ranks_of_layers(model, run.split, train))
     if world.is_expert(plan.rank):
-        same = {}  # it has nothing of the layers that share weights
+        same = {}  # it has none of the layers that share weights
     owners = owners_of(plan, model, groups, server)
-    home = storage_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
-    layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
+    storage = storage_of(device.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
+    layers = LayerMaker(plan, device, storage, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
     first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
-    stages = _stages_of(plan, place, model, parts, modules, weights, parallelizer, overflow, record, first)
+    stages = _stages_of(plan, device, model, parts, modules, weights, parallelizer, overflow, record, first)
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.home in owners.of]
+    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.original in owners.of]
     return ModelPart(
         model=model,
         stages=stages,
@@ -105,7 +104,7 @@ def build_part(
 
 def _stages_of(
     plan: ActorPlan,
-    place: ComputeDevice,
+    device: ComputeDevice,
     model: Model,
     parts: Sequence[range],
     modules: Mapping[int, nn.Module],
@@ -123,7 +122,7 @@ def _stages_of(
             model,
             parts[number],
             [modules[index] for index in parts[number]],
-            place=place,
+            device=device,
             is_last=number == train.num_stages - 1 and not is_expert,
             recompute=run.recompute,
             seed=run.seed,
@@ -144,18 +143,18 @@ def _stages_of(
 
 def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
     """Return the parameters that several modules have."""
-    places = Counter(p for module in modules for _, p in module.named_parameters(remove_duplicate=False))
-    return frozenset(parameter for parameter, count in places.items() if count > 1)
+    uses = Counter(p for module in modules for _, p in module.named_parameters(remove_duplicate=False))
+    return frozenset(parameter for parameter, count in uses.items() if count > 1)
 
 
 def unweighted_model(run: Run) -> Model:
-    """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
+    """Return the model of a run without weights, with linear layers in tiles if the run has them."""
     model, patterns = build_model(run.model, run.seed), tile_patterns(run.model, run.tile)
     return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
 
 
 def overflow_watch(plan: ActorPlan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
-    """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
+    """Create the watch for overflow of an actor whose layers are parallelized; None if the run has none."""
     if not plan.run.overflow_every:
         return None
     weights = {name: shard.sharding for name, shard in parallelizer.shards.items()}
@@ -167,7 +166,7 @@ def overflow_watch(plan: ActorPlan, model: Model, parallelizer: Parallelizer) ->
 def _halved(plan: ActorPlan) -> dict[int, set[int]]:
     """Return the microbatches whose backwards are split, by stage.
 
-    Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
+    Microbatches are numbered over the whole step and all replicas, because those of others may be computed again here.
     """
     dp, found = plan.run.mesh.dp, defaultdict[int, set[int]](set)
     for stage, op, microbatch, _ in plan.programs["train"].rows[plan.world.row(plan.rank)]:
@@ -211,8 +210,8 @@ class Assembly:
     Attributes:
         part: Its part of the model.
         update: The end of a step: clipping and the optimizer.
-        flow: What its stages are given, and what becomes of what they make.
-        reducer: Sums gradients over replicas, or moves them away from the device; None if neither is to be done.
+        flow: The inputs and outputs of its stages.
+        reducer: Sums gradients over replicas, or moves them off the device; None if neither is needed.
         scaler: The scale of the loss.
     """
 
@@ -223,36 +222,36 @@ class Assembly:
     scaler: LossScaler
 
 
-def assemble(seat: RankContext) -> Assembly:
-    """Build everything that the worker on a seat needs for a run."""
-    plan, groups, place = seat.plan, seat.groups, seat.place
-    part, run = build_part(plan, place, groups), plan.run
+def assemble(context: RankContext) -> Assembly:
+    """Build everything that a worker needs for a run."""
+    plan, groups, device = context.plan, context.groups, context.device
+    part, run = build_part(plan, device, groups), plan.run
     if run.activations_on_device is not None:
         move_activations(part.stages)
     if run.compile:
         compile_layers([module for stage in part.stages.values() for module in stage.modules])
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
-    flow = _flow_of(seat, part, scaler)
-    if not plan.world.reduces_at(seat.pp) or (plan.world.is_expert(plan.rank) and not part.home.is_off_device):
-        return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
+    flow = _flow_of(context, part, scaler)
+    if not plan.world.reduces_at(context.pp) or (plan.world.is_expert(plan.rank) and not part.storage.is_off_device):
+        return Assembly(part, updater_of(plan, part, groups, device.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
-    channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
+    channels, update = shared_update(plan, part, buckets, groups, device.device, scaler)
     train = plan.programs["train"]
-    row = first_steps(train, 1).rows[seat.row] if train.stream else train.rows[seat.row]
+    row = first_steps(train, 1).rows[context.row] if train.stream else train.rows[context.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
-    sums = GradientSums(buckets, here, part.home, part.masters.parameters)
-    reducer = Reducer(buckets, channels, place, sums, rounds, frees_buckets=plan.world.frees_buckets)
+    sums = GradientSums(buckets, here, part.storage, part.masters.parameters)
+    reducer = Reducer(buckets, channels, device, sums, rounds, frees_buckets=plan.world.frees_buckets)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.gradient_views(number))
     return Assembly(part, update, flow, reducer, scaler)
 
 
-def _flow_of(seat: RankContext, part: ModelPart, scaler: LossScaler) -> StageExchange:
-    """Create what gives the stages of a worker their batches, or an expert actor its part in the flow."""
-    plan, run = seat.plan, seat.plan.run
-    if seat.world.is_expert(plan.rank):
-        return ExpertFlow(seat, dtype_of(run.precision.compute))
+def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> StageExchange:
+    """Create the flow of batches and values through the stages of a worker or an expert actor."""
+    plan, run = context.plan, context.plan.run
+    if context.world.is_expert(plan.rank):
+        return ExpertFlow(context, dtype_of(run.precision.compute))
     train = plan.programs["train"]
     source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
     if part.model.slices is not None and train.slices > 1:
@@ -260,12 +259,12 @@ def _flow_of(seat: RankContext, part: ModelPart, scaler: LossScaler) -> StageExc
         source = SlicedSource(source, train.slices)
     mean = TokenMean(part.model, source, train.numbers_a_step, run.mesh.dp)
     if run.mesh.cp > 1:
-        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
+        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[context.cp])
     if run.precision.is_half:
         source = CastSource(source, dtype_of(run.precision.compute))
     if part.model.documents is not None:
-        part.model.documents.reads = partial(_extents, source, run.mesh.dp, scaler, seat.place)
-    # All blocks of a text count alike, and stages that update by themselves refuse other counts than the first.
+        part.model.documents.reads = partial(_extents, source, run.mesh.dp, scaler, context.device)
+    # All blocks of a text have the same count, and stages that update independently refuse any other count.
     is_even = isinstance(run.data, Text) or (train.stream > 0 and not train.validated)
     ahead = not is_even and any(
         isinstance(module, Routed) and module.adds_losses
@@ -273,27 +272,27 @@ def _flow_of(seat: RankContext, part: ModelPart, scaler: LossScaler) -> StageExc
         for layer in stage.modules
         for module in layer.modules()
     )
-    return TokenFlow(seat, part.stages, source, mean, scaler, counts_ahead=ahead)
+    return TokenFlow(context, part.stages, source, mean, scaler, counts_ahead=ahead)
 
 
 def _extents(
     source: BatchSource,
     num_dp: int,
     scaler: LossScaler,
-    place: ComputeDevice,
+    device: ComputeDevice,
     program: ProgramName,
     step: int,
     number: int,
 ) -> Extents:
-    """Return where documents and padding are in a microbatch, which is numbered over all replicas."""
+    """Return the extents of documents and padding in a microbatch, which is numbered over all replicas."""
     step += scaler.left_out if program == "train" else 0
-    return source.extents(program, step, *divmod(number, num_dp)).on(place)
+    return source.extents(program, step, *divmod(number, num_dp)).on(device)
 
 
 def _reduced(plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients are reduced, by logical name: not those of experts that no other one has.
+    """Return the parameters whose gradients are reduced, by logical name: not those of experts on this actor only.
 
-    If gradients are moved away from the device, these are among them.
+    If gradients are moved off the device, those of all parameters are.
     """
-    alone = plan.world.experts is not None and "edp" not in groups and not part.home.is_off_device
+    alone = plan.world.experts is not None and "edp" not in groups and not part.storage.is_off_device
     return {name: p for name, p in part.parameters.items() if not (alone and name in part.owners.experts)}

@@ -1,4 +1,4 @@
-"""The boundaries between pipeline ranks: which actor sends what another one receives."""
+"""The boundaries between pipeline ranks: the senders and receivers of each message."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raypar.schedules.schedule import Schedule
 
 
 def peers_of(world: World, rank: int, action: Action, schedule: Schedule) -> tuple[int, ...]:
-    """Return to whom an actor sends with a SEND, or from whom it receives with a RECV: members of its ``pp`` group.
+    """Return the receivers of an actor's SEND, or the sender of its RECV, as members of its ``pp`` group.
 
     All tensor ranks of a stage have its whole outputs and whole gradients. Where the other stage has fewer tensor
-    ranks, some of them have nothing to send; where it has more, one sends to several. Of n senders and m receivers,
+    ranks, some of them send nothing; where it has more, one sends to several. Of n senders and m receivers,
     receiver j gets its values from sender j n // m.
 
     Args:
         world: The ranks of the run.
         rank: The actor.
-        action: The action; another one than a SEND or RECV has no peer.
+        action: The action; only a SEND or RECV has peers.
         schedule: The lowered schedule.
     """
     if action.op not in SENDS and action.op not in RECVS:
@@ -32,11 +32,11 @@ def peers_of(world: World, rank: int, action: Action, schedule: Schedule) -> tup
     own = here.index(rank)
     if action.op in RECVS:
         return (there[own * len(there) // len(here)],)
-    return tuple(one for place, one in enumerate(there) if place * len(here) // len(there) == own)
+    return tuple(peer for index, peer in enumerate(there) if index * len(here) // len(there) == own)
 
 
 def neighbours(world: World, schedule: Schedule) -> set[tuple[int, int]]:
-    """Return all pairs of members of the ``pp`` group that exchange values, each both ways.
+    """Return all pairs of members of the ``pp`` group that exchange values, each in both directions.
 
     Args:
         world: The ranks of the run.

@@ -1,4 +1,4 @@
-"""What flows through the stages of an actor in a step: batches, values between stages, gradients and losses."""
+"""The flow of values through the stages of an actor: batches, values between stages, gradients and losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypar.schedules.rules import provides, taken
 
 
 class StageExchange(Protocol):
-    """What an actor gives its stages, and does with what these make. One object serves all steps of a run."""
+    """Supplies the inputs of an actor's stages, and takes their outputs. One object serves all steps of a run."""
 
     def begin(self, step: StepState, program: Program) -> None:
         """Begin a step."""
@@ -31,9 +31,9 @@ class StageExchange(Protocol):
         """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
-        """Return what a forward takes: the outputs of the stage before, or a batch, and the last stage's targets.
+        """Return the inputs of a forward (a batch, or the outputs of the stage before), and the last stage's targets.
 
-        Where no target counts, there are none.
+        If no target counts, there are none.
         """
 
     def made(self, action: Action, outputs: Values) -> None:
@@ -43,19 +43,19 @@ class StageExchange(Protocol):
         """Return the gradients of a stage's outputs, with which its backward (B or I) begins."""
 
     def passed(self, action: Action, gradients: Values) -> None:
-        """Take the gradients of a stage's inputs that its backward (B or I) has made."""
+        """Take the gradients of a stage's inputs that its backward (B or I) has computed."""
 
     def send(self, action: Action) -> None:
-        """Send the outputs of F or I to the peer, and drop them here."""
+        """Send the outputs of F or I to the peer, and drop them."""
 
     def expect(self, action: Action) -> None:
-        """Post a receive ahead of its place in the row."""
+        """Post a receive before its turn in the row."""
 
     def receive(self, action: Action) -> None:
         """Wait for the values that the peer sends."""
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
-        """Return this actor's report of a step's losses, see ``ballot_of``; None if it has none."""
+        """Return this actor's report of a step's losses, see ``ballot_of``; None if it computes no loss."""
 
     def seen(self, action: Action) -> Values:
         """Return the outputs of an action that was just performed: values for other actions, or its loss."""
@@ -65,7 +65,7 @@ class TokenFlow:
     """The flow of an actor that has tokens.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         stages: Its stages by number.
         source: The batches.
         mean: The weights of the microbatches in the loss.
@@ -75,7 +75,7 @@ class TokenFlow:
 
     def __init__(
         self,
-        seat: RankContext,
+        context: RankContext,
         stages: Mapping[int, Stage],
         source: BatchSource,
         mean: TokenMean,
@@ -83,9 +83,9 @@ class TokenFlow:
         *,
         counts_ahead: bool,
     ) -> None:
-        self._seat, self._stages, self.source = seat, stages, source
-        self._mean, self._scaler, self._place = mean, scaler, seat.place
-        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step of those under way
+        self._context, self._stages, self.source = context, stages, source
+        self._mean, self._scaler, self._device = mean, scaler, context.device
+        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step under way
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
 
     def begin(self, step: StepState, program: Program) -> None:
@@ -94,7 +94,7 @@ class TokenFlow:
             self._corrections = self._corrections_ahead(step, program)
 
     def auxiliary(self, microbatch: int) -> float:
-        """Return it; it is the same share of every step, while corrected gradients go by the step's targets."""
+        """Return the weight, so that after the correction by the step's targets it is the same share of every step."""
         weight = self._mean.auxiliary(self._scaler.scale)
         if not self._corrections:
             return weight
@@ -102,21 +102,21 @@ class TokenFlow:
         return weight / factor if factor else 0.0
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
-        """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
+        """Return the inputs; the first stage reads the inputs of the batch, the last one the targets."""
         step, (stage, microbatch) = self._step, numbers_of(action)
-        number, place = step.place_of(microbatch)
+        number, index = step.step_and_index(microbatch)
         number += self._scaler.left_out if step.is_train else 0
-        batch = step.program, number, place, self._seat.replica(step.further)
-        inputs = self._take(action) or self._place.to(self.source.inputs(*batch))
+        batch = step.program, number, index, self._context.replica(step.further)
+        inputs = self._take(action) or self._device.to(self.source.inputs(*batch))
         if not self._stages[stage].is_last:
             return inputs, ()
         target = self.source.targets(*batch)
         counted = step.counts[microbatch] = self._stages[stage].model.count(target)
         step.samples += len(target[0]) if target[0].dim() else 1
-        return inputs, self._place.to(target) if counted else ()
+        return inputs, self._device.to(target) if counted else ()
 
     def made(self, action: Action, outputs: Values) -> None:
-        """Keep what a forward has made: of the last stage the loss and the metrics, of others what goes on."""
+        """Keep the outputs of a forward: the loss and the metrics of the last stage, or values for later stages."""
         stage, microbatch = numbers_of(action)
         if self._stages[stage].is_last:
             self._step.computed[microbatch] = outputs[0]
@@ -128,18 +128,18 @@ class TokenFlow:
             self._step.values[action._replace(peer=target)] = values
 
     def gradients(self, action: Action) -> Values:
-        """Return them; those of the last stage are the loss's weight, which is proportional to its tokens."""
+        """Return the gradients; for the last stage, the weight of the loss, which is proportional to its tokens."""
         stage, microbatch = numbers_of(action)
         if not self._stages[stage].is_last:
             return self._take(action)
-        return self._place.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
+        return self._device.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
 
     def passed(self, action: Action, gradients: Values) -> None:
         if (stage := numbers_of(action)[0]) > 0:
-            made = Action(stage, Op.I, action.microbatch)
-            self._step.values[made], skipped = self._stages[stage].ends.parted(gradients)
+            backward = Action(stage, Op.I, action.microbatch)
+            self._step.values[backward], skipped = self._stages[stage].ends.divided_gradients(gradients)
             for source, values in skipped.items():
-                self._step.values[made._replace(peer=source)] = values
+                self._step.values[backward._replace(peer=source)] = values
 
     def send(self, action: Action) -> None:
         values = self._take(action)
@@ -154,7 +154,7 @@ class TokenFlow:
         self._step.num_bytes = sum(map(nbytes, values))
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
-        """Return it; of several replicas of the last stage, each reports its own microbatches."""
+        """Return the report; of several replicas of the last stage, each reports its microbatches."""
         if not any(stage.is_last for stage in self._stages.values()):
             return None
         step = self._step
@@ -171,35 +171,37 @@ class TokenFlow:
         return next((values[value] for value in provides(action) if value in values), ())
 
     def _expected(self, own: int, microbatches: int) -> float:
-        """Return how many targets this actor's losses are weighted for, if it has so many microbatches of a step's."""
-        return self._mean.expected * own // microbatches / self._seat.world.mesh.cp
+        """Return the targets for which this actor's losses are weighted, if it has ``own`` of a step's microbatches."""
+        return self._mean.expected * own // microbatches / self._context.world.mesh.cp
 
     def _corrections_ahead(self, step: StepState, program: Program) -> list[float]:
         """Return the factor by which the gradients of each step that begins will be corrected.
 
-        Every actor counts the targets of its own replica, and replicas add these up.
+        Every actor counts the targets of its replica, and replicas sum the counts.
         """
         own = sorted({numbers_of(action)[1] for action in program.row if action.op is Op.F})
         steps = range(program.schedule.stream or 1)
         counted = torch.zeros(len(steps), 2, dtype=torch.float64)
-        replicas = range(self._seat.world.mesh.dp) if self._seat.world.servers else [self._seat.replica(step.further)]
+        replicas = (
+            range(self._context.world.mesh.dp) if self._context.world.servers else [self._context.replica(step.further)]
+        )
         for number in steps:
             here = [microbatch for microbatch in own if microbatch // step.length == number]
             for dp in replicas:
                 tokens = [self._count(step, microbatch, dp) for microbatch in here]
                 counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
-        self._seat.sum_ahead(counted)
+        self._context.sum_ahead(counted)
         return [correction(tokens, expected) for tokens, expected in counted.tolist()]
 
     def _count(self, step: StepState, microbatch: int, dp: int) -> int:
         """Return the number of targets of a microbatch of a training step."""
-        number, place = step.place_of(microbatch)
-        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, place, dp))
+        number, index = step.step_and_index(microbatch)
+        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, index, dp))
 
     def _take(self, action: Action) -> Values:
         """Remove and return the values that an action needs from other actions, in one tuple.
 
-        What a backward needs from its own forward is not among them: the stage keeps that itself.
+        Values that a backward needs from its forward are not among them: the stage keeps them.
         """
         sources = self._sources.get(action)
         if sources is None:
@@ -215,15 +217,15 @@ class TokenFlow:
 
 
 class ExpertFlow:
-    """The flow of an expert actor, whose tokens come and go inside its layers: no rows, and no losses.
+    """The flow of an expert actor, which exchanges tokens inside its layers: stages have empty inputs, and no losses.
 
     Args:
-        seat: The actor's seat.
+        context: The actor's rank, device and groups.
         dtype: The dtype in which layers compute.
     """
 
-    def __init__(self, seat: RankContext, dtype: torch.dtype) -> None:
-        self._none: Values = seat.place.to((torch.empty((0, 1), dtype=dtype),))
+    def __init__(self, context: RankContext, dtype: torch.dtype) -> None:
+        self._none: Values = context.device.to((torch.empty((0, 1), dtype=dtype),))
 
     def begin(self, step: StepState, program: Program) -> None: ...
 

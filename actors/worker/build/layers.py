@@ -1,8 +1,10 @@
-"""Make the layers of an actor with their weights, cast to the run's precision, and sharded or offloaded as it says."""
+"""Create the layers of an actor with their weights in the run's precision, perhaps sharded, offloaded or compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +13,7 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.errors import first_line
 from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
@@ -21,14 +24,16 @@ from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
 from raypar.actors.worker.build.plan import ActorPlan
 
+log = logging.getLogger(__name__)
+
 
 class LayerMaker:
-    """Makes the layers of an actor, and moves their weights into shards if these are whole only for a while.
+    """Creates the layers of an actor, and moves their weights into shards if the run shards them.
 
     Args:
         plan: The actor's plan.
-        place: The device that it computes on.
-        home: Where it keeps its part of masters and states, and perhaps of weights.
+        device: The device that it computes on.
+        storage: Storage of its masters and optimizer states, and perhaps of its weights.
         groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
@@ -37,15 +42,15 @@ class LayerMaker:
     def __init__(
         self,
         plan: ActorPlan,
-        place: ComputeDevice,
-        home: OffloadStorage,
+        device: ComputeDevice,
+        storage: OffloadStorage,
         groups: Mapping[str, Group],
         model: Model,
         parallelize: Parallelize,
     ) -> None:
         self._plan = plan
-        self._place = place
-        self._home = home
+        self._device = device
+        self._storage = storage
         self._groups = groups
         self._model, self._parallelize = model, parallelize
         self._modules: dict[int, nn.Module] = {}
@@ -54,15 +59,15 @@ class LayerMaker:
     def make(
         self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
     ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
-        """Make the layers of stages.
+        """Create the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
-            owners: Who updates each parameter.
-            same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
+            owners: The owner of each parameter, which updates it.
+            same: For each copy of a tied weight that needs no memory, the parameter whose memory it shares.
 
         Returns:
-            The layers by index, and the sharded weights of each stage by number; empty if weights always are whole.
+            The layers by index, and the sharded weights of each stage by number; empty if weights are not sharded.
         """
         weights: dict[int, StageWeights] = {}
         if self._plan.world.unshards:
@@ -74,8 +79,8 @@ class LayerMaker:
                 same=same,
                 owners=owners,
                 groups=self._groups,
-                shard_storage=self._home if run.offload == "parameters" else DeviceStorage(self._place.device),
-                master_storage=self._home,
+                shard_storage=self._storage if run.offload == "parameters" else DeviceStorage(self._device.device),
+                master_storage=self._storage,
                 layers=run.zero_units,
                 precision=run.precision,
                 is_own=isinstance(run.model, Layers),
@@ -87,31 +92,80 @@ class LayerMaker:
         return self._modules, weights
 
     def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
-        """Return the masters of the parameters that this actor updates, given by logical name; layers are cast now."""
+        """Return the masters of the parameters that this actor updates, given by logical name, and cast the layers."""
         if self._sharder is not None:
-            return Masters(self._home, mine, self._sharder.masters, self._sharder.shards)
-        return masters_of(self._plan.run.precision, self._home, self._modules.values(), mine)
+            return Masters(self._storage, mine, self._sharder.masters, self._sharder.shards)
+        return masters_of(self._plan.run.precision, self._storage, self._modules.values(), mine)
 
     @property
     def shards(self) -> Mapping[str, nn.Parameter]:
-        """What this actor keeps of weights that are whole only for a while, by logical name."""
+        """This actor's shards of weights, by logical name; empty if weights are not sharded."""
         return {} if self._sharder is None else self._sharder.shards
 
     @property
     def gathered(self) -> HighWater | None:
-        """The bytes of weights that are whole; None if all always are."""
+        """The bytes of gathered weights; None if weights are not sharded."""
         return None if self._sharder is None else self._sharder.gathered
 
     def _some(self, indices: Sequence[int]) -> None:
         is_expert, seed = self._plan.world.is_expert(self._plan.rank), self._plan.run.seed
-        made = self._model.materialize(indices, seed, self._stripped if is_expert else self._parallelize)
+        layers = self._model.materialize(indices, seed, self._stripped if is_expert else self._parallelize)
         if is_expert:
-            made = [ExpertLayer(layer) for layer in made]
-        self._place.settle(made)
-        self._modules.update(zip(indices, made, strict=True))
+            layers = [ExpertLayer(layer) for layer in layers]
+        self._device.settle(layers)
+        self._modules.update(zip(indices, layers, strict=True))
 
     def _stripped(self, name: str, layer: nn.Module) -> Mapping[str, Shard]:
         """Parallelize a layer, and keep only its experts."""
         shards = self._parallelize(name, layer)
         strip(layer)
         return shards
+
+
+def compile_layers(modules: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Compile layers with torch's compiler, in place. The compiler is imported here, which takes seconds.
+
+    The first call of each layer compiles it. If that fails, the layer runs uncompiled, and one log line says why.
+
+    Args:
+        modules: The layers. Their names and parameters do not change.
+        backend: The compiler's backend.
+    """
+    logged: set[str] = set()
+    for module in modules:
+        try:
+            module.compile(backend=backend)
+        except Exception as error:
+            _log_once(logged, error)
+        else:
+            assert module._compiled_call_impl is not None
+            module._compiled_call_impl = _CompiledCall(module, module._compiled_call_impl, logged)
+
+
+class _CompiledCall:
+    """A compiled call of a layer, which falls back to the uncompiled call if it fails.
+
+    Args:
+        module: The layer.
+        compiled: Its compiled call.
+        logged: The failures that this actor has logged.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], logged: set[str]) -> None:
+        self._module, self._compiled, self._logged = module, compiled, logged
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        try:
+            return self._compiled(*args, **named)
+        except Exception as error:
+            out = self._module._call_impl(*args, **named)  # raises the layer's own error, if it is one
+            self._module._compiled_call_impl = None
+            _log_once(self._logged, error)
+            return out
+
+
+def _log_once(logged: set[str], error: Exception) -> None:
+    """Log a failure of the compiler, unless it is in ``logged``."""
+    if (why := f"{type(error).__name__}: {first_line(error)}") not in logged:
+        logged.add(why)
+        log.warning("compile: layers are computed without torch's compiler, which failed (%s)", why)

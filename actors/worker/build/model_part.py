@@ -1,4 +1,4 @@
-"""One actor's part of a model: its stages, its parameters, and who updates them."""
+"""One actor's part of a model: its stages, its parameters, and their owners."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class ModelPart:
     Attributes:
         model: The model.
         stages: The actor's stages by number.
-        parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
+        parameters: Trainable parameters by logical name; a tied weight of several layers here is listed once.
         masters: The weights that this actor updates.
-        owners: Who updates each parameter of the model.
+        owners: The owner of each parameter of the model, which updates it.
         ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
-        weights: If weights are whole only for a while, those of each stage, by its number; else empty.
-        layer_shards: What the actor keeps of these weights, by logical name; else empty.
-        overflow: Counts overflow in the stages; None if the run does not ask for it.
-        gathered: The bytes of weights that are whole for a while; None if all always are.
-        record: What modules of the stages tell of a training step.
-        gathers: Whether other actors keep shards too.
-        first_learning: The first stage whose backwards make gradients; the stages before it are frozen.
+        weights: The sharded weights of each stage, by its number; empty if weights are not sharded.
+        layer_shards: The actor's shards of these weights, by logical name.
+        overflow: Counts overflow in the stages; None if the run does not watch it.
+        gathered: The bytes of gathered weights; None if weights are not sharded.
+        record: The reports of the stages' routers about a training step.
+        gathers: Whether other actors have shards too.
+        first_learning: The first stage whose backwards compute gradients; the stages before it are frozen.
     """
 
     model: Model
@@ -65,8 +65,8 @@ class ModelPart:
     first_learning: int
 
     @property
-    def home(self) -> OffloadStorage:
-        """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
+    def storage(self) -> OffloadStorage:
+        """Storage of the masters and the optimizer's state, and perhaps of the layers' weights."""
         return self.masters.storage
 
     @property
@@ -84,14 +84,14 @@ class ModelPart:
     @property
     def summed(self) -> Mapping[str, nn.Parameter]:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
-        return self.masters.parameters if self.home.is_off_device else self.parameters
+        return self.masters.parameters if self.storage.is_off_device else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""
         if not self.weights:
             return [digest(self.share(owner))]
-        made = digests_of(unit for weights in self.weights.values() for unit in weights.units)
-        return [one for name, one in made.items() if self.owners.of[name] == owner]
+        digests = digests_of(unit for weights in self.weights.values() for unit in weights.units)
+        return [one for name, one in digests.items() if self.owners.of[name] == owner]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """Return the parameters that one owner updates, by logical name."""
@@ -108,7 +108,7 @@ class ModelPart:
         }
 
     def fixed_apart(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what ``fixed`` does in two: what all replicas have alike, and the experts that they divide."""
+        """Return the tensors of ``fixed`` in two: those of all replicas, and those of experts that replicas divide."""
         dense, experts = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in self.fixed().items():
             (experts if name in self.owners.experts else dense)[name] = tensor

@@ -24,7 +24,7 @@ from raypar.actors.tensor_parallel.megatron import megatron_styles
 
 
 def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
-    """Return what the mesh axes of a run do to its model, in the order of application.
+    """Return the styles of the mesh axes of a run, in the order of application.
 
     Args:
         run: The run.
@@ -46,7 +46,7 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
 
 
 def tensor_styles(mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> AxisStyles:
-    """Return what the tp axis of a mesh does to a model, in 1D or on a grid.
+    """Return the styles of the tp axis of a mesh, in 1D or on a grid.
 
     Args:
         mesh: The mesh.
@@ -68,11 +68,11 @@ def tensor_styles(mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) ->
 
 
 class Parallelizer:
-    """Applies styles to the layers of a model, axis by axis, and keeps what became of their tensors.
+    """Applies styles to the layers of a model, axis by axis, and records the sharding of their tensors.
 
     Args:
         model: The model. If a style shards its logits, its cross-entropy is replaced.
-        axes: What each mesh axis does, in the order of application.
+        axes: The styles of each mesh axis, in the order of application.
 
     Attributes:
         shards: This actor's part of each sharded parameter, by logical name; other parameters are whole.
@@ -111,7 +111,7 @@ class Parallelizer:
         """The sharding of the outputs of layers and of some modules in them, by logical name."""
         found: dict[str, Sharding] = dict.fromkeys((name for outputs in self._outputs for name in outputs), Sharding())
         for axis, outputs in zip(self._axes, self._outputs, strict=True):
-            # an axis that says nothing of a module leaves its output sharded as between layers
+            # without an entry of an axis, an output is sharded as between layers
             found = {name: before.then(outputs.get(name, axis.flow)) for name, before in found.items()}
         return found
 

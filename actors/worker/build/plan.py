@@ -1,4 +1,4 @@
-"""The plan of one actor: all that it needs to know about a run, as plain data. Imports no torch."""
+"""The plan of one actor: its part of a run, as plain data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ActorPlan:
     Attributes:
         run: The run. The paths of its data are absolute, and its schedule is only a name.
         job: A name that is unique for this job.
-        generation: How often its actors have joined groups, this time included.
+        generation: Number of times that the job's actors have joined groups, including this time.
         rank: Rank of this actor in the world.
         programs: Lowered schedules by program name, in which only this actor's row is filled.
-        device: Device that all actors of the run compute on.
+        device: Kind of device on which all actors of the run compute.
         faults: Faults of this actor that are injected on purpose.
-        layout: Number of the run's layout, of which it has another one after it went on with other ranks.
+        layout: Number of the run's layout, which changes when the run goes on with other ranks.
     """
 
     run: Run

@@ -1,4 +1,4 @@
-"""A program of a run as one rank performs it."""
+"""A program of a run, as one rank performs it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class Program:
 
 
 def program_of(
-    seat: RankContext, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule
+    context: RankContext, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule
 ) -> Program:
-    """Return a schedule as the rank of a seat performs it.
+    """Return a schedule as one rank performs it.
 
     Args:
-        seat: The seat.
-        weights: The weights of its stages that are sharded over replicas, by stage.
-        first_learning: The first stage that has something to learn; see ``Courier``.
+        context: The rank, its device and its groups.
+        weights: The sharded weights of its stages, by stage.
+        first_learning: The first stage whose backwards compute gradients; see ``Courier``.
         schedule: The lowered schedule.
     """
-    row = schedule.rows[seat.row]
-    data = seat.plan.run.data
+    row = schedule.rows[context.row]
+    data = context.plan.run.data
     courier = Courier(
-        seat.groups.get("pp"),
-        partial(peers_of, seat.world, seat.plan.rank, schedule=schedule),
+        context.groups.get("pp"),
+        partial(peers_of, context.world, context.plan.rank, schedule=schedule),
         schedule.num_microbatches,
         varies=isinstance(data, Batches) and data.varying,
         first_learning=first_learning,
         num_stages=schedule.num_stages,
         skips=schedule.skips,
     )
-    return Program(schedule, row, courier, WeightWindows(weights, row, seat.plan.run.recompute))
+    return Program(schedule, row, courier, WeightWindows(weights, row, context.plan.run.recompute))

@@ -1,4 +1,4 @@
-"""An actor's seat in a run: its rank, its device, and its groups."""
+"""What an actor is in a run: its rank, its device, and its groups."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NAMED = 4  # actors of a group that an error names
 
 @dataclass(frozen=True, eq=False)
 class RankContext:
-    """The seat of one actor, a worker or a parameter server, in one run.
+    """The rank, the device and the groups of one actor, a worker or a parameter server, in one run.
 
     Attributes:
         plan: The actor's plan.
         groups: The groups that it has joined, by the keys of ``World.memberships``.
-        place: The device that it computes on.
+        device: The device that it computes on.
     """
 
     plan: ActorPlan
     groups: Mapping[str, Group]
-    place: ComputeDevice
+    device: ComputeDevice
 
     @cached_property
     def world(self) -> World:
@@ -60,7 +60,7 @@ class RankContext:
 
     @cached_property
     def leads(self) -> bool:
-        """Whether the actor reports for its tensor group, whose members would all report the same."""
+        """Whether the actor reports for its tensor group, whose members have the same results."""
         return self.world.leads(self.plan.rank)
 
     @cached_property
@@ -79,7 +79,7 @@ class RankContext:
         return self._coordinate[0]
 
     def replica(self, further: int) -> int:
-        """Return the data-parallel coordinate that is so many further, after the last one again the first."""
+        """Return the data-parallel coordinate ``further`` replicas on, cyclically."""
         return (self.dp + further) % self.world.mesh.dp
 
     @cached_property
@@ -89,12 +89,12 @@ class RankContext:
 
     @cached_property
     def saves(self) -> bool:
-        """Whether a checkpoint has the weights that this actor updates: of equal copies, the first is saved."""
+        """Whether this actor saves the weights that it updates: of equal copies, the first is saved."""
         return self.plan.rank in self.world.server_ranks or self.world.is_first(self.plan.rank)
 
     @cached_property
     def saves_experts(self) -> bool:
-        """Whether a checkpoint has the experts that this actor updates, if experts are divided over actors."""
+        """Whether this actor saves the experts that it updates, if experts are divided over actors."""
         return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
 
     @cached_property
@@ -119,7 +119,7 @@ class RankContext:
         """Check that all replicas have the same weights.
 
         Args:
-            keys: Keys of the groups, of those that there are, whose members have the same weights.
+            keys: Keys of groups whose members have the same weights; groups that do not exist are skipped.
             digests: Digests of this actor's weights.
             when: When in the run, as "in step 3"; None before the first step.
 
@@ -135,8 +135,8 @@ class RankContext:
         """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.
 
         Args:
-            tensor: A tensor of any shape. With servers, where replicas do not talk to each other, it is summed over the
-                context ranks of this actor's replica alone.
+            tensor: A tensor of any shape. With servers, where replicas do not communicate, it is summed over the
+                context ranks of this actor's replica only.
 
         Raises:
             ActionError: The communication failed.
@@ -157,7 +157,7 @@ class RankContext:
     def demand_current(self, epoch: int | None, current: int) -> int:
         """Refuse a call that the driver made before it knew that an earlier step was refused.
 
-        A later epoch than the current one is that of a job which has refused steps before this actor joined the run.
+        A job that refused steps before this actor joined the run has a later epoch than the current one.
 
         Args:
             epoch: Epoch of the call; None to accept it in any case.
@@ -198,12 +198,12 @@ class RankContext:
         return ActionError(self.label, action, _listed(others), reason, True, "")
 
     def _is_of(self, group: Membership, error: GroupError) -> bool:
-        """Return whether a failed communication was one of a group of this actor."""
+        """Return whether a failed communication was in a group."""
         return self.groups[group.key].name == error.group
 
 
 def _listed(actors: Sequence[str]) -> str:
-    """Name the actors of a group, of a large one the first ones."""
+    """List the actors of a group; of a large group, the first ones."""
     if len(actors) > _NAMED:
         return f"{', '.join(actors[:_NAMED])} and {len(actors) - _NAMED} more"
     return " and ".join(filter(None, [", ".join(actors[:-1]), actors[-1]]))

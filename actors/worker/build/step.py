@@ -24,11 +24,11 @@ class StepState:
         number: Number of the step, of an asynchronous schedule the first one; -1 before the first one.
         length: Number of its microbatches.
         is_train: Whether the step has backwards.
-        further: Of the replica that is so many further its microbatches are; 0: of the actor's own.
+        further: Distance in dp to the replica whose microbatches it has; 0 for the actor's own.
         notes: Notes of a step taken by hand; None in a compiled step.
-        now: The action under way; None between two.
+        now: The action under way; None between two actions.
         num_bytes: Bytes that this action has moved.
-        events: Spans of the actions done so far, in marks of the place.
+        events: Spans of the actions done so far, in marks of the device's clock.
         values: By action, its outputs that another action still needs.
         computed: By microbatch, losses (scalar tensors) that were not read yet.
         losses: By microbatch, losses that were read.
@@ -36,8 +36,8 @@ class StepState:
         metrics: By microbatch, the user's metrics (see ``Model.metrics``); only in an evaluation.
         samples: Number of samples so far.
         in_flight: Largest number of microbatches between forward and backward so far.
-        backwards: By stage, how many backwards (B or W) were begun.
-        updates: Gradient norm and learning rate of the updates that are made: one, or one for each step of a stream.
+        backwards: By stage, the number of backwards (B or W) that were begun.
+        updates: Gradient norm and learning rate of each update: one, or one for each step of a stream.
     """
 
     program: ProgramName = "train"
@@ -59,7 +59,7 @@ class StepState:
     backwards: Counter[int] = field(default_factory=Counter)
     updates: list[Updated] = field(default_factory=list)
 
-    def place_of(self, microbatch: int) -> tuple[int, int]:
+    def step_and_index(self, microbatch: int) -> tuple[int, int]:
         """Return the step that a microbatch of the row belongs to, and its number in that step."""
         return self.number + microbatch // self.length, microbatch % self.length
 
@@ -67,7 +67,7 @@ class StepState:
         """Return the step that an action belongs to: in an asynchronous schedule, one of those under way."""
         if action.microbatch is None or action.op is Op.USE:
             return self.number
-        return self.number + action.microbatch if action.op is Op.STEP else self.place_of(action.microbatch)[0]
+        return self.number + action.microbatch if action.op is Op.STEP else self.step_and_index(action.microbatch)[0]
 
     def sums_of(self, microbatch: int) -> tuple[tuple[float, float], ...]:
         """Return, for each metric of a microbatch, its sum and the number of elements in it."""

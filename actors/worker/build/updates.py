@@ -1,4 +1,6 @@
-"""How an actor sums gradients with others, and updates weights: channels to the owners of weights, and the update."""
+"""The sum of gradients over replicas and the update: buckets, channels to the owners of weights, and the updater,
+of this actor or of parameter servers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.buckets import Bucket, pack
 from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
-from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
 from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
@@ -20,6 +22,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate, Updater
 from raypar.actors.optim.votes import ReportedGradients
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.plan import ActorPlan
@@ -27,6 +30,52 @@ from raypar.schedules.action import Action, Op
 
 _MIB = 2**20
 Empty = Callable[[int, torch.dtype], Tensor]
+
+
+class ServedUpdate:
+    """End of a step on a worker without an optimizer: it receives the new weights from the parameter servers.
+
+    Args:
+        buckets: Buckets of all the worker's parameters. The owner of each is the index of a server.
+        groups: For each server, the group of this pipeline rank's replicas and that server, which is the last member.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
+        self._buckets, self._groups = buckets, groups
+
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
+        """Receive the weights that the servers broadcast, and load them.
+
+        If a server rejects the step with NonFiniteError, it broadcasts its unchanged weights. This method then loads
+        those.
+
+        Args:
+            step: Number of the step (unused).
+            ballot: The votes of the replicas (unused: the servers count them).
+
+        Returns:
+            An empty ``Updated``: the servers report the norm and the learning rate.
+        """
+        flats = [bucket.empty_weights() for bucket in self._buckets]
+        groups = [self._groups[bucket.owner] for bucket in self._buckets]
+        handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
+        for handle in handles:
+            handle.wait()
+        for group in self._groups:
+            group.synchronize()  # before any load: a server that died has sent no valid weights
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            bucket.load(flat)
+        return Updated()
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Return an empty iterator: the servers report the state."""
+        return iter(())
+
+    def load(self, read: Read) -> None:
+        """Do nothing: the servers load the state."""
+
+    def use_averages(self, *, use: bool) -> None:
+        """Do nothing: servers keep no averages."""
 
 
 def buckets_of(plan: ActorPlan, part: ModelPart, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
@@ -79,28 +128,26 @@ def updater_of(
     tensors = ShardedGradients(
         part.shards, part.partial, groups.get("tp"), watched=watched, private=private, device=device
     )
-    told = ReportedGradients(ballot=plan.rank in world.server_ranks or world.reports_ballot(plan.rank))
+    reported = ReportedGradients(ballot=plan.rank in world.server_ranks or world.reports_ballot(plan.rank))
     if world.experts is not None:
-        first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
-        tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
+        first, reports = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
+        reports &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
         experts = part.owners.experts
-        told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
-    # In an asynchronous schedule each stage updates by itself: there is no global norm, and no vote.
+        names_here = (one for one in part.parameters if (first if one in experts else reports))
+        reported = reported._replace(names=frozenset(names_here))
+    # In an asynchronous schedule stages update independently: there is no global norm, and no vote.
     train = plan.programs["train"]
     every = groups.get(world.updaters) if train.validated or not train.stream else None
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
-        told = (
-            ReportedGradients()
-            if every is None
-            else told._replace(names=frozenset(part.parameters if told.ballot else ()))
-        )
+        own = frozenset(part.parameters if reported.ballot else ())
+        reported = ReportedGradients() if every is None else reported._replace(names=own)
     return Updater(
         part.masters,
         names,
         part.ties,
         every,
         tensors,
-        told,
+        reported,
         optim=run.optim,
         clip=run.clip,
         steps=run.steps,
@@ -124,7 +171,7 @@ def shared_update(
     Args:
         plan: The actor's plan.
         part: The actor's part of the model.
-        buckets: Buckets of the parameters whose gradients are summed, or moved away from the device.
+        buckets: Buckets of the parameters whose gradients are summed, or moved off the device.
         groups: The actor's groups by key.
         device: The device.
         scaler: The scale of the loss.
@@ -137,11 +184,11 @@ def shared_update(
         servers = [groups[f"ps{index}"] for index in range(world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
         return channels, ServedUpdate(buckets, servers)
-    lent = partial(flat_empty, device=device) if world.frees_buckets else None
+    allocate = partial(flat_empty, device=device) if world.frees_buckets else None
     replicas = [
         one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.frees_buckets)
     ]
-    channels = [channel for one in replicas for channel in _channels(plan, one, groups, lent)]
+    channels = [channel for one in replicas for channel in _channels(plan, one, groups, allocate)]
     updater = updater_of(plan, part, groups, device, scaler)
     if not world.sharded:
         return channels, updater
@@ -154,8 +201,8 @@ def shared_update(
         return channels, ShardedUpdate(updater, ())
     if world.unshards:
         weights = buckets_of(plan, part, part.layer_shards)
-        resting = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
-        return channels, ShardedUpdate(updater, resting, set(part.layer_shards), lent, part.home)
+        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
+        return channels, ShardedUpdate(updater, off_device, set(part.layer_shards), allocate, part.storage)
     layers = [module for stage in part.stages.values() for module in stage.modules]
     fixed = fixed_weights(layers, part.parameters, part.owners.of)
     shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
@@ -163,7 +210,7 @@ def shared_update(
 
 
 def _channels(
-    plan: ActorPlan, replicas: ReplicaGroup, groups: Mapping[str, Group], lent: Empty | None
+    plan: ActorPlan, replicas: ReplicaGroup, groups: Mapping[str, Group], allocate: Empty | None
 ) -> Iterator[Channel]:
     """Yield the channels of replicas, one for each owner of their weights.
 
@@ -171,27 +218,27 @@ def _channels(
         plan: The actor's plan.
         replicas: The replicas; if this actor is the only one, there is no group of them.
         groups: The actor's groups by key.
-        lent: Allocates flat tensors that are given back; None if they are kept for the whole run.
+        allocate: Allocates flat tensors that are freed after use; None if they are kept for the whole run.
     """
     world = plan.world
     if replicas.key not in groups:
-        assert lent is not None
-        yield Channel(Complete, Complete, lent, gets_sum=True)
+        assert allocate is not None
+        yield Channel(Complete, Complete, allocate, gets_sum=True)
         return
     every = groups[replicas.key]
     if not world.sharded:
-        yield Channel(every.all_reduce, every.host.all_reduce, lent or every.empty, gets_sum=True)
+        yield Channel(every.all_reduce, every.host.all_reduce, allocate or every.empty, gets_sum=True)
         return
     owners = groups[replicas.shard_key]
     for owner in range(owners.size):
-        channel = _channel_to(owners, owner, lent or owners.empty)
+        channel = _channel_to(owners, owner, allocate or owners.empty)
         if world.hybrid:
             channel = channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
         yield channel
 
 
 def _channel_to(group: Group, root: int, empty: Empty) -> Channel:
-    """Create a channel that gives the sums to one rank of a group."""
+    """Create a channel that sends the sums to one rank of a group."""
     return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
 
 

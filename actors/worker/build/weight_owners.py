@@ -1,4 +1,4 @@
-"""Who updates each parameter of a model: the owners of its weights, and of the experts that actors share out."""
+"""The owners of the parameters of a model: the actors that update its weights, and those of divided experts."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: in
         rank: The actor's rank.
     """
     if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
-        homes, copies = (world.mesh.ranks_of(pp) for pp in (tie.home_rank, tie.copy_rank))
-        tp = world.mesh.tp_of(tie.home_rank)
+        originals, copies = (world.mesh.ranks_of(pp) for pp in (tie.original_rank, tie.copy_rank))
+        tp = world.mesh.tp_of(tie.original_rank)
         own = world.at(rank)["tp"] % tp
-        return Ends(tie.home, tuple(homes[own::tp]), tie.copy, tuple(copies[own::tp]))
-    home = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
-    return Ends(tie.home, (home,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+        return Ends(tie.original, tuple(originals[own::tp]), tie.copy, tuple(copies[own::tp]))
+    owner = world.owner_rank(tie.original_rank, owner_of[tie.original], rank)
+    return Ends(tie.original, (owner,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
 
 
-def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
+def ranks_of_layers(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
     """Return the pipeline rank of each layer, by the layer's index.
 
     Args:
@@ -79,14 +79,14 @@ def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
 def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
     """Return the size in bytes of each pipeline rank's trainable parameters, by rank and logical name.
 
-    A tied weight whose home is on the same rank is listed once. The arguments are those of ``homes_of``.
+    A tied weight with several uses on a rank is listed once. The arguments are those of ``ranks_of_layers``.
     """
-    homes = homes_of(model, split, schedule)
-    _, same = ties_of(model, homes)
+    ranks = ranks_of_layers(model, split, schedule)
+    _, same = ties_of(model, ranks)
     sizes: defaultdict[int, dict[str, int]] = defaultdict(dict)
     for index, (layer, module) in enumerate(zip(model.names, model.skeleton, strict=True)):
         for inner, parameter in module.named_parameters():
             name = f"{layer}.{inner}"
             if parameter.requires_grad and name not in same:
-                sizes[homes[index]][name] = nbytes(parameter)
+                sizes[ranks[index]][name] = nbytes(parameter)
     return sizes

@@ -10,6 +10,7 @@ from pathlib import Path
 from shlex import quote
 
 from raypar.actors.machine.files import read_named
+from raypar.actors.machine.this_machine import num_slots, starts_own_ray
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import Offload, World
 from raypar.actors.specs.model import GPT, Llama, Transformer
@@ -24,14 +25,13 @@ from raypar.cli.words.run_args import RunArgs
 from raypar.cluster.placement.devices import ActorResources
 from raypar.cluster.placement.placement import RACK, Node, place, placement_lines
 from raypar.config.fields import FieldFault
-from raypar.config.launchable import check_launch
 from raypar.config.run import check_run, unrecorded
 from raypar.config.toml import changed_of, toml_of
 from raypar.errors import ConfigError
+from raypar.job.start.launchable import check_launch
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named, found_calibration
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import ReadCluster, cluster_from, cluster_of
-from raypar.planner.hardware.this_machine import num_slots, starts_own_ray
 from raypar.planner.prediction import calibration_misfits, from_calibration, why_uncalibrated
 from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice

@@ -28,6 +28,6 @@ def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool, room: fl
     from raypar.job.microbatch import fit_microbatch, measured_peak
 
     found = fit_microbatch(run, max(1, round(room * 2**30)) if room else None, measured_peak if probes else None)
-    for told in found.told:
-        logging.getLogger("raypar").info("auto-microbatch: %s", told)
+    for finding in found.findings:
+        logging.getLogger("raypar").info("auto-microbatch: %s", finding)
     return found.run, check_run(found.run)["train"]

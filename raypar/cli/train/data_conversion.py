@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.run import Run
-from raypar.planner.hardware.this_machine import starts_own_ray
 
 
 def convert_data(run: Run) -> None:

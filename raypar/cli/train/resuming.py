@@ -27,7 +27,7 @@ def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]
     path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
     if path is None:
         return None, []
-    from raypar.checkpoint.resume import find  # imports numpy
+    from raypar.job.start.resume import find  # imports numpy
 
     try:
         return find(Path(path)), []
@@ -46,8 +46,8 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoi
     Raises:
         ConfigError: There is no checkpoint, or it has no averages.
     """
-    from raypar.checkpoint.averaged import averaged
-    from raypar.checkpoint.resume import find  # imports numpy
+    from raypar.checkpoint.find import averaged
+    from raypar.job.start.resume import find  # imports numpy
 
     found = find(path, typed or str(path))
     return averaged(found) if ema else found
@@ -84,7 +84,7 @@ def resume_faults(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *
     """
     if begun is None and run.folder is None:
         return []
-    from raypar.checkpoint.resume import changed_faults, demand_latest, demand_resumable
+    from raypar.job.start.resume import changed_faults, demand_latest, demand_resumable
 
     faults = []
     try:

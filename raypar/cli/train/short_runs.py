@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from raypar.actors.machine.this_machine import actor_count_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.cli.words.parsing import parse
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.launchable import check_launch
 from raypar.config.run import unrecorded
-from raypar.planner.hardware.this_machine import actor_count_faults
+from raypar.job.start.launchable import check_launch
 
 if TYPE_CHECKING:
     from raypar.parity.verify import Verdict

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from raypar.actors.machine.this_machine import actor_count_faults
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.injected_fault import InjectedFault
@@ -27,17 +28,16 @@ from raypar.cli.words.output_files import growing_file, output_file_faults, whol
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.launchable import check_launch
 from raypar.config.recipes import RECIPES
 from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.system import device_faults
 from raypar.errors import TO_GO_ON, ConfigError
+from raypar.job.recover.chaos import faults_in, injectable, never_happen
+from raypar.job.start.launchable import check_launch
 from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named
-from raypar.planner.hardware.this_machine import actor_count_faults
 from raypar.planner.resource_needs import TOO_MUCH, Rows
-from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.loss_text import loss_text

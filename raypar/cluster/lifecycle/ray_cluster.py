@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
 from raypar.actors.machine.host_cores import num_cores
+from raypar.actors.machine.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy, Resources
 from raypar.actors.specs.types import DeviceChoice
@@ -37,7 +38,6 @@ from raypar.cluster.placement.shortage import TOO_SMALL, no_room
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.errors import ConfigError, JobError, RoomError
-from raypar.planner.hardware.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.schedules.float_sum import float_sum
 
 T = TypeVar("T")

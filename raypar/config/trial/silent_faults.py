@@ -16,7 +16,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.unregistered import shared_buffers, unsearched
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.build.weight_owners import homes_of
+from raypar.actors.worker.build.weight_owners import ranks_of_layers
 from raypar.config.trial.calls import may_call, unnoticed
 from raypar.config.trial.loss import outputs_of
 from raypar.schedules.schedule import Schedule
@@ -37,7 +37,7 @@ def warn_of_layers(run: Run, skeleton: Skeleton, schedule: Schedule) -> None:
     """
     if not isinstance(run.model, Layers) or schedule.num_ranks == 1:
         return
-    ranks, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
+    ranks, names = ranks_of_layers(skeleton.model, run.split, schedule), skeleton.model.names
     for (one, buffer), (other, alias) in shared_buffers(skeleton.model.skeleton):
         if ranks[one] != ranks[other]:
             log.warning(

@@ -11,13 +11,13 @@ from typing import Any
 from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.data.batches import LengthError, lengths_of, pair_of
 from raypar.actors.errors import is_ours
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values
 from raypar.config.rules import Examined
 from raypar.config.validate.parallel import multiples_near
-from raypar.planner.hardware.this_machine import starts_own_ray
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 _FIGURES = ("step", "steps_taken", "loss", "val_loss", "perplexity", "tokens", "bits_per_byte")  # of an evaluation

@@ -12,7 +12,7 @@ from raypar.actors.data.text.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import GRID, OWN_LAYERS
 
 
@@ -52,10 +52,10 @@ def _counts_from(run: Run) -> bool:
 
 _APART = "set data.packing to False, which gives each example a sequence of its own"
 _COUNT = "positions {run.model.positions!r} count from the sequence's beginning"
-_LENGTHS = Setting("data.lengths", said="data.lengths is given")
-_PACKING = Setting("data.packing", undo=_APART)
-_WITH_CP = Setting("run", lambda run: run.mesh.cp > 1 and _counts_from(run), f"with mesh.cp {_COUNT}")
-_ALONG = Setting("run", lambda run: run.sequence_parallel and _counts_from(run), f"with sequence_parallel {_COUNT}")
+_LENGTHS = RunSetting("data.lengths", said="data.lengths is given")
+_PACKING = RunSetting("data.packing", undo=_APART)
+_WITH_CP = RunSetting("run", lambda run: run.mesh.cp > 1 and _counts_from(run), f"with mesh.cp {_COUNT}")
+_ALONG = RunSetting("run", lambda run: run.sequence_parallel and _counts_from(run), f"with sequence_parallel {_COUNT}")
 DATA_RULES: tuple[RunRule, ...] = (
     Conflict(_PACKING, OWN_LAYERS, "but layers of your own do not know where examples begin", _APART),
     Conflict(_PACKING, GRID, "but on grids ({other}) attention does not know where examples begin", _APART),

@@ -10,7 +10,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, Setting, several
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several
 from raypar.config.validate.parallel import multiples_near
 from raypar.config.validate.settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 
@@ -138,13 +138,13 @@ def _counts(run: Run, skeleton: Skeleton) -> set[int]:
     return {moe.experts} if isinstance(moe.experts, int) else {*moe.experts}
 
 
-_WHOLE = Setting("run", lambda run: not run.mesh.divides_experts, "mesh.ep is 1, so no token travels")
-_SHADOWS = Setting("expert_shadows", undo="set expert_shadows to 0")
-_ROUNDS = Setting("expert_rounds", several, undo="set expert_rounds to 1")
-_ORDER = Setting("expert_order", said="expert_order is given")
-_APART = Setting("run", lambda run: run.mesh.divides_experts and run.mesh.tp != 1, "mesh.tp is {run.mesh.tp}")
+_WHOLE = RunSetting("run", lambda run: not run.mesh.divides_experts, "mesh.ep is 1, so no token travels")
+_SHADOWS = RunSetting("expert_shadows", undo="set expert_shadows to 0")
+_ROUNDS = RunSetting("expert_rounds", several, undo="set expert_rounds to 1")
+_ORDER = RunSetting("expert_order", said="expert_order is given")
+_APART = RunSetting("run", lambda run: run.mesh.divides_experts and run.mesh.tp != 1, "mesh.tp is {run.mesh.tp}")
 _DIVIDED = (EP, EXPERT_ACTORS)
-_HYBRID = Setting(
+_HYBRID = RunSetting(
     "run",
     lambda run: (run.mesh.shard or 1 << 62) < run.mesh.dp * run.mesh.cp,
     "mesh.shard is {run.mesh.shard}",

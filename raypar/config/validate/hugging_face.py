@@ -257,7 +257,7 @@ def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skelet
         elif not fits(conversion, there, shape):
             wanted = list(shape_in(conversion, shape))
             wrong.append(f"{conversion.theirs} is {there.dtype} {list(there.shape)} and the model has {wanted}")
-    tied = {one.theirs for one in converted(model_type, skeleton.homes).values()}  # some folders have copies too
+    tied = {one.theirs for one in converted(model_type, skeleton.originals).values()}  # some folders have copies too
     extra = [name for name in kept if name not in used | tied and not is_ignored(model_type, name)]
     return {
         "tensors are missing": list(dict.fromkeys(missing)),

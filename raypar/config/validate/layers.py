@@ -9,7 +9,7 @@ from raypar.actors.models.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import recompute_faults
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.experts import idle_expert_faults
 from raypar.config.validate.parallel import divisors_near
 from raypar.config.validate.replicas import share_faults, sharing_faults
@@ -21,9 +21,11 @@ def _layer_faults(examined: Examined) -> Iterator[str]:
     """Yield the fields that do not fit the layers; if all fit, what does not fit their placement on stages."""
     if examined.num_stages is None:
         return
-    if found := [*_fields_of_layers(examined, examined.num_stages)]:
-        yield from found
-    else:
+    fits = True
+    for fault in _fields_of_layers(examined, examined.num_stages):
+        fits = False
+        yield fault
+    if fits:
         for rule in (share_faults, idle_expert_faults, sharing_faults, _placement_faults):
             yield from rule(examined)
 
@@ -85,10 +87,10 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
     if not isinstance(run.model, Layers) or (schedule.num_ranks == 1 and not schedule.stream):
         return
     from raypar.actors.models.unregistered import borrowed  # imports torch
-    from raypar.actors.worker.build.weight_owners import homes_of
+    from raypar.actors.worker.build.weight_owners import ranks_of_layers
 
     model = examined.skeleton.model
-    ranks, names = homes_of(model, run.split, schedule), model.names
+    ranks, names = ranks_of_layers(model, run.split, schedule), model.names
     yield from unversioned_weight_faults(examined.skeleton, schedule, ranks)
     for layer, owner, name in borrowed(model.skeleton):
         if ranks[layer] != ranks[owner]:
@@ -100,17 +102,17 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
             )
 
 
-_NOT_SPLIT = Setting(
+_NOT_SPLIT = RunSetting(
     "run", lambda run: isinstance(run.model, Layers) and not run.model.halves, "your own Layers are not to be split"
 )
 _HALVES = "give Layers(halves=True), or let backward be auto or whole"
 _CORES = "but raypar does not know which of your own layers attend"
-_SELECTIVE = Setting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
+_SELECTIVE = RunSetting("recompute", lambda words: "selective" in ((words,) if isinstance(words, str) else words))
 LAYER_RULES: tuple[RunRule, ...] = (
     _layer_faults,
     Conflict(_SELECTIVE, OWN_LAYERS, _CORES, "use 'full' or 'none'"),
     Conflict(
-        Setting("model.skips", said="model.skips has skips"),
+        RunSetting("model.skips", said="model.skips has skips"),
         EXPERT_ACTORS,
         "which expert actors have no part in",
         EXPERT_ACTORS.undo,

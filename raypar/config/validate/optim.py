@@ -10,7 +10,7 @@ from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patt
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.config.fields import short_repr
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.settings import EMA, SERVERS
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def _group_faults(examined: Examined) -> Iterator[str]:
     if isinstance(model, Transformer) and any(model.faults(examined.right)):
         skeleton = Skeleton(with_its_names(model), examined.run.seed)
     weights = skeleton.weights
-    tied = {copy: owner for copy, owner in skeleton.homes.items() if owner in weights}  # with adapters ties are frozen
+    # With adapters, tied weights are frozen.
+    tied = {copy: owner for copy, owner in skeleton.originals.items() if owner in weights}
     named = [*weights, *tied]
     usual = Muon().adamw if isinstance(optim, Muon) and optim.adamw == Muon().adamw else ()
     if isinstance(model, Layers) and usual and not any(is_named(name, usual) for name in named):
@@ -81,7 +82,7 @@ def _nearest_patterns(pattern: str, names: list[str]) -> str:
 
 
 _HARDLY_MOVES = "but {other}, in which an average hardly moves"
-_ROUGH = Setting("precision.master", lambda kind: kind != "fp32", undo="set precision.master to 'fp32'")
+_ROUGH = RunSetting("precision.master", lambda kind: kind != "fp32", undo="set precision.master to 'fp32'")
 AVERAGE_RULES: tuple[RunRule, ...] = (
     Conflict(EMA, SERVERS, "but {other}, whose servers keep no averages"),
     Conflict(EMA, _ROUGH, _HARDLY_MOVES),
@@ -108,14 +109,16 @@ def _eps_faults(examined: Examined) -> Iterator[str]:
         )
 
 
-_HALF = Setting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
-_SKIPS = Setting(
+_HALF = RunSetting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
+_SKIPS = RunSetting(
     "run",
     lambda run: run.counts_skips and not run.precision.is_half,
     "nonfinite is {run.nonfinite!r}, and loss_scale.use {run.loss_scale.use!r}",
 )
-_REWINDS = Setting("nonfinite", "rewind")
-_UNSAVED = Setting("run", lambda run: run.folder is None or not run.save_every, "no checkpoints are saved on the way")
+_REWINDS = RunSetting("nonfinite", "rewind")
+_UNSAVED = RunSetting(
+    "run", lambda run: run.folder is None or not run.save_every, "no checkpoints are saved on the way"
+)
 PRECISION_RULES: tuple[RunRule, ...] = (
     _dtype_faults,
     Conflict(_HALF, SERVERS, "but parameter servers hold fp32 weights only", SERVERS.undo),

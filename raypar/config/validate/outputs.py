@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import short_repr
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.paths import (
     AUTO,
     CHECKPOINTS,
@@ -223,5 +223,5 @@ def _folder_faults(examined: Examined) -> Iterator[str]:
         yield from run_folder_faults(folder, examined.resumed, overwrite=examined.overwrite)
 
 
-_NO_FOLDER = Setting("folder", None, "there is no folder for checkpoints", "give folder")
-OUTPUT_RULES: tuple[RunRule, ...] = (_folder_faults, _track_faults, Conflict(Setting("save_every"), _NO_FOLDER))
+_NO_FOLDER = RunSetting("folder", None, "there is no folder for checkpoints", "give folder")
+OUTPUT_RULES: tuple[RunRule, ...] = (_folder_faults, _track_faults, Conflict(RunSetting("save_every"), _NO_FOLDER))

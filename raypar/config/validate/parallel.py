@@ -12,7 +12,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, Setting, builds
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, builds
 from raypar.config.validate.settings import (
     CONTEXT,
     DIVIDED_SEQUENCE,
@@ -34,7 +34,7 @@ from raypar.config.validate.settings import (
     UNEVEN,
 )
 
-_ENDS = Setting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
+_ENDS = RunSetting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
 
 
 def heads_near(heads: int, ways: int, hidden: int) -> str:
@@ -235,12 +235,12 @@ def divided_faults(model: GPT | Llama, tp: int, named: str = "mesh.tp") -> Itera
         yield f"{named} {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"
 
 
-_BLOCKS = Setting(
+_BLOCKS = RunSetting(
     "run", lambda run: run.mesh.cp > 1 and run.context not in ("ulysses", "rsa"), "context is {run.context!r}"
 )
 
 
-_CAP = Setting("model.attention_cap")
+_CAP = RunSetting("model.attention_cap")
 
 
 _CAPPED = "which computes attention in blocks, and model.attention_cap changes every score"
@@ -289,7 +289,7 @@ def _width_faults(examined: Examined) -> Iterator[str]:
 
 
 _REASONS = {
-    Setting("zero"): "every replica of a rank updates all its weights",
+    RunSetting("zero"): "every replica of a rank updates all its weights",
     SERVERS: "there are no servers",
     OFFLOAD: "weights stay on the device",
     SEQUENCE: "stages pass whole sequences",

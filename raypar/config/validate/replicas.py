@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 
 from raypar.actors.machine.files import expanded
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.worlds import world_of
-from raypar.config.rules import Conflict, Examined, RunRule, Setting, several, unusual
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several, unusual
 from raypar.config.validate.settings import (
     EP,
     EXPERT_ACTORS,
@@ -19,25 +20,24 @@ from raypar.config.validate.settings import (
     SERVERS,
     SHARDED_WEIGHTS,
 )
-from raypar.planner.hardware.this_machine import starts_own_ray
 
 _GATHERS = tuple(map(unusual, ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")))
-_ON_DEVICE = Setting("activations_on_device", lambda most: most is not None)
-_FOLDER = Setting("offload_folder", lambda folder: folder is not None)
-_COPIES = Setting("mesh.shard", lambda shard: shard is not None and shard > 1)
-_RESIDENT = Setting("zero_resident", lambda most: most is not None)
-_RECOMPUTED = Setting("recompute", "full")
+_ON_DEVICE = RunSetting("activations_on_device", lambda most: most is not None)
+_FOLDER = RunSetting("offload_folder", lambda folder: folder is not None)
+_COPIES = RunSetting("mesh.shard", lambda shard: shard is not None and shard > 1)
+_RESIDENT = RunSetting("zero_resident", lambda most: most is not None)
+_RECOMPUTED = RunSetting("recompute", "full")
 _SERVED = "set data_parallel to 'parameter_server'"
 _ALPHA = "set model.moe.bias_rate to 0 and give alpha"
-_FREES = Setting(
+_FREES = RunSetting(
     "run",
     lambda run: run.zero_gather == "microbatch" and (run.zero == 3 or run.offload == "parameters"),
     "zero_gather is 'microbatch'",
     "set zero_gather to 'step'",
 )
-_CHECK = Setting("check_every", undo="set it to 0")
-_ONE = Setting("run", lambda run: run.mesh.ways("dp") * run.mesh.cp == 1, "there is one replica (dp x cp)")
-_ALL_SHARDED = Setting(
+_CHECK = RunSetting("check_every", undo="set it to 0")
+_ONE = RunSetting("run", lambda run: run.mesh.ways("dp") * run.mesh.cp == 1, "there is one replica (dp x cp)")
+_ALL_SHARDED = RunSetting(
     "run", lambda run: run.zero == 3 and run.mesh.shards == run.mesh.ways("dp") * run.mesh.cp > 1, "zero is 3"
 )
 _NO_TWO = "but {other}, so no two actors hold the same weights"
@@ -106,17 +106,19 @@ def share_faults(examined: Examined) -> Iterator[str]:
 
 _GATHER_RULES = (Conflict(setting, SERVERS, fix="servers shard nothing, leave it out") for setting in _GATHERS)
 ZERO_RULES: tuple[RunRule, ...] = (
-    Conflict(Setting("servers", several), Setting("data_parallel", "all_reduce", undo=_SERVED)),
-    Conflict(Setting("zero"), SERVERS, fix="servers hold the optimizer, leave zero out"),
-    Conflict(Setting("model.moe.bias_rate", undo=_ALPHA), SERVERS, "but with servers replicas do not sum their loads"),
+    Conflict(RunSetting("servers", several), RunSetting("data_parallel", "all_reduce", undo=_SERVED)),
+    Conflict(RunSetting("zero"), SERVERS, fix="servers hold the optimizer, leave zero out"),
+    Conflict(
+        RunSetting("model.moe.bias_rate", undo=_ALPHA), SERVERS, "but with servers replicas do not sum their loads"
+    ),
     Conflict(unusual("zero_reduce"), SERVERS, fix="servers shard nothing, leave it out"),
     *_GATHER_RULES,
     _one_shard,
-    Conflict(_COPIES, Setting("zero", 0, undo="set zero to 1, 2 or 3"), "but zero is 0, which shards nothing"),
+    Conflict(_COPIES, RunSetting("zero", 0, undo="set zero to 1, 2 or 3"), "but zero is 0, which shards nothing"),
     _idle_gathers,
     Conflict(_RESIDENT, _FREES, "but {other}, which frees weights after every action"),
     Conflict(OFFLOAD, SERVERS, "but parameter servers hold the optimizer"),
-    Conflict(_FOLDER, Setting("offload", "none", undo="set offload to 'optimizer' or 'parameters'")),
+    Conflict(_FOLDER, RunSetting("offload", "none", undo="set offload to 'optimizer' or 'parameters'")),
     _offload_folder_faults,
 )
 HOST_RULES: tuple[RunRule, ...] = (
@@ -176,7 +178,7 @@ def _snapshot_faults(examined: Examined) -> Iterator[str]:
 
 REPLICA_RULES: tuple[RunRule, ...] = (
     _fewest_faults,
-    Conflict(RECHECK, Setting("mesh.dp", 1), "but {other}, so no other actor has the same weights", RECHECK.undo),
+    Conflict(RECHECK, RunSetting("mesh.dp", 1), "but {other}, so no other actor has the same weights", RECHECK.undo),
     Conflict(RECHECK, SERVERS, "but replicas of servers do not talk to each other", RECHECK.undo),
     *(Conflict(RECHECK, experts, _TOGETHER, RECHECK.undo) for experts in (EP, EXPERT_ACTORS)),
     Conflict(RECHECK, SHARDED_WEIGHTS, _A_WHILE, RECHECK.undo),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.rules import Conflict, Examined, RunRule, Setting
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.config.validate.parallel import divisors_near
 from raypar.config.validate.settings import (
     CLIP,
@@ -35,13 +35,13 @@ from raypar.config.validate.settings import (
 from raypar.schedules.schedule import Schedule
 
 _ROWS = "but {other}, and weights come for use in the order of the rows"
-_COMPILED = Setting("executor", "compiled", undo="set executor to 'tasks'")
+_COMPILED = RunSetting("executor", "compiled", undo="set executor to 'tasks'")
 _BY_THEMSELVES = "but {other}, and its actors follow their rows by themselves"
-_FLUSH = Setting("flush_every", lambda steps: steps is not None)
-_DROPOUT = Setting("model.dropout", undo="set model.dropout to 0")
-_PACKED = Setting("data.packing", undo="set data.packing to False")
-_VARYING = Setting("data.varying", undo="set data.varying to False")
-_NOT_EAGER = Setting("compile", undo="set compile to False")
+_FLUSH = RunSetting("flush_every", lambda steps: steps is not None)
+_DROPOUT = RunSetting("model.dropout", undo="set model.dropout to 0")
+_PACKED = RunSetting("data.packing", undo="set data.packing to False")
+_VARYING = RunSetting("data.varying", undo="set data.varying to False")
+_NOT_EAGER = RunSetting("compile", undo="set compile to False")
 
 
 def _stream_faults(examined: Examined) -> Iterator[str]:
@@ -77,8 +77,8 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, ranks: Map
     model, alone = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
     for tie in ties_of(model, ranks)[0]:
         yield (
-            f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
-            f"{alone}: give both layers to one stage with split, or each a parameter of its own"
+            f"model: {tie.copy} is {tie.original}, which is on another actor (pp={tie.copy_rank} and "
+            f"pp={tie.original_rank}), {alone}: give both layers to one stage with split, or each its own parameter"
         )
     for prefix, module in zip(model.names, model.skeleton, strict=True):
         for name, parameter in module.named_parameters():
@@ -94,20 +94,22 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, ranks: Map
 
 
 _ALONE = "in schedule {train.name!r}%s every stage updates by itself"
-_UNVOTED = Setting("train", lambda train: train.stream and not train.validated, _ALONE % "")
-_VOTED = Setting("train", lambda train: train.validated, _ALONE % " with flush_every={run.flush_every}")
-_ON_TIME = Setting(
+_UNVOTED = RunSetting("train", lambda train: train.stream and not train.validated, _ALONE % "")
+_VOTED = RunSetting("train", lambda train: train.validated, _ALONE % " with flush_every={run.flush_every}")
+_ON_TIME = RunSetting(
     "train", lambda train: not train.stream or train.validated, "in schedule {train.name!r} no gradient is late"
 )
-_FLUSHED_LATE = Setting("train", lambda train: train.validated, "flush_every is {run.flush_every}", "leave it out")
-_TIED_ENDS = Setting("run", lambda run: run.mesh.pp > 1 and getattr(run.model, "tied", False), "model.tied is True")
+_FLUSHED_LATE = RunSetting("train", lambda train: train.validated, "flush_every is {run.flush_every}", "leave it out")
+_TIED_ENDS = RunSetting("run", lambda run: run.mesh.pp > 1 and getattr(run.model, "tied", False), "model.tied is True")
 _WHOLE_VERSIONS = "set zero to 0, so that replicas hold all versions whole"
 _SHARED = tuple(
-    Setting("run", lambda run, level=level: run.mesh.dp * run.mesh.cp > 1 and run.zero == level, said, _WHOLE_VERSIONS)
+    RunSetting(
+        "run", lambda run, level=level: run.mesh.dp * run.mesh.cp > 1 and run.zero == level, said, _WHOLE_VERSIONS
+    )
     for level, said in ((None, "zero is 1 (its usual level)"), *((level, f"zero is {level}") for level in (1, 2, 3)))
 )
 _TOGETHER = (SERVERS, OFFLOAD, HALVES, DYNAMIC, RECHECK, OVERFLOW, *_SHARED)
-_SCALED = Setting(
+_SCALED = RunSetting(
     "run",
     lambda run: run.loss_scale.is_on(run.precision),
     "the loss is scaled",
@@ -117,7 +119,7 @@ _LOADS = "but {other}, and loads of experts are counted in a step"
 _NO_TAGS = "but messages of NCCL have no tags on GPUs, and forwards come again"
 STREAM_RULES: tuple[RunRule, ...] = (
     _stream_faults,
-    Conflict(Setting("delay_feedback"), _ON_TIME, fix="leave it out"),
+    Conflict(RunSetting("delay_feedback"), _ON_TIME, fix="leave it out"),
     Conflict(_FLUSHED_LATE, CUDA, _NO_TAGS),
     *(Conflict(one, _UNVOTED, fix=one.without) for one in (CLIP, NONFINITE, EMA)),
     Conflict(_SCALED, _UNVOTED, "but {other}, without a vote of all", _SCALED.undo),

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 
 from raypar.actors.machine.system_features import REQUIREMENTS, Feature
+from raypar.actors.machine.this_machine import torch_has_cuda
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.rules import Conflict, RunRule, Setting
-from raypar.planner.hardware.this_machine import torch_has_cuda
+from raypar.config.rules import Conflict, RunRule, RunSetting
 
 _NEEDS: tuple[Feature, ...] = ("memory_files", "process_handles")  # for snapshots; to end an actor that hangs
 
@@ -22,8 +22,8 @@ def device_faults(choice: DeviceChoice) -> Iterator[str]:
 RESOURCE_RULES: tuple[RunRule, ...] = (
     lambda examined: examined.run.resources.faults(),
     Conflict(
-        Setting("resources.gpus", lambda gpus: gpus is not None),
-        Setting("device", "cpu"),
+        RunSetting("resources.gpus", lambda gpus: gpus is not None),
+        RunSetting("device", "cpu"),
         fix="leave one of them out",
     ),
 )

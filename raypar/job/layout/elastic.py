@@ -68,7 +68,7 @@ class Layouts:
         return next((layout for layout in found if isinstance(layout, Layout)), None)
 
     def why_none(self) -> str:
-        """Say why the run does not go on with fewer replicas."""
+        """Return the reason why the run does not go on with fewer replicas."""
         run = self.whole.run
         if run.mesh.dp == 1:
             return "with mesh.dp 1 it has no replica that it could do without"
@@ -132,15 +132,15 @@ def _with_dp(mesh: Mesh, dp: int) -> Mesh:
         smaller = replace(mesh, dp=dp, shard=shard, ep=ep, etp=None if ep == 1 else mesh.etp)
         if not any(smaller.faults(lambda *_: True)):
             return smaller
-    return replace(mesh, dp=dp, shard=shard)  # its faults are told
+    return replace(mesh, dp=dp, shard=shard)  # the caller reports its faults
 
 
 def renumbered(data: Batches, made_for: int, dp: int) -> Batches:
-    """Return data whose functions are asked for the same microbatches by other replicas.
+    """Return data whose functions get the same microbatch numbers from another number of replicas.
 
     Args:
         data: The data.
-        made_for: Number of replicas that ask its functions now.
+        made_for: Number of replicas that call its functions now.
         dp: Number of replicas that will.
     """
     validate = data.validate and _numbered(data.validate, made_for, dp)
@@ -148,7 +148,7 @@ def renumbered(data: Batches, made_for: int, dp: int) -> Batches:
 
 
 def _numbered(fn: Callable[..., Any], made_for: int, dp: int) -> Callable[..., Any]:
-    """Return a batch function for other replicas; the user's own where these are as many as it was made for."""
+    """Return a batch function for another number of replicas; the user's function if the number is the original one."""
     if isinstance(fn, Renumbered):
         made_for, fn = fn.made_for, fn.fn
     return fn if made_for == dp else Renumbered(fn, made_for, dp)

@@ -1,4 +1,4 @@
-"""The same run in another layout: what may differ, and what else its layout needs."""
+"""The same run in another layout: the fields that may differ, and the checks of the layout."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raypar.actors.machine.this_machine import computes_here, total_memory
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.launchable import check_launch
 from raypar.config.run import unrecorded
 from raypar.config.schedule import Programs
 from raypar.config.validate.schedules import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
-from raypar.planner.hardware.this_machine import computes_here, total_memory
+from raypar.job.start.launchable import check_launch
 from raypar.planner.resource_needs import memory_in_all
 from raypar.schedules.formatting import size
 
@@ -25,7 +25,7 @@ _SAME = (  # fields that must not differ
     *("seed", "model", "data", "optim", "clip", "steps", "micro_batch_size", "loss_scale", "nonfinite"),
     *("folder", "track", "max_failures", "snapshot_every"),
 )
-_MOST_TOLD = 40  # characters of a value
+_LONGEST = 40  # characters of a value
 _FIX = "job.reset(run, resume=job.save(folder)) changes it"
 
 
@@ -74,8 +74,8 @@ def other_layout(
 
 
 def state_copy_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Iterator[str]:
-    """Yield a fault if this machine has no memory for what is there twice while the state moves: weights and the state
-    of the optimizer, as they were and as they will be, and the weights into which these are loaded."""
+    """Yield a fault if this machine lacks memory for the copies while the state moves: weights and state of the
+    optimizer in both layouts, and the weights into which they are loaded."""
     has = total_memory() if computes_here(there.run.device) else None
     if has is None:
         return
@@ -86,8 +86,8 @@ def state_copy_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Ite
         there.run, there.programs["train"], skeleton, lambda memory: 2 * memory.weights + memory.optimizer
     )
     if copies + loaded > has:
-        told = f"copies of the state take {size(copies)}, and the other layout takes {size(loaded)} meanwhile"
-        yield f"memory: {told}; this machine has {size(has)}: {_FIX.removesuffix(' changes it')} goes through the disk"
+        text = f"copies of the state take {size(copies)}, and the other layout takes {size(loaded)} meanwhile"
+        yield f"memory: {text}; this machine has {size(has)}: {_FIX.removesuffix(' changes it')} goes through the disk"
 
 
 def _batch_faults(run: Run, total: int) -> Iterator[str]:
@@ -95,11 +95,11 @@ def _batch_faults(run: Run, total: int) -> Iterator[str]:
     dp = run.mesh.dp
     if dp > 0 and run.microbatches * dp != total:
         if total % dp:
-            told = f"a step of this run has {total} microbatches"
-            yield f"{told}, and {total} is no multiple of {dp}: give another mesh.dp"
+            text = f"a step of this run has {total} microbatches"
+            yield f"{text}, and {total} is no multiple of {dp}: give another mesh.dp"
         else:
-            told = f"microbatches is {run.microbatches} on each of {dp} replicas, but a step of this run has {total}"
-            yield f"{told}: set it to {total // dp}"
+            text = f"microbatches is {run.microbatches} on each of {dp} replicas, but a step of this run has {total}"
+            yield f"{text}: set it to {total // dp}"
 
 
 def _same_faults(before: Run, run: Run) -> Iterator[str]:
@@ -109,14 +109,14 @@ def _same_faults(before: Run, run: Run) -> Iterator[str]:
         if isinstance(one, Batches) and isinstance(other, Batches) and isinstance(run.mesh, Mesh):
             one, other = (renumbered(data, of.mesh.dp, before.mesh.dp) for data, of in ((one, before), (other, run)))
         if one != other:
-            told = _differs(field, one, other)
-            yield f"{told}, and a relayout changes no number of the run: leave it as it is; {_FIX}"
+            text = _differs(field, one, other)
+            yield f"{text}, and a relayout changes no number of the run: leave it as it is; {_FIX}"
 
 
 def _differs(field: str, before: object, now: object) -> str:
-    """Say that a field is another one, with both values if they are short."""
+    """Return a sentence that a field differs, with both values if they are short."""
     values = repr(now), repr(before)
-    if max(map(len, values)) > _MOST_TOLD:
+    if max(map(len, values)) > _LONGEST:
         return f"{field} is another one"
     return f"{field} is {values[0]} and was {values[1]}"
 

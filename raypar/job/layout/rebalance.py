@@ -20,10 +20,10 @@ def balanced(loads: Sequence[int], parts: int) -> tuple[int, ...]:
         loads: Tokens of each expert.
         parts: Number of slices, a divisor of the number of experts.
     """
-    room = len(loads) // parts
+    size = len(loads) // parts
     slices: list[list[int]] = [[] for _ in range(parts)]
     for number in sorted(range(len(loads)), key=lambda number: (-loads[number], number)):
-        free = [one for one in slices if len(one) < room]
+        free = [one for one in slices if len(one) < size]
         min(free, key=lambda one: float_sum(loads[number] for number in one)).append(number)
     return tuple(number for one in slices for number in sorted(one))
 
@@ -43,7 +43,7 @@ def rebalanced(run: Run, loads: Loads | None, last: Report | None) -> Run:
         raise ConfigError(["rebalance: every replica has all experts: set mesh.ep"])
     if loads is None:
         if last is None or last.loads is None:
-            raise ConfigError(["rebalance: no step has told the loads of experts: take one, or give loads"])
+            raise ConfigError(["rebalance: no step has reported the loads of experts: take one, or give loads"])
         loads = {f"{layer.layer}.experts": layer.asked for layer in last.loads.layers}
     parts = run.mesh.expert_parts
     uneven = [name for name, counts in loads.items() if len(counts) % parts]

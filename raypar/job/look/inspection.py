@@ -17,8 +17,7 @@ from raypar.actors.specs.types import KEPT, DeviceKind
 from raypar.cluster.calls.calls import Calls
 from raypar.config.arguments import checked_methods
 from raypar.errors import ConfigError, UnknownNameError
-from raypar.job.look.tiles import held_part, joined, tiles_of, whole_shapes
-from raypar.job.look.weights import Weights
+from raypar.job.look.weights import Weights, held_part, joined, tiles_of, whole_shapes
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds
 from raypar.job.steps.training_loop import TrainingLoop
@@ -115,21 +114,21 @@ class Inspection:
         Raises:
             ValueError: There is no such replica.
         """
-        homes = self._skeleton.homes
+        originals = self._skeleton.originals
         if dp is None and self._has_masters:
-            shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
+            shapes = {originals.get(name, name): shape for name, shape in self.parameters.items()}
             fetch = partial(self._ask, method="master", ranks=self._world.trainers)
             return Weights(shapes, fetch, lambda: joined(self._masters()))
         dp = dp or 0
         self._demand_replica(dp, self._run.mesh.ways("dp"))
         ranks = self._world.holders(dp)
-        held = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
+        held = {originals.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
         fetch = partial(self._ask, method="parameter", ranks=ranks)
         return Weights(whole_shapes(held), fetch, lambda: joined(self._rank_by_rank(dp)))
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
-        homes = self._skeleton.homes
+        originals = self._skeleton.originals
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
             found = self._probed(ranks, "fetching weights", "masters")
@@ -137,10 +136,10 @@ class Inspection:
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
                 group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
                 parts = [held[rank][name] for rank in group]
-                yield homes.get(name, name), self._joined(name, group, parts)
+                yield originals.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
-        homes, seen = self._skeleton.homes, set[tuple[int, str]]()
+        originals, seen = self._skeleton.originals, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
             held = self._probed(ranks, "fetching weights", "parameters")
@@ -149,7 +148,7 @@ class Inspection:
                     seen.add(end)
                     by_rank = dict(zip(ranks, held, strict=True))
                     group = self._parts_of(name, rank)
-                    yield homes.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
+                    yield originals.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
@@ -207,7 +206,7 @@ class Inspection:
         return self._world.server_ranks or range(self._world.size)
 
     def _spoken(self, rank: int) -> list[str]:
-        """Return the parameters of which a rank is the first of its tensor group to hold them, or a part of them."""
+        """Return the parameters that a rank holds, whole or in part, as the first rank of its tensor group."""
         if self._world.leads(rank):
             return list(self._holds[rank])
         first = self._holds[self._world.tensor_group(rank)[0]]
@@ -288,7 +287,7 @@ class Inspection:
         )
 
     def memory(self) -> MemoryTable:
-        """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
+        """Return the memory of every actor by kind: predicted, and measured in the latest step."""
         held = self._probed(range(self._world.size), "reading the memory", "held")
         return memory_table(replace(self._run, device=self.device), self._loop.loaded.schedule, self._skeleton, held)
 

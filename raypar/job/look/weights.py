@@ -1,27 +1,31 @@
-"""The weights of a replica as a mapping, whose tensors are fetched from the actors when they are asked for."""
+"""The weights of a replica as a mapping, whose tensors are fetched from the actors, and joined if they are tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from typing import TYPE_CHECKING
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import TYPE_CHECKING, overload
+
+from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.sharding import Pieces, Shard, Sharding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Pairs = Iterator[tuple[str, "Tensor"]]
+Shape = tuple[int, ...]
 
 
 class Weights(Mapping[str, "Tensor"]):
     """All weights of one replica by logical name, each whole and on the CPU.
 
-    Nothing is kept: every look fetches the weights of now. ``items()`` and ``values()`` ask each pipeline rank once and
-    hold the weights of one rank at a time.
+    Nothing is cached: every access fetches the present weights. ``items()`` and ``values()`` call each pipeline rank
+    once and hold the weights of one rank at a time.
 
     Args:
         shapes: The shapes by logical name, without the copies of tied weights.
         fetch: Fetches one weight by name.
-        fetch_all: Fetches all weights, rank by rank. If the two ends of a tied weight are on different ranks, both come
-            under the name of the home.
+        fetch_all: Fetches all weights, rank by rank. If the two ends of a tied weight are on different ranks, both have
+            the name of the first copy.
     """
 
     def __init__(
@@ -78,3 +82,64 @@ class _Values(ValuesView["Tensor"]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (weight for _, weight in self._mapping.once())
+
+
+@overload
+def joined(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@overload
+def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]: ...
+
+
+def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+    """Join the tiles among named tensors; the whole comes when its last tile does.
+
+    Args:
+        pairs: Names and tensors; None for a missing gradient.
+    """
+    import torch
+
+    found: dict[str, dict[int, Tensor | None]] = {}
+    for name, tensor in pairs:
+        if (tile := tile_of(name)) is None:
+            yield name, tensor
+            continue
+        parts = found.setdefault(untiled(name), {})
+        parts[tile.own[0]] = tensor
+        if len(parts) == tile.count:
+            ordered = [part for _, part in sorted(found.pop(untiled(name)).items())]
+            present = [part for part in ordered if part is not None]
+            yield untiled(name), torch.cat(present) if len(present) == tile.count else None
+
+
+def held_part(tiles: Sequence[tuple[str, Tensor]]) -> tuple[Shard, Tensor]:
+    """Join the tiles of one logical tensor that an actor holds.
+
+    Args:
+        tiles: Their names, and the tiles, in their order; at least one.
+
+    Returns:
+        Which rows of the whole they are, and these rows.
+    """
+    import torch
+
+    pieces = [tile for name, _ in tiles if (tile := tile_of(name)) is not None]
+    count, first = pieces[0].count, tiles[0][1]
+    own = Pieces(count, tuple(tile.own[0] for tile in pieces))
+    return Shard((count * first.shape[0], *first.shape[1:]), Sharding({0: own})), torch.cat([one for _, one in tiles])
+
+
+def whole_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of logical tensors by name, from those of the tensors and tiles that actors hold."""
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        tile = tile_of(name)
+        found[untiled(name)] = shape if tile is None else (tile.count * shape[0], *shape[1:])
+    return found
+
+
+def tiles_of(name: str, held: Iterable[str]) -> list[str]:
+    """Return the names of the tiles of a logical tensor, in order, among those that actors hold; [] if it is whole."""
+    tiles = {one: tile.own[0] for one in held if (tile := tile_of(one)) is not None and untiled(one) == name}
+    return sorted(tiles, key=tiles.__getitem__)

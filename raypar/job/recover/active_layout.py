@@ -1,11 +1,13 @@
-"""A run as it stands on a job's actors: in which layout, who has which rank, their groups, and their snapshots."""
+"""The active layout of a run on a job's actors: which actor has which rank, their groups, and their snapshots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
+from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
@@ -20,17 +22,79 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.rank_assignment import rank_assignment
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
-"""called when the run goes on in another layout, with the loaded run, what its ranks hold, and the run itself if it is
-another one"""
+"""called when the run goes on in another layout, with the loaded run, the shards of its ranks, and the run itself if it
+is another one"""
 
-HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+
+
+class _Role(NamedTuple):
+    """The role of a rank in a layout. Servers and expert actors belong to no replica.
+
+    Attributes:
+        pp: Its pipeline rank.
+        dp: Its replica, as numbered in the previous layout; None for a server or expert actor.
+        inner: Its number among the actors of its pipeline rank in that replica, or among servers and expert actors.
+    """
+
+    pp: int
+    dp: int | None
+    inner: int
+
+
+def rank_assignment(before: World, after: World, present: Collection[int], spares: Iterable[int]) -> list[int]:
+    """Choose the actor of each rank of a layout. Actors keep their roles if possible, so tensor groups stay together.
+
+    If there are fewer replicas, the replicas with most actors present stay; actors of the others fill their gaps.
+
+    Args:
+        before: The ranks of the previous layout.
+        after: The ranks of the next layout, which may have more or fewer replicas. Enough actors are present.
+        present: The ranks of the previous layout whose actors are present.
+        spares: Numbers of actors that had no rank.
+
+    Returns:
+        By rank, the previous rank of its actor, or the number of a spare.
+    """
+    ranks = sorted(present)
+    by_rank = dict(zip(ranks, _roles(before, ranks), strict=True))
+    found = Counter(role.dp for role in by_rank.values())
+    fullest = sorted(range(before.mesh.dp), key=lambda dp: (-found[dp], dp))
+    stays = dict(enumerate(sorted(fullest[: after.mesh.dp])))  # by replica, its number before
+    by_role = {role: rank for rank, role in by_rank.items()}
+    roles = _roles(after, range(after.size), stays)
+    staying = {by_role[role] for role in roles if role in by_role}
+    free = iter([*(rank for rank in ranks if rank not in staying), *spares])
+    return [by_role[role] if role in by_role else next(free) for role in roles]
+
+
+def _roles(world: World, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> list[_Role]:
+    """Return the roles of ranks.
+
+    Args:
+        world: The ranks of their layout.
+        ranks: The ranks.
+        before: By replica, its number in the previous layout; None if this is the previous layout.
+    """
+    beyond = Counter[int]()  # by pipeline rank, the number of servers and expert actors so far
+    numbers = dict[int, int]()
+    for rank in range(world.mesh.size, world.size):
+        numbers[rank] = beyond[world.pp(rank)]
+        beyond[world.pp(rank)] += 1
+    found = list[_Role]()
+    for rank in ranks:
+        if rank in numbers:
+            found.append(_Role(world.pp(rank), None, numbers[rank]))
+        else:
+            dp, inner = divmod(rank % world.mesh.inner, world.mesh.cp * world.mesh.tensor_ranks)
+            found.append(_Role(world.pp(rank), dp if before is None else before.get(dp, -1), inner))
+    return found
 
 
 class ActiveLayout:
-    """A run as it stands on a job's actors.
+    """The active layout of a run on a job's actors.
 
     Args:
         lifetime: The life of the job's actors.
@@ -59,14 +123,14 @@ class ActiveLayout:
         self.processes = list[ProcessIdentity]()  # by rank
 
     def load(self, loaded: LoadedRun, layouts: Layouts, found: VerifiedCheckpoint | None) -> None:
-        """Let another run stand on the actors, without calling them yet.
+        """Replace the run by another one, without calling its actors yet.
 
         Args:
             loaded: The run.
             layouts: Its layouts, of which it has the whole one.
             found: The checkpoint that it begins with; None for a new run.
         """
-        self.loaded = self._told = loaded
+        self.loaded = self._reported = loaded
         self._found, self.layouts = found, layouts
         self.layout, self._number = layouts.whole, self._number + 1
         self.snapshots.close()
@@ -81,12 +145,12 @@ class ActiveLayout:
         """Make every process hold the snapshots of all actors of its node; see ``Snapshots.share``."""
         return self.snapshots.share(self.loaded, self.others)
 
-    def seat(self, layout: Layout, present: Sequence[int]) -> None:
-        """Give the ranks of a layout to actors.
+    def assign(self, layout: Layout, present: Sequence[int]) -> None:
+        """Assign the ranks of a layout to actors.
 
         Args:
             layout: The layout.
-            present: The ranks of the present layout whose actors are there, and stay.
+            present: The ranks of the present layout whose actors are alive and stay.
         """
         actors, world = self._lifetime.actors, self.loaded.world
         others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
@@ -95,35 +159,35 @@ class ActiveLayout:
             for rank in range(world.size):
                 self.loaded.calls.replace(rank, actors.handles[rank])
             return
-        self._stand_in(layout)
+        self._change(layout)
 
     def change(self, layout: Layout, numbers: Sequence[int]) -> None:
-        """Let the run stand in another layout, in which it must join groups next.
+        """Change the layout; the actors must join groups next.
 
         Args:
             layout: The layout.
-            numbers: The number that the actor of each rank has had.
+            numbers: By rank, the previous number of its actor.
         """
         self._lifetime.actors.assign_ranks(numbers)
-        self._stand_in(layout)
+        self._change(layout)
 
     def commit(self, layouts: Layouts, holds: Holds) -> None:
-        """Make the present layout the new full-size one, from which elastic shrinking is measured.
+        """Make the present layout the full-size one, which the run returns to when it has shrunk.
 
         Args:
             layouts: The layouts.
             holds: By rank, the shard of each of its logical parameters.
         """
-        self.layouts, self._told = layouts, self.loaded
+        self.layouts, self._reported = layouts, self.loaded
         self._moved(self.loaded, holds, layouts.whole.run)
 
     def stay(self, holds: Holds) -> None:
-        """Let the run go on in the layout that it has, on actors that have built it anew.
+        """Go on in the present layout, on actors that have built the run again.
 
         Args:
             holds: By rank, the shard of each of its logical parameters.
         """
-        self._told = self.loaded
+        self._reported = self.loaded
         self._moved(self.loaded, holds, None)
 
     def again(self, taken: int, found: VerifiedCheckpoint | None = None) -> tuple[int, str]:
@@ -150,8 +214,8 @@ class ActiveLayout:
             loaded.load(found)
         back_to = common if common is not None and from_memory else saved
         self.begin(back_to)
-        if loaded is not self._told:
-            self._told = loaded
+        if loaded is not self._reported:
+            self._reported = loaded
             self._moved(loaded, holds, None)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
@@ -161,7 +225,7 @@ class ActiveLayout:
         Args:
             found: The checkpoint.
             again: Whether the actors have built the run before.
-            has_begun: Whether the weights that the run began with are not needed, as others come.
+            has_begun: Whether the initial weights of the run are not needed, as they are replaced.
         """
         self._generation += 1
         self.snapshots.are_kept_for_stop = False
@@ -169,12 +233,12 @@ class ActiveLayout:
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, again=again)
-        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
-        homes, here = self._lifetime.actors.bundles, own_identity().pid_domain
+        bundles, here = self._lifetime.actors.bundles, own_identity().pid_domain
         others = [rank for rank, at in located.items() if at.process.pid_domain != here]
-        elsewhere = dict(zip(others, nodes_of(homes[rank] for rank in others), strict=True))
+        elsewhere = dict(zip(others, nodes_of(bundles[rank] for rank in others), strict=True))
         self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
         align(loaded.calls, located)
         return holds
@@ -195,7 +259,7 @@ class ActiveLayout:
         """A name that is unique for this job and the groups that its actors have joined last."""
         return f"{self._job}@{self._generation}"
 
-    def _stand_in(self, layout: Layout) -> None:
+    def _change(self, layout: Layout) -> None:
         self.layout, self._number = layout, self._number + 1
         self.loaded = loaded_on(self._lifetime, layout.run, layout.programs, self.loaded.skeleton)
 

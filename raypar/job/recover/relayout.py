@@ -11,8 +11,16 @@ from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.actors.relayout.assignment import assigned, lacking
-from raypar.actors.relayout.moves import Boxes, HeldTensors, TensorMove, TransferGroup, moves_between, volume
+from raypar.actors.relayout.moves import (
+    Boxes,
+    HeldTensors,
+    TensorMove,
+    TransferGroup,
+    assigned,
+    lacking,
+    moves_between,
+    volume,
+)
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.actors import Actors
@@ -20,13 +28,12 @@ from raypar.cluster.lifecycle.ray_cluster import free_cpus_text
 from raypar.errors import ConfigError, JobError
 from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.active_layout import ActiveLayout
+from raypar.job.recover.failures import failure_reason
 from raypar.job.recover.snapshots import takes_snapshots
 from raypar.job.start.loaded_run import Holds
-from raypar.recovery.failures import failure_reason
 from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)
-
 _LATE = 600.0  # seconds that an actor may wait for another one, which gives to others first
 _WORTH = 1.01  # times as many bytes as the least that are moved before actors change their ranks
 _LEAVING = 5.0  # seconds in which an actor without a rank forgets what it had
@@ -39,7 +46,7 @@ class Relayout:
     Attributes:
         step: Number of steps taken before it.
         before: What the layout before had that this one has not.
-        after: What this one has in its place.
+        after: What this one has instead.
         needed: Bytes of all parts of the state that actors have now.
         sent: Bytes that actors have sent to each other, as their ledgers count them.
         least: Bytes that actors lacked at least, however those of a node had been given its ranks: no way sends fewer.
@@ -68,14 +75,14 @@ def unmoved(step: int) -> Relayout:
     return Relayout(step, "", "", 0, 0, 0, 0.0, 0)
 
 
-def relaid(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) -> Relayout:
+def relaid(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> Relayout:
     """Move the state of a run to another layout, all or nothing.
 
     Actors that are too few are started first; those that are too many end last. If an actor fails before all have what
-    they need, the run still stands in the layout before, and can be recovered.
+    they need, the run keeps its previous layout, and can be recovered.
 
     Args:
-        standing: The run as it stands on its actors.
+        active: The active layout of the run.
         actors: The job's actors.
         layout: The other layout, checked.
         step: Number of steps taken.
@@ -84,38 +91,38 @@ def relaid(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) ->
         ConfigError: There is no room for the actors that it needs. Nothing has moved.
         JobError: It failed; the run can be recovered.
     """
-    start, before = time.monotonic(), standing.layouts.whole.run
-    launched = demand_actors(actors, layout.world.size, standing.name, "relayout")
-    whole = Layouts(layout, standing.loaded.skeleton)
-    holds, sent, state = _moved(standing, actors, layout, step)
-    standing.commit(whole, holds)
-    others = standing.others
+    start, before = time.monotonic(), active.layouts.whole.run
+    launched = demand_actors(actors, layout.world.size, active.name, "relayout")
+    whole = Layouts(layout, active.loaded.skeleton)
+    holds, sent, state = _moved(active, actors, layout, step)
+    active.commit(whole, holds)
+    others = active.others
     others.answers(range(len(others.handles)), "leave", seconds=_LEAVING)
     actors.shrink(layout.world.size + layout.run.spares)
     was, now = differences(before, layout.run)
     return Relayout(step, was, now, state.needed, sent, state.least, time.monotonic() - start, launched)
 
 
-def rebuilt(standing: ActiveLayout, actors: Actors, step: int) -> None:
+def rebuilt(active: ActiveLayout, actors: Actors, step: int) -> None:
     """Build a run anew on the actors that it has, with the state that they have, in new groups.
 
     Args:
-        standing: The run, whose actors live, have aborted their groups and wait for a call.
+        active: The run, whose actors live, have aborted their groups and wait for a call.
         actors: The job's actors.
         step: Number of steps taken.
 
     Raises:
         JobError: It failed; the run can be recovered.
     """
-    holds, _, _ = _moved(standing, actors, standing.layout, step)
-    standing.stay(holds)
+    holds, _, _ = _moved(active, actors, active.layout, step)
+    active.stay(holds)
 
 
-def _moved(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:
+def _moved(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:
     """Move the state of a run to a layout, for which there are enough actors.
 
     Args:
-        standing: The run as it stands on its actors.
+        active: The active layout of the run.
         actors: The job's actors.
         layout: The layout.
         step: Number of steps taken.
@@ -126,21 +133,21 @@ def _moved(standing: ActiveLayout, actors: Actors, layout: Layout, step: int) ->
     Raises:
         JobError: It failed; the run can be recovered.
     """
-    if takes_snapshots(standing.layouts.whole.run):
-        standing.loaded.calls.all("begin_snapshots", step, what="taking snapshots")
-    given: list[HeldTensors] = standing.loaded.calls.all("hand_over", what="handing the state over")
-    standing.loaded.calls.all("leave", True, what="leaving groups")
-    old, handles, source = standing.layout, list(actors.handles), standing.snapshots.source
+    if takes_snapshots(active.layouts.whole.run):
+        active.loaded.calls.all("begin_snapshots", step, what="taking snapshots")
+    given: list[HeldTensors] = active.loaded.calls.all("hand_over", what="handing the state over")
+    active.loaded.calls.all("leave", True, what="leaving groups")
+    old, handles, source = active.layout, list(actors.handles), active.snapshots.source
     state = _State({id(handle): holding for handle, holding in zip(handles, given, strict=False)})
     try:
-        holds, sent = _passed_on(standing, actors, layout, state)
+        holds, sent = _passed_on(active, actors, layout, state)
         if takes_snapshots(layout.run):
-            standing.share()
-        standing.begin(step)
+            active.share()
+        active.begin(step)
     except JobError as error:
-        if standing.snapshots.source == source:
+        if active.snapshots.source == source:
             numbers = {id(handle): number for number, handle in enumerate(actors.handles)}
-            standing.change(old, [numbers[id(handle)] for handle in handles[: old.world.size]])
+            active.change(old, [numbers[id(handle)] for handle in handles[: old.world.size]])
             raise
         log.warning("%s", failure_reason(error))  # all have what they need, and snapshots of it: the next step recovers
     return holds, sent, state
@@ -265,11 +272,11 @@ class _State:
         return {} if holding is None else holding.boxes
 
 
-def _passed_on(standing: ActiveLayout, actors: Actors, layout: Layout, state: _State) -> tuple[Holds, int]:
+def _passed_on(active: ActiveLayout, actors: Actors, layout: Layout, state: _State) -> tuple[Holds, int]:
     """Let actors join a layout, give what they have to those that need it, and load it.
 
     Args:
-        standing: The run, whose actors have left their groups.
+        active: The run, whose actors have left their groups.
         actors: The job's actors.
         layout: The layout.
         state: What they have.
@@ -283,12 +290,12 @@ def _passed_on(standing: ActiveLayout, actors: Actors, layout: Layout, state: _S
     numbers: Sequence[int] | None = range(layout.world.size)
     while numbers is not None:
         if state.wanted:  # they have joined it in another order, in which more would move
-            standing.loaded.calls.all("leave", True, what="leaving groups")
+            active.loaded.calls.all("leave", True, what="leaving groups")
         is_first = not state.wanted
-        standing.change(layout, numbers)
-        holds = standing.join(None, again=True, has_begun=True)
-        state.wanted = standing.loaded.calls.all("want", state.kinds, what="telling what is needed")
-        nodes = [one.memory_domain for one in standing.processes]
+        active.change(layout, numbers)
+        holds = active.join(None, again=True, has_begun=True)
+        state.wanted = active.loaded.calls.all("want", state.kinds, what="listing what is needed")
+        nodes = [one.memory_domain for one in active.processes]
         numbers = state.better(actors.handles, nodes) if is_first else None
     moves = state.moves(actors.handles, nodes)
     ranked = layout.world.size
@@ -299,7 +306,7 @@ def _passed_on(standing: ActiveLayout, actors: Actors, layout: Layout, state: _S
     for move in moves:
         for rank in {move.source, move.destination}:
             of_each[rank].append(move)
-    sends, name = any(move.is_sent for move in moves), f"{standing.name}/relayout"
+    sends, name = any(move.is_sent for move in moves), f"{active.name}/relayout"
     refs = [
         actors.handles[number].pass_on.remote(
             of_each[rank], TransferGroup(name, len(taking_part), rank, _LATE) if sends else None

@@ -1,10 +1,11 @@
-"""The driver's part in snapshots: who holds which, the newest step of which all are there, and going back to it."""
+"""The driver's part in snapshots: which actor holds which, and going back to the newest complete step, or saving it."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles
@@ -13,14 +14,20 @@ from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
+from raypar.checkpoint.base import base_weights_fingerprint
+from raypar.checkpoint.manifest import manifest_of
+from raypar.checkpoint.save import Save
 from raypar.cluster.calls.calls import Calls
+from raypar.config.toml import plain_of
 from raypar.errors import JobError
+from raypar.job.recover.buddies import CopyPace, buddies_of, failure_domains
+from raypar.job.recover.transfers import Steps, chosen_holders, has_all, holders_of, transfers
 from raypar.job.start.loaded_run import LoadedRun
+from raypar.paths import CHECKPOINTS, absolute, checkpoints
 from raypar.planner.memory.snapshots import kept_copies
-from raypar.recovery.buddies import CopyPace, buddies_of, failure_domains
-from raypar.recovery.transfers import Steps, chosen_holders, has_all, transfers
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
+_ANSWERS = 2.5  # seconds in which an actor that lives answers
 
 
 class Snapshots:
@@ -40,7 +47,7 @@ class Snapshots:
         self.pace: CopyPace | None = None
 
     def close(self) -> None:
-        """Let go of all snapshots."""
+        """Drop all snapshots."""
         self._held.close()
         self.source, self.pace, self.are_kept_for_stop = (), None, False
 
@@ -125,7 +132,7 @@ class Snapshots:
     def _needed(self, calls: Calls, others: Calls, steps: Steps, step: int) -> Sequence[Sequence[SnapshotOwner]]:
         """Return by rank the shares of a step that its actor needs.
 
-        Those that have shares say which parts of which tensors these have, and each actor finds there what it loads.
+        Actors that have shares list the parts of tensors in them, and each actor finds there the shares that it loads.
         The arguments are those of ``restore``.
 
         Raises:
@@ -147,7 +154,7 @@ class Snapshots:
     def begin(
         self, loaded: LoadedRun, layout: int, others: Calls, step: int, processes: Sequence[ProcessIdentity]
     ) -> None:
-        """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.
+        """Make the actors go on after a step with snapshots of it, and drop the snapshots of other steps and layouts.
 
         Args:
             loaded: The run.
@@ -166,7 +173,7 @@ class Snapshots:
                 self._copy(loaded, step, processes)
 
     def are_taken(self, run: Run) -> bool:
-        """Return whether the actors of a run take snapshots, for whichever reason."""
+        """Return whether the actors of a run take snapshots."""
         return self.are_kept_for_stop or takes_snapshots(run)
 
     def _copy(self, loaded: LoadedRun, step: int, processes: Sequence[ProcessIdentity]) -> None:
@@ -213,3 +220,43 @@ def _by_domain(addresses: Iterable[Address]) -> dict[str, list[Address]]:
 def takes_snapshots(run: Run) -> bool:
     """Return whether the actors of a run take snapshots, which it goes back to after failures."""
     return run.max_failures > 0 and run.snapshot_every > 0
+
+
+def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) -> Path | None:
+    """Save the newest step with all snapshots as a checkpoint.
+
+    The state of dead actors is not lost: snapshots outlive their actors, and other nodes have copies.
+
+    Args:
+        run: The run, with all its replicas.
+        calls: Calls to its actors, of which some may be dead, or busy.
+        snapshots: The run's snapshots.
+        taken: Number of steps that the driver has reports of.
+
+    Returns:
+        The checkpoint; None if there are no snapshots of a step that is not saved yet, or the run has no folder.
+
+    Raises:
+        CheckpointError: It can't be written.
+        JobError: An actor failed meanwhile.
+    """
+    if run.folder is None or not snapshots.are_taken(run):
+        return None
+    calls.abort()  # none of those that are in a step takes another one, so that no snapshot is written over
+    there = calls.answers(range(len(calls.handles)), "snapshot_steps", seconds=_ANSWERS, group="disk")
+    step, folder = snapshots.common([*there.values()], taken), absolute(run.folder) / CHECKPOINTS
+    saved = max((step for step, _ in checkpoints(folder)), default=0) if folder.is_dir() else 0
+    if step is None or step <= saved:
+        return None
+    writes: Mapping[int, list[object]] = {rank: [] for rank in there}
+    holders = holders_of(step, there)
+    for share in snapshots.source:
+        writes[min(holders[share], key=lambda rank: len(writes[rank]))].append(share)
+    with Save(folder, step) as save:
+        writing = {rank: calls.handles[rank].write_snapshots.options(concurrency_group="disk") for rank in writes}
+        refs = [writing[rank].remote(step, shares, str(save.path)) for rank, shares in writes.items()]
+        written = calls.gather(refs, "saving snapshots", [*writes])
+        shards = [shard for of_one in written for shard in of_one]
+        return save.commit(
+            manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run)), run.keep_last
+        )

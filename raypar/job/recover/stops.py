@@ -65,7 +65,7 @@ class Stops:
         loaded = self._loaded
         run = replace(loaded.run, max_failures=1, buddy_every=0)
         need = memory_in_all(run, loaded.schedule, loaded.skeleton, lambda memory: memory.snapshots)
-        free = [_free(answer) for answer in facts_of(_those(nodes), _free_teller()).values()]
+        free = [_free(answer) for answer in facts_of(_those(nodes), _free_memory_task()).values()]
         self._has_room = bool(free) and min(free) * len(free) > _SPARE * need
         step = f"a step takes {self._seconds:.1f} s, and who stops a run may kill it {stop_wait():g} s later"
         if self._has_room:
@@ -91,13 +91,13 @@ def _free(answer: dict[str, Any] | str) -> float:
     return float(answer["free"]) if isinstance(answer, dict) else 0.0
 
 
-def _free_teller() -> Callable[[], dict[str, Any]]:
+def _free_memory_task() -> Callable[[], dict[str, Any]]:
     """Return a function that returns how many bytes of memory are free where it runs, which is beside actors."""
 
-    def tell() -> dict[str, Any]:
+    def report() -> dict[str, Any]:
         """Return the bytes that a node, or a container's limit on it, leaves."""
-        from raypar.planner.hardware.this_machine import free_memory
+        from raypar.actors.machine.this_machine import free_memory
 
         return {"free": free_memory() or 0}
 
-    return tell
+    return report

@@ -39,15 +39,15 @@ def plans_of(
         The plans by rank.
     """
     world = world_of(run)
-    told = run_for_actors(run)
-    alone = replace(told, zero=0)  # an expert actor shares its weights with nobody
+    shared = run_for_actors(run)
+    alone = replace(shared, zero=0)  # an expert actor shares its weights with nobody
     own = [
         {key: only_row(schedule, row) for key, schedule in programs.items()}
         for row in range(programs["train"].num_ranks)
     ]
     return [
         ActorPlan(
-            run=alone if world.is_expert(rank) else told,
+            run=alone if world.is_expert(rank) else shared,
             job=job,
             generation=generation,
             rank=rank,

@@ -23,8 +23,8 @@ _IMPURE = (
 
 def _first_batch(data: Batches, dp: int) -> bytes:
     """Return the digest of a replica's first batch."""
-    source, place = FunctionSource(data), (0, 0, dp)
-    values = source.inputs("train", *place) + source.targets("train", *place)
+    source, index = FunctionSource(data), (0, 0, dp)
+    values = source.inputs("train", *index) + source.targets("train", *index)
     return digest({str(number): value for number, value in enumerate(values)})
 
 
@@ -81,7 +81,7 @@ def demand_pure(run: Run) -> None:
 
 
 def warn_of_batches(run: Run) -> None:
-    """Log a warning if the user's batches, or the chat template of examples, do not do what is likely to be meant.
+    """Log a warning if the user's batches, or the chat template of examples, are likely to be mistakes.
 
     A batch function should be pure, and give replicas 0 and 1 other batches. A template should end answers.
     """

@@ -1,4 +1,4 @@
-"""What a launch and a reset look at in a checked run, before actors get it."""
+"""Warnings about a checked run before its launch, and the checks of a run that replaces another one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.checkpoint.resume import Prepared, prepared
 from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
-from raypar.config.launchable import check_launch
 from raypar.config.run import reset_faults
 from raypar.config.schedule import Programs
 from raypar.config.trial.silent_faults import warn_of_layers
 from raypar.errors import ConfigError
 from raypar.job.start.batch_checks import warn_of_batches
+from raypar.job.start.launchable import check_launch
+from raypar.job.start.resume import Prepared, prepared
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
-    """Log warnings of what would go wrong unnoticed.
+    """Log warnings of mistakes that no error reports.
 
     Args:
         run: The run, checked.
@@ -35,7 +35,7 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
 
 
 def _warn_of_first_batches(run: Run) -> None:
-    """Log warnings of what the user's layers and loss do with the first batches."""
+    """Log warnings about the user's layers and loss, which are tried with the first batches."""
     if isinstance(run.model, Layers):
         from raypar.config.trial.loss import warn_of_loss
         from raypar.config.trial.silent_faults import warn_of_attributes

@@ -11,16 +11,16 @@ from raypar.actors.specs.results import Located
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.together import together
 
-_ASKS = 5  # how often a machine is asked for its time
+_ASKS = 5  # requests for the time of a machine
 _HEARD = 2.5  # seconds in which an actor answers
 
 
 def align(calls: Calls, located: Mapping[int, Located]) -> None:
-    """Make actors on other machines tell times by the clock of this one (``time.perf_counter``).
+    """Make actors on other machines report times by the clock of this one (``time.perf_counter``).
 
-    Such a clock counts from the machine's boot, in all containers without a time namespace of their own. Who asks for
-    the time and waits for the answer knows it within half of the wait, so the shortest of a few waits counts: on a
-    local network that is within half a millisecond.
+    Such a clock counts from the machine's boot, in all containers that have no other time namespace. A request for the
+    time has an error of at most half of the wait for its answer, so the request with the shortest wait counts: on a
+    local network it has an error of less than half a millisecond.
 
     Args:
         calls: Calls to the actors.
@@ -34,7 +34,7 @@ def align(calls: Calls, located: Mapping[int, Located]) -> None:
 
 
 def _align(calls: Calls, ranks: Sequence[int]) -> None:
-    """Make the actors of one machine state times by the clock of this one."""
+    """Make the actors of one machine report times by the clock of this one."""
     asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
     if asked:
         calls.answers(ranks, "set_clock", min(asked)[1], seconds=_HEARD)

@@ -11,13 +11,13 @@ from raypar.actors.data.conversion import BlockConverter, Converted, by_size
 from raypar.actors.data.examples.example_sets import example_sets
 from raypar.actors.data.text.text_files import TextError
 from raypar.actors.data.text.token_batches import open_corpus
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.run import Run
 from raypar.cluster.lifecycle.ray_cluster import connected
 from raypar.cluster.nodes.tasks import in_tasks, is_connected
 from raypar.config.fields import field_faults, right_fields
 from raypar.errors import JobError
-from raypar.planner.hardware.this_machine import starts_own_ray
 from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ _WORTH = 64 << 20  # bytes that this machine is busy with for longer than it tak
 def convert_on_cluster(run: Run) -> None:
     """Convert a run's data with the CPUs of all nodes, if it is large, not converted, and there are several nodes.
 
-    Otherwise nothing is done, and nothing is raised for faulty data: whoever opens it next tells its faults, and
-    converts it with the cores of its own machine.
+    Otherwise nothing is done, and nothing is raised for faulty data: the next reader reports its faults, and converts
+    it with the cores of its machine.
 
     Args:
         run: The run, which may have faults.

@@ -93,7 +93,7 @@ class Lifetime:
         self.demand_open()
         ctrl_c = CtrlC()
         try:
-            with patience("what they were told") if patient else nullcontext(ctrl_c) as ctrl_c:
+            with patience("the calls they have") if patient else nullcontext(ctrl_c) as ctrl_c:
                 yield
         except (NonFiniteError, CallError) as error:  # no weight was changed: the job can continue
             self.epoch += isinstance(error, NonFiniteError)

@@ -24,7 +24,7 @@ _OF_A_JOB = "working_dir_files"  # in the path of the folder in which Ray runs a
 
 
 def settled(run: Run) -> Run:
-    """Return a run whose folder is a path: for "auto" a new dated folder below runs/, made here and told in the log.
+    """Return a run whose folder is a path: for "auto" a new dated folder below runs/, which is created and logged.
 
     Args:
         run: The run, which was checked.

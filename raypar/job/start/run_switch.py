@@ -1,4 +1,4 @@
-"""Load runs on a job's actors: the first one, others in its place, and the same one in another layout."""
+"""Load runs on a job's actors: the first one, another one instead, and the same one in another layout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from raypar.errors import RelayoutLostError
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
 from raypar.job.recover.active_layout import ActiveLayout
+from raypar.job.recover.failures import Failure
 from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
 from raypar.job.recover.restarts import Restarts
 from raypar.job.start.before_launch import replacement
@@ -25,7 +26,6 @@ from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.job.start.run_folders import put_aside, settled
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.recovery.failures import Failure
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
@@ -88,12 +88,12 @@ class RunSwitch:
     def relayout(self, to: Run | None, changes: Mapping[str, Any]) -> Relayout:
         """Go on with the run in another layout, as ``Job.relayout`` does."""
         self.loop.demand_ready()
-        standing, actors = self.starter.standing, self._lifetime.actors
-        whole, skeleton = standing.layouts.whole, self.loop.loaded.skeleton
+        active, actors = self.starter.active, self._lifetime.actors
+        whole, skeleton = active.layouts.whole, self.loop.loaded.skeleton
         layout = other_layout(whole, to, changes, skeleton, self._device)
-        if layout.run == whole.run and standing.layout is whole:
+        if layout.run == whole.run and active.layout is whole:
             return unmoved(self.loop.next_step)
-        found = self.loop.between_steps(lambda: relaid(standing, actors, layout, self.loop.next_step), "a relayout")
+        found = self.loop.between_steps(lambda: relaid(active, actors, layout, self.loop.next_step), "a relayout")
         if isinstance(found, Failure):
             raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")
         log.info("%s", found)
@@ -122,5 +122,5 @@ class RunSwitch:
         self.start(programs, found)
 
     def _moved(self, loaded: LoadedRun, holds: Holds, run: Run | None) -> None:
-        """Go on with the run in another layout; with another run, if it was asked for that."""
+        """Go on with the run in another layout, or with another run if there is one; see ``Moved``."""
         self.loop.move(loaded, holds, run)

@@ -1,4 +1,4 @@
-"""Training as people see it: outcomes are shown as they come, and a step that is taken again is reported once."""
+"""The display of a training: outcomes are shown as they come, and a step that is taken again is reported once."""
 
 from __future__ import annotations
 

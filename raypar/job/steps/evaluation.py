@@ -1,6 +1,6 @@
 """The loss on validation data, of some steps without an update, and when it has stopped falling.
 
-The bytes of text that the targets of an evaluation stand for.
+Also the number of bytes of text of an evaluation's targets.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.specs.data import Batches, Examples, Text
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 from raypar.job.steps.averages import demand_averages
 from raypar.reporting.evaluation import Evaluation, are_tokens, is_cross_entropy
-from raypar.reporting.report import losses_of, mean_loss
 
 
 def target_bytes(run: Run, steps: int, targets: int) -> int | None:
-    """Return how many bytes the targets of an evaluation stand for; those that are left out stand for none.
+    """Return the number of bytes of text of an evaluation's targets; ignored targets count none.
 
     Args:
         run: The run.
@@ -30,7 +30,7 @@ def target_bytes(run: Run, steps: int, targets: int) -> int | None:
         targets: The number of targets that were counted in them.
 
     Returns:
-        The number; None if data or tokenizer do not say it.
+        The number; None if data or tokenizer do not have it.
     """
     if not isinstance(run.data, Text | Examples):
         return None
@@ -95,7 +95,7 @@ class Evaluations:
         Args:
             step: Number of training steps taken.
             count: Number of evaluation steps; None for ``run.eval_steps``.
-            step_taken: Takes the evaluation step of a number, from 0, and returns what each actor tells of it.
+            step_taken: Takes the evaluation step of a number, from 0, and returns the result of each actor.
             ema: Whether the steps are taken with the averages of the weights.
 
         Raises:

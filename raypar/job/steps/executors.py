@@ -80,7 +80,7 @@ class Tasks(Executor):
 
     An actor performs its tasks in the order in which it gets them. A task that needs what another rank provides, a
     RECV, gets the other one's object ref, and is submitted when that is there: as long as a call waits for a ref, Ray
-    holds back all calls behind it, also those that ask an actor whether it is alive. All others are submitted without
+    holds back all later calls, also those that ask an actor whether it is alive. All others are submitted without
     waiting. Parameter servers, whose step is one action, get one call.
 
     Args:
@@ -191,7 +191,7 @@ class Dynamic(Executor):
         self._calls.drop(begun.last)
 
     def _submit(self, begun: _UnderWay, row: int) -> None:
-        """Submit what the actors of a row are given now."""
+        """Submit the actions that the actors of a row may take now."""
         for action in begun.order.take(row):
             for rank in self._members[row]:
                 ref = begun.last[rank] = self._calls.handles[rank].act.options(name=str(action)).remote(action)
@@ -266,12 +266,12 @@ class _Senders:
     def __init__(self, world: World, schedule: Schedule) -> None:
         self._world, self._schedule = world, schedule
         self._trainers = [] if world.mesh.is_uneven else [world.trainers_of(pp) for pp in range(world.mesh.pp)]
-        self._places = {rank: place for trainers in self._trainers for place, rank in enumerate(trainers)}
+        self._index = {rank: index for trainers in self._trainers for index, rank in enumerate(trainers)}
 
     def of(self, rank: int, recv: Action) -> int:
         """Return the rank that sends what a rank receives."""
         (peer,) = peers_of(self._world, rank, recv, self._schedule)
-        return self._trainers[peer][self._places[rank]] if self._trainers else peer
+        return self._trainers[peer][self._index[rank]] if self._trainers else peer
 
 
 def _order(step: int, epoch: int, copy_within: int, stream: int = 0) -> bytes:
@@ -293,7 +293,7 @@ def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int
 
 
 def executor_of(loaded: LoadedRun) -> Executor:
-    """Return what makes the actors of a run take steps, as the run says."""
+    """Return the executor of a run."""
     if loaded.run.executor == "compiled":
         return Compiled(loaded.calls)
     return Dynamic(loaded) if loaded.run.order == "dynamic" else Tasks(loaded)

@@ -10,11 +10,11 @@ from typing import Any
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.programs import lowered_step
 from raypar.errors import JobError, StepLostError
+from raypar.job.recover.failures import Failure
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.recovery.failures import Failure
+from raypar.job.stepping.recording import Recorder
+from raypar.job.stepping.stepper import Stepper
 from raypar.reporting.report import Report
-from raypar.stepping.recording import Recorder
-from raypar.stepping.stepper import Stepper
 
 
 class StepsByHand:

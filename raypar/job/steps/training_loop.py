@@ -14,28 +14,27 @@ from typing import Any, TypeVar
 from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, format_watched
-from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.errors import CallError, JobError, MovedError
-from raypar.job.recover.planned_moves import rearranged
+from raypar.job.recover.background_save import Saver
+from raypar.job.recover.failures import Failure
+from raypar.job.recover.planned_moves import rearranged, rewound
 from raypar.job.recover.restarts import Restarts
-from raypar.job.recover.rewind import rewound
 from raypar.job.recover.stops import Stops
 from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
+from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.averages import with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.paths import absolute, checkpoints_in, step_folder_name
-from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ class TrainingLoop:
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
 
     def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
-        """Go on in another layout, between two steps; with another run, whose layout it is, if it was asked for it."""
+        """Go on in another layout, between two steps, as another run if there is one."""
         self.loaded, self.holds, self._evaluations.run = loaded, holds, loaded.run
         self._saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
@@ -363,7 +362,7 @@ class TrainingLoop:
 
     @contextmanager
     def _exclusively(self, otherwise: str) -> Iterator[None]:
-        """Let no other thread take steps. Raises JobError if one does, and says what to do ``otherwise``."""
+        """Let no other thread take steps. Raises JobError, with the advice ``otherwise``, if one does."""
         if not self._training.acquire(blocking=False):
             raise JobError(f"another thread is taking steps of this job: {otherwise}")
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from raypar.actors.bounds import Count, NotNegative, Probability, Seed
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
+from raypar.actors.machine.this_machine import computes_here, free_memory
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -24,7 +25,6 @@ from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.averages import demand_averages, use_averages
 from raypar.job.steps.training_loop import TrainingLoop
 from raypar.job.text.growing_text import Continuation, GrowingText, Request
-from raypar.planner.hardware.this_machine import computes_here, free_memory
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.schedules.action import Action, Op
 from raypar.schedules.formatting import size
@@ -33,7 +33,7 @@ from raypar.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 Read = Callable[[Callable[[], list[Any]]], list[Any]]
-Told = Callable[[int, int, str], None]
+OnToken = Callable[[int, int, str], None]
 
 _ENOUGH = 8  # prompts of a group whose products of matrices take longer than to read a stage's weights
 _AHEAD = 2  # steps that the actors have beside the one that is waited for
@@ -46,14 +46,14 @@ def request_of(
     sampling: Sampling,
     stop: Sequence[str | int] | None,
 ) -> Request:
-    """Check what is to be generated, before anything runs.
+    """Check a request for generation, before anything runs.
 
     Args:
         run: The run.
         prompts: Texts, which begin as the tokenizer begins one, or the token ids of each.
         new_tokens: The most tokens that each gets; 0 if they are scored.
         sampling: How tokens are chosen.
-        stop: What ends a text: token ids and texts; None: the ids that the tokenizer's folder says.
+        stop: Token ids and texts that end a text; None: the ids in the tokenizer's folder.
 
     Raises:
         ConfigError: The run can't generate, or the prompts don't fit. Lists all faults.
@@ -136,7 +136,7 @@ class TextGenerator:
             ema: Whether to use the averages of the weights, which a run with ``ema`` keeps.
 
         Returns:
-            What each prompt has got, in their order.
+            The continuation of each prompt, in their order.
 
         Raises:
             ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
@@ -160,7 +160,7 @@ class TextGenerator:
 class TextGeneration:
     """One generation on the actors of a job.
 
-    After a failure that the run survives it begins again, with the prompts and what they have got until then.
+    After a failure that the run survives it begins again, with the prompts and the tokens so far.
 
     Args:
         request: What to generate.
@@ -180,12 +180,12 @@ class TextGeneration:
         self._texts = [GrowingText(request) for _ in request.prompts]
         self._begun_on: LoadedRun | None = None  # None before it begins, and after a failure
         self._handed: deque[list[Any]] = deque()
-        self._seats: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
+        self._groups: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
         self._made = 0  # tokens that each text has got, or would have if it were not at its end
         self._demand_room(loaded())
 
-    def run(self, on: Told | None = None) -> list[Continuation]:
-        """Generate, and return what each prompt has got.
+    def run(self, on: OnToken | None = None) -> list[Continuation]:
+        """Generate, and return the continuation of each prompt.
 
         Args:
             on: Called with every new token: the number of its prompt, its id, and what it adds to the text, "" as long
@@ -209,7 +209,7 @@ class TextGeneration:
         return [text.continuation() for text in self._texts]
 
     def _next(self) -> list[tuple[int, int]]:
-        """Hand over steps, wait for the oldest one, and return the tokens that it has given to which prompts."""
+        """Hand over steps, wait for the oldest one, and return the number of each prompt with its new token."""
         loaded = self._loaded()
         again, self._begun_on = self._begun_on is not loaded, None
         if again:
@@ -221,27 +221,27 @@ class TextGeneration:
         tokens = {loaded.world.at(rank)["dp"]: drawn for rank, drawn in enumerate(found) if drawn}
         return [
             (number, token)
-            for dp, groups in self._seats.items()
-            for numbers, made in zip(groups, tokens[dp], strict=True)
-            for number, token in zip(numbers, made, strict=False)
+            for dp, groups in self._groups.items()
+            for numbers, drawn in zip(groups, tokens[dp], strict=True)
+            for number, token in zip(numbers, drawn, strict=False)
         ]
 
     def _begin(self, loaded: LoadedRun) -> None:
-        """Have the actors read the prompts, and what these have got already."""
+        """Make the actors read the prompts with the tokens that they have got so far."""
         self._handed.clear()
         schedule = forwards_of(loaded, _num_groups(loaded, len(self._texts)))
-        self._seats = prompt_groups(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
+        self._groups = prompt_groups(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
         whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
         orders = [
             Prompts(schedule, groups, self._slots(groups), self._request.sampling)
-            for groups in groups_by_rank(loaded, self._seats, whole, whole[0][:1])
+            for groups in groups_by_rank(loaded, self._groups, whole, whole[0][:1])
         ]
         if self._ema:
             use_averages(loaded.calls, use=True)
         loaded.calls.gather(submitted(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
 
     def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
-        """Return the positions of the caches of each group: the last token that is made is in none."""
+        """Return the positions of the caches of each group: the last token is in none."""
         left = self._request.new_tokens - self._made - 1
         return tuple(max(len(prompt.tokens) for prompt in group) + left for group in groups)
 
@@ -264,16 +264,16 @@ class TextGeneration:
         free = free_memory() if computes_here(run.device) else None
         needed = sum(self.cache_bytes(loaded)) * run.mesh.dp * run.mesh.tensor_ranks
         if free is not None and needed > free:
-            told = f"the keys and values of {len(self._texts)} prompts take {size(needed)}"
-            raise ConfigError([f"{told}, and {size(free)} are free here: give fewer prompts, or less max_new_tokens"])
+            takes = f"the keys and values of {len(self._texts)} prompts take {size(needed)}"
+            raise ConfigError([f"{takes}, and {size(free)} are free here: give fewer prompts, or less max_new_tokens"])
 
     def cache_bytes(self, loaded: LoadedRun) -> list[int]:
         """Return the bytes of the caches of an actor of each pipeline rank, of the replica with the most."""
         if isinstance(loaded.run.model, Layers):  # they keep nothing
             return [0] * loaded.run.mesh.pp
         count, lengths = _num_groups(loaded, len(self._texts)), [len(prompt) for prompt in self._request.prompts]
-        seats = prompt_groups(len(lengths), loaded.run.mesh.dp, count)[0]
-        rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in seats]
+        groups = prompt_groups(len(lengths), loaded.run.mesh.dp, count)[0]
+        rows = [(len(one), max(lengths[number] for number in one) + self._request.new_tokens - 1) for one in groups]
         return cache_bytes(loaded.run, loaded.run.model, loaded.schedule, rows)
 
 
@@ -297,7 +297,7 @@ def prompt_groups(prompts: int, replicas: int, groups: int) -> dict[int, list[li
 
 def groups_by_rank(
     loaded: LoadedRun,
-    seats: Mapping[int, Sequence[Sequence[int]]],
+    numbers: Mapping[int, Sequence[Sequence[int]]],
     texts: Sequence[Sequence[int]],
     filler: Sequence[int],
 ) -> list[tuple[tuple[Prompt, ...], ...]]:
@@ -305,14 +305,14 @@ def groups_by_rank(
 
     Args:
         loaded: The run.
-        seats: The numbers of the prompts by replica and group.
+        numbers: The numbers of the prompts by replica and group.
         texts: The token ids of each prompt.
         filler: Those of a group without prompts: all replicas take part in every step, also with nothing to do.
     """
     return [
         tuple(
             tuple(Prompt(number, tuple(texts[number])) for number in group) or (Prompt(-1, tuple(filler)),)
-            for group in seats[loaded.world.at(rank)["dp"]]
+            for group in numbers[loaded.world.at(rank)["dp"]]
         )
         for rank in range(loaded.run.mesh.size)
     ]
@@ -330,5 +330,5 @@ def _num_groups(loaded: LoadedRun, prompts: int) -> int:
 
 
 def submitted(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
-    """Give each worker its order, without waiting; returns the object refs by rank."""
+    """Call each worker with its order, without waiting; return the object refs by rank."""
     return [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]

@@ -1,4 +1,4 @@
-"""What is to be generated, and each text while it grows, token by token, until a stop."""
+"""A request for generation, and the text of each prompt, which grows token by token until a stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.actors.specs.sampling import Sampling
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated for one prompt.
+    """The text that was generated for one prompt.
 
     Attributes:
         tokens: The ids of the new tokens, without one that has ended the text.
@@ -25,14 +25,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be generated.
+    """A request for generation.
 
     Attributes:
         prompts: The token ids of each prompt.
         new_tokens: The most tokens that each gets.
         sampling: How tokens are chosen.
         stop_tokens: Ids that end a text, and are not part of it.
-        stop_texts: Likewise texts.
+        stop_texts: Texts that end a text, and are not part of it.
         tokenizer: Makes text of tokens; None if the run has none.
     """
 
@@ -68,7 +68,7 @@ class GrowingText:
     """One text while it grows.
 
     Args:
-        request: What is to be generated.
+        request: The request for generation.
 
     Attributes:
         tokens: Its tokens so far, without one that has ended it.
@@ -80,7 +80,7 @@ class GrowingText:
         self._stream = None if request.tokenizer is None else TextStream(request.tokenizer)
         self.tokens: list[int] = []
         self.is_over = False
-        self._told = 0  # characters of the text that were returned
+        self._returned = 0  # characters of the text that were returned
 
     def add(self, token: int) -> str | None:
         """Take a token; return what it adds to the text that surely stays, None if it adds no token."""
@@ -94,20 +94,20 @@ class GrowingText:
             return ""
         self._stream.add(token)
         self.is_over = any(stop in self._stream.text for stop in self._request.stop_texts)
-        return self._told_until(len(self._cut()) if self.is_over else self._sure())
+        return self._new_text(len(self._cut()) if self.is_over else self._sure())
 
     def end(self) -> str:
-        """Return what of the text was held back because it might have been the beginning of a stop."""
-        return "" if self._stream is None else self._told_until(len(self._cut()))
+        """Return the end of the text, which was held back because a stop might have begun in it."""
+        return "" if self._stream is None else self._new_text(len(self._cut()))
 
     def continuation(self) -> Continuation:
-        """Return what the prompt has got."""
+        """Return the generated text so far."""
         return Continuation(tuple(self.tokens), None if self._stream is None else self._cut(), self.is_over)
 
-    def _told_until(self, stop: int) -> str:
+    def _new_text(self, stop: int) -> str:
         assert self._stream is not None
-        told, self._told = self._stream.text[self._told : stop], max(self._told, stop)
-        return told
+        new, self._returned = self._stream.text[self._returned : stop], max(self._returned, stop)
+        return new
 
     def _cut(self) -> str:
         """Return the text up to its first stop."""

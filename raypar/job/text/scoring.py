@@ -1,4 +1,4 @@
-"""Score texts on the actors of a job: the probability of each token behind those before it."""
+"""Score texts on the actors of a job: the probability of each token after those before it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FILLER = (0, 0)  # for groups without texts
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model makes of a text.
+    """The scores of a text.
 
     Attributes:
         tokens: Its token ids.
-        logs: The natural logarithm of the probability of each token but the first, behind those before it.
+        logs: The natural logarithm of the probability of each token but the first, after those before it.
         likeliest: Whether no other token was more likely there.
         num_bytes: Bytes of the text in UTF-8; None if it was given as token ids.
     """
@@ -63,7 +63,7 @@ class TextScorer:
             batch: The most texts that a stage computes at a time.
 
         Returns:
-            What each text has got, in their order.
+            The scores of each text, in their order.
 
         Raises:
             ConfigError: The run can't score, or a text does not fit. Nothing has begun.
@@ -108,23 +108,23 @@ def scores(
 
 
 def _short(prompts: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Yield the texts that have nothing to score."""
+    """Yield a fault for each text without a token to score."""
     for number, ids in enumerate(prompts):
         if len(ids) < 2:
             yield f"text {number} has {len(ids)} token, and the first one is not scored: give two at least"
 
 
 def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
-    """Have the actors score some texts, at once."""
+    """Make the actors score some texts at once."""
     run, ranks = loaded.run, range(loaded.run.mesh.size)
     schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
-    seats = prompt_groups(len(texts), run.mesh.dp, schedule.num_microbatches)
+    prompt_numbers = prompt_groups(len(texts), run.mesh.dp, schedule.num_microbatches)
     orders = [
         Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True)
-        for groups in groups_by_rank(loaded, seats, texts, _FILLER)
+        for groups in groups_by_rank(loaded, prompt_numbers, texts, _FILLER)
     ]
     found: dict[int, Any] = {}
-    for rank, made in enumerate(loaded.calls.gather(submitted(loaded, orders), "scoring texts", ranks)):
-        for numbers, each in zip(seats[loaded.world.at(rank)["dp"]], made, strict=False):
+    for rank, scored in enumerate(loaded.calls.gather(submitted(loaded, orders), "scoring texts", ranks)):
+        for numbers, each in zip(prompt_numbers[loaded.world.at(rank)["dp"]], scored, strict=False):
             found |= dict(zip(numbers, each, strict=False))
     return [found[number] for number in range(len(texts))]

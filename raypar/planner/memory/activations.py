@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.attention import LEAST, ROOM, ROWS, SIDE
+from raypar.actors.specs.attention import KEPT_BYTES, LEAST, ROWS, SIDE
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
@@ -72,7 +72,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     on = [timeline.schedule.stages_of(rank) for rank in range(timeline.num_ranks)]
     tables = [_tables(run, model) if not apart and any(stages[stage] for stage in held) else 0 for held in on]
     parts = zip(_highest(timeline, each), _highest(timeline, scores), tables, strict=True)
-    return [tensors + min(in_blocks, ROOM) + table for tensors, in_blocks, table in parts]
+    return [tensors + min(in_blocks, KEPT_BYTES) + table for tensors, in_blocks, table in parts]
 
 
 def _tables(run: Run, model: GPT | Llama) -> int:

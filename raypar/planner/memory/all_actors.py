@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from raypar.actors.machine.this_machine import device_kind
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.planner.hardware.this_machine import device_kind
 from raypar.planner.memory.activations import most_kept
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import (

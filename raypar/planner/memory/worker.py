@@ -31,11 +31,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raypar.actors.machine.this_machine import device_kind, torch_has_cuda
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.planner.hardware.this_machine import device_kind, torch_has_cuda
 from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_load
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.sizes.owner_shares import OwnerShare

@@ -292,4 +292,4 @@ def _layer(skeleton: Skeleton, index: int, mesh: Mesh) -> Iterator[Weight]:
         is_first = expert is None or (not mesh.expert_actors and expert.part(mesh.ep) == 0)
         if parameter.requires_grad and is_first:
             is_linear, is_expert = name.rpartition(".")[0] in linears, expert is not None and mesh.divides_experts
-            yield Weight(skeleton.homes.get(name, name), shape, shape, is_linear, is_expert)
+            yield Weight(skeleton.originals.get(name, name), shape, shape, is_linear, is_expert)

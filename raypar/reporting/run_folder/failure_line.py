@@ -29,7 +29,7 @@ class DeathLine:
 
 @dataclass(frozen=True)
 class FailureLine:
-    """The schema of a failure; see ``raypar.recovery.failures.Failure``."""
+    """The schema of a failure; see ``raypar.job.recover.failures.Failure``."""
 
     at: str
     step: Number

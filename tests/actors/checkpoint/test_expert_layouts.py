@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint import Save, manifest_of
 from raypar.cli.main import run_command
 from raypar.config.recipes import recipe
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team
 from tests.support.thinned import thinned

@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, Sna
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
@@ -128,7 +128,7 @@ def test_a_snapshot_outlives_the_process_that_took_it():
 def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
     """Whatever the mesh of those that took it."""
     team = Team(linears(), pp=2, dp=2, zero=1, max_failures=1)
-    plans = [actor.member.seat.plan for actor in team.all]
+    plans = [actor.member.context.plan for actor in team.all]
     keepers = [SnapshotKeeper(plan, lambda step: None) for plan in plans]
     for step in range(3):
         team.step(step)
@@ -150,9 +150,9 @@ def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until
     team = Team(linears(), pp=2, max_failures=1)
     keepers, before = [], descriptors()
     for actor in team.all:
-        keepers.append(SnapshotKeeper(actor.member.seat.plan, lambda step: None))
+        keepers.append(SnapshotKeeper(actor.member.context.plan, lambda step: None))
         keepers[-1].after(1, actor.member.state)
-    seat = replace(team.all[0].member.seat.plan, layout=1)
+    seat = replace(team.all[0].member.context.plan, layout=1)
     keeper = keepers[1]
     for _ in range(2):  # the second time nothing changes
         keeper.join(seat, lambda step: None)

@@ -13,7 +13,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.relayout.share_index import ShareIndex
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, batch, linears, mse
 
 MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
@@ -38,12 +38,12 @@ def on(zero=0, **axes):
 
 
 def keeper_of(actor):
-    return SnapshotKeeper(actor.member.seat.plan, lambda step: None)
+    return SnapshotKeeper(actor.member.context.plan, lambda step: None)
 
 
 def with_files(actor, files):
     """The keeper of an actor of another layout, to which the files of some shares have come."""
-    keeper = SnapshotKeeper(replace(actor.member.seat.plan, layout=1), lambda step: None)
+    keeper = SnapshotKeeper(replace(actor.member.context.plan, layout=1), lambda step: None)
     for share, fds in files.items():
         keeper._held.adopt(share, map(os.dup, fds))
     return keeper

@@ -216,13 +216,13 @@ def test_room_is_made_ahead_kept_and_made_anew_for_more(tmp_path):
     places = []
     for tensors in (odd, odd, [*odd, ("d", torch.randn(5, 4, dtype=torch.float64).T)]):
         copies.take(tensors)
-        places.append(copies._room.result().data_ptr())
+        places.append(copies._memory.result().data_ptr())
         file, _ = copies.write(tmp_path, f"{len(places)}")
         found = read_shard(tmp_path, file.name)
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
         assert len(found) == len(tensors)
     assert places[0] == places[1]
-    assert copies._room.result().nbytes == 3 * 64 - 64 + 192
+    assert copies._memory.result().nbytes == 3 * 64 - 64 + 192
 
 
 def test_a_copy_that_fails_is_told_by_who_writes_it(tmp_path):
@@ -302,12 +302,12 @@ def test_an_offloaded_step_by_hand_is_rewound(tmp_path):
             worker.state.remember(one)
         kept = {id(one) for one in workers[0].state.weights().values()}
         assert kept
-        assert all(workers[0].state.home.holds(notes[0].read(name)) for name in workers[0].state.masters)
+        assert all(workers[0].state.storage.holds(notes[0].read(name)) for name in workers[0].state.masters)
         team.step(1)
         assert saved_bits(team, tmp_path / "changed") != before
         for worker, one in zip(workers, notes, strict=True):
             worker.state.restore(one)
         assert saved_bits(team, tmp_path / "after") == before
-        used.append(workers[0].state.home._used)
+        used.append(workers[0].state.storage._used)
         del notes, one
     assert used[1] == used[2]

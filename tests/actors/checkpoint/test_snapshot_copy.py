@@ -14,8 +14,7 @@ from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.memory_snapshot import Slots, SnapshotFiles
 from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
 from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender
-from raypar.actors.worker.keep.outgoing_copies import OutgoingCopies
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import OutgoingCopies, SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
@@ -151,7 +150,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     """Each half of the actors is a node, and every actor's buddy is on the other one; the second node is lost."""
     team = Team(linears(), **{"pp": 1, **layout}, max_failures=1, buddy_every=2)
     other = Team(linears(), **{"pp": 1, **layout}, max_failures=1)
-    plans, before = [actor.member.seat.plan for actor in team.all], descriptors()
+    plans, before = [actor.member.context.plan for actor in team.all], descriptors()
     keepers, size, weights = [SnapshotKeeper(plan, lambda step: None) for plan in plans], len(plans), []
     shares, half = [SnapshotOwner(0, rank) for rank in range(size)], size // 2
     ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[1] for rank, keeper in enumerate(keepers)]
@@ -179,12 +178,12 @@ def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them(
     """Of four actors two are on a node that has lost all: one of them receives each share, the other opens its file."""
     team, other = (Team(linears(), pp=2, dp=2, zero=1, max_failures=1) for _ in range(2))
     shares, before = [SnapshotOwner(0, rank) for rank in range(4)], descriptors()
-    keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
+    keepers = [SnapshotKeeper(actor.member.context.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)
         for actor, keeper in zip(team.all, keepers, strict=True):
             keeper.after(step + 1, actor.member.state)
-    late = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in other.all[:2]]
+    late = [SnapshotKeeper(actor.member.context.plan, lambda step: None) for actor in other.all[:2]]
     receiver, reader = late
     tokens = {f"{share.rank}" * 32: share for share in shares}
     _, port, arrived = receiver.expect_copies(HERE, tokens, 1)

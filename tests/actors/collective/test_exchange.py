@@ -11,12 +11,11 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from raypar.actors.collective import ray_groups, ray_private
-from raypar.actors.collective.exchange import FAN_IN, children, gather_objects
-from raypar.actors.collective.exchanged_store import ExchangedStore
+from raypar.actors.collective.exchange import FAN_IN, ExchangedStore, children, gather_objects
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.collective.ray_groups import KVStore
+from raypar.actors.collective.ray import ray_groups, ray_private
+from raypar.actors.collective.ray.ray_groups import KVStore
 
 DEADLINE = 20.0
 SOON = 5.0

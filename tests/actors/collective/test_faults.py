@@ -10,12 +10,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from raypar.actors.collective import connect, ray_private
-from raypar.actors.collective import ray_groups as joining
+from raypar.actors.collective import connect
 from raypar.actors.collective.connect import Capability
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.collective.staged import StagedGroup
+from raypar.actors.collective.ray import ray_groups as joining
+from raypar.actors.collective.ray import ray_private
 from raypar.actors.mesh.mesh import Mesh
 
 MESH = Mesh(pp=2, dp=2)

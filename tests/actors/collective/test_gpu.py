@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import nccl
-from raypar.actors.collective.cupy_nccl import CupyGroup
-from raypar.actors.collective.cupy_nccl import has_cupy_nccl as has_cupy
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gpu import ring
+from raypar.actors.collective.gpu import nccl
+from raypar.actors.collective.gpu.cupy_nccl import CupyGroup
+from raypar.actors.collective.gpu.cupy_nccl import has_cupy_nccl as has_cupy
+from raypar.actors.collective.gpu.group import ring
+from raypar.actors.collective.gpu.nccl import NcclGroup
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.collective.nccl import NcclGroup
 from tests.gpu import fakes
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 

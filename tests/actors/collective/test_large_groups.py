@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raypar.actors.collective import ray_private
 from raypar.actors.collective.exchange import gather_objects
-from raypar.actors.collective.ray_groups import KVStore
+from raypar.actors.collective.ray import ray_private
+from raypar.actors.collective.ray.ray_groups import KVStore
 
 MODULE = sys.modules[__name__]
 SIZE, PROCESSES = 1024, 8

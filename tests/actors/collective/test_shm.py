@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.reductions import reduce_in_order
 from raypar.actors.collective.shm.links import INLINE
-from raypar.actors.collective.shm.mailbox import LENT
+from raypar.actors.collective.shm.mailbox import SHARED
 from raypar.actors.collective.shm.slabs import SLAB, Pool, Slab
 from raypar.actors.tensors import nbytes
 from tests.support.introduced import shm_group
 
-EDGES = [0, 1, INLINE // 4, INLINE // 4 + 1, 30_001, LENT // 4 - 1, LENT // 4, SLAB // 4, SLAB // 4 + 1, 700_001]
+EDGES = [0, 1, INLINE // 4, INLINE // 4 + 1, 30_001, SHARED // 4 - 1, SHARED // 4, SLAB // 4, SLAB // 4 + 1, 700_001]
 KILLS = Path(__file__).parents[2] / "long" / "group_kills.py"
 
 
@@ -133,7 +133,7 @@ def _moved(group, op, window, held):
     size=st.integers(2, 3),
     op=st.sampled_from(["all_reduce", "broadcast", "reduce", "all_gather", "send"]),
     blocks=st.integers(0, 1),
-    rest=st.sampled_from([-1, 0, INLINE // 4, LENT // 4 - 1, LENT // 4, SLAB // 4]),
+    rest=st.sampled_from([-1, 0, INLINE // 4, SHARED // 4 - 1, SHARED // 4, SLAB // 4]),
     late=st.integers(0, 2),
 )
 def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, blocks, rest, late):
@@ -161,7 +161,7 @@ def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, 
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
-@pytest.mark.parametrize("rest", [0, 1, LENT // 4 - 1, LENT // 4])
+@pytest.mark.parametrize("rest", [0, 1, SHARED // 4 - 1, SHARED // 4])
 def test_who_lends_is_woken_when_the_last_reader_is_done(op, rest):
     """The last segment may be so small that it is not lent: then the one before it has to ring."""
     groups = shm_groups(2, timeout=10.0)
@@ -396,7 +396,7 @@ def test_memory_is_used_again_once_every_reader_has_returned_it_also_of_a_thousa
     slab, start = pool.put(torch.arange(100, dtype=torch.uint8))
     theirs = Slab(pool.fd(slab), slab.number, 1000)  # a mapping of its own, as another process has
     for reader in (0, 999, 999):
-        slab.lend(reader)
+        slab.share(reader)
     assert torch.equal(theirs.data[start : start + 100], torch.arange(100, dtype=torch.uint8))
     for reader in (999, 0):
         theirs.give_back(reader)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.staged import StagedGroup
+from raypar.actors.collective.gpu.staged import StagedGroup
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 from tests.support.local_groups import FailingGroup, LocalHub, local_groups
 

@@ -19,12 +19,12 @@ from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Context
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.local_groups import local_groups
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team

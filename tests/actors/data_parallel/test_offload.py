@@ -45,7 +45,10 @@ def test_offload_changes_no_bit(layout, offload, precision, tmp_path):
 
 def kinds(part, worker):
     """What lies at home, and what on the device, of everything that a worker keeps."""
-    home, states = part.home, [value for _, kept, value in worker.member.state.update.state() if kept and value.dim()]
+    home, states = (
+        part.storage,
+        [value for _, kept, value in worker.member.state.update.state() if kept and value.dim()],
+    )
     masters = list(part.masters.parameters.values())
     gradients = [master.grad for master in masters]
     return {

@@ -20,7 +20,7 @@ from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
-from raypar.reporting.report import losses_of, mean_loss
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.schedules.action import COMPUTE, Action, Op
 from tests.support.local_groups import local_groups
 from tests.support.replicas import CLOSE, LAYOUTS, MODES, SHARED, UNEQUAL, agrees, classes, labels, shared
@@ -258,7 +258,7 @@ def test_a_bucket_is_one_all_reduce_and_a_rank_sends_2_of_n_minus_1_nths(dp, pp,
     for worker, count, old, new in zip(team.workers, buckets, before, team.ledger("dp"), strict=True):
         calls, sent = (new["all_reduce"][i] - old["all_reduce"][i] for i in range(2))
         elements = sum(p.numel() for p in worker.parameters().values()) + len(worker.holds())  # a place for each
-        counts = worker.member.seat.pp == pp - 1  # the last stage adds up three numbers about the step
+        counts = worker.member.context.pp == pp - 1  # the last stage adds up three numbers about the step
         assert count > 1
         assert calls == count + counts
         ring = 2 * (dp - 1) * 4 * elements / dp + counts * 2 * (dp - 1) * 24 / dp
@@ -282,7 +282,7 @@ def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
     team.step(0)
     for worker, table in zip(team.workers, team.ledger("ps"), strict=False):
         weights, count = sum(p.numel() for p in worker.parameters().values()), len(worker.holds())
-        assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker.member.seat.pp == 1), "its gradients, once"
+        assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker.member.context.pp == 1), "its gradients, once"
         assert table["broadcast"][1] == 0
     for server, table in zip(team.servers, team.ledger("ps")[len(team.workers) :], strict=True):
         weights = sum(p.numel() for p in server.parameters().values())

@@ -10,8 +10,8 @@ import torch
 import raypar as rp
 from raypar.actors.expert_parallel.rounds import Trip
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.results import losses_of
 from raypar.config.recipes import recipe
-from raypar.reporting.report import losses_of
 from tests.support.expert_layouts import batches, tilted
 from tests.support.team import Team
 from tests.support.thinned import thinned
@@ -98,8 +98,8 @@ def noted(method, name, done):
 
 def test_mistakes_are_told():
     told = "\n".join(rp.faults(replace(RUN, mesh=Mesh(dp=2), expert_rounds=2, expert_shadows=1)))
-    assert "expert_rounds is 2, but mesh.ep is 1, so no token travels: set it to 1" in told
-    assert "expert_rounds is 2, and expert_shadows 1: shadows are for tokens that travel at once" in told
+    assert "expert_rounds is 2, but mesh.ep is 1, so no token travels: set expert_rounds to 1" in told
+    assert "expert_rounds is 2, and expert_shadows is 1, but shadows are for tokens that travel at once" in told
     fixes = {
         Mesh(dp=2, ep=2): "2 of a layer's experts, and each round needs one: set it to 2 or less",
         Mesh(dp=2, expert_actors=4): "1 of a layer's experts, and each round needs one: set it to 1",

@@ -87,8 +87,9 @@ def test_the_prediction_is_that_of_the_slowest_actor():
 
 def test_mistakes_are_told():
     told = "\n".join(rp.faults(replace(RUN, mesh=Mesh(dp=2), tile=4, zero=3)))
-    assert "expert_shadows is 2, but mesh.ep is 1, so no token travels: set it to 0" in told
-    assert "expert_shadows: experts in tiles are never whole on other actors: set it to 0, or tile to 1" in told
+    assert "expert_shadows is 2, but mesh.ep is 1, so no token travels: set expert_shadows to 0" in told
+    why = "expert_shadows is 2, but experts in tiles are never whole on other actors"
+    assert f"{why}: set expert_shadows to 0, or set tile to 1" in told
     uneven = Layers(lambda: [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])], mse, plan={"layers.0": "expert"})
     told = "\n".join(rp.faults(replace(RUN, model=uneven, data=Batches(batch), mesh=Mesh(dp=2, ep=2))))
     assert "expert_shadows: the experts of layers.0 have other shapes than one another" in told

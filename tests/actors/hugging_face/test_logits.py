@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.actors.models.build import build_model
-from raypar.reporting.report import losses_of
+from raypar.actors.specs.results import losses_of
 from tests.support.hugging_face import CONFIGS, logits_of, saved, some_ids
 from tests.support.team import Team
 

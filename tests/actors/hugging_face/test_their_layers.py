@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import raypar as rp
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint.hugging_face import export
 from raypar.config.toml import plain_of, run_of
 from raypar.config.validate.generation import generation_faults
 from raypar.job.text.scoring import scores
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.generation import TeamGeneration
 from tests.support.hugging_face import _LLAMA, CONFIGS, checkpoint_of, logits_of, random_model, saved, some_ids

@@ -78,7 +78,7 @@ def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
         model = build_model(GPT(layers=1, hidden=H, heads=A, seq=S, vocab=7), 0)
         parallelizer = Parallelizer(model, [context_styles(context, group)])
         made = model.materialize([1], 0, parallelizer.parallelize)
-        stage = Stage(model, [1], made, place=Host(), is_last=False, recompute="none", seed=0)
+        stage = Stage(model, [1], made, device=Host(), is_last=False, recompute="none", seed=0)
         stage.begin(train=True)
         return kept(stage, torch.randn(B, S // cp, H))
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from raypar.actors.machine.host_cores import num_cores
-from raypar.planner.hardware.this_machine import actor_count_faults, num_slots
+from raypar.actors.machine.this_machine import actor_count_faults, num_slots
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="there is no affinity here")

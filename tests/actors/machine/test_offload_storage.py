@@ -128,7 +128,7 @@ from tests.actors.machine.test_offload_storage import team_in
 for changes in ({"offload": "optimizer"}, {"offload": "parameters", "zero": 3}):
     team = team_in(sys.argv[1], **changes)
     team.step(0)
-    os.ftruncate(team.workers[1].member.parts.part.home._file.fileno(), 0)  # as if the disk had lost it
+    os.ftruncate(team.workers[1].member.parts.part.storage._file.fileno(), 0)  # as if the disk had lost it
     for error in team.each(lambda actor: actor.train(1)):
         print(error)
 """

@@ -10,9 +10,9 @@ import torch
 import raypar as rp
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.lora import is_adapter
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.config.toml import load_run, plain_of, toml_of
 from raypar.planner.resource_needs import counts_of
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.hugging_face import VOCAB, some_ids
 from tests.support.team import Team
 

@@ -204,7 +204,7 @@ def test_a_tiled_gpt_is_verified_and_shown_by_the_names_of_the_whole(changes):
         ({"tile": {"blocks.*.mlp.upp": 2}}, "did you mean 'blocks.*.mlp.up'"),
         ({"tile": 4, "mesh": rp.Mesh(tp=2)}, "mesh.tp is 2, which divides the same layers"),
         ({"tile": 2, "optim": rp.Muon()}, "Muon updates as a whole"),
-        ({"tile": 2, "data_parallel": "parameter_server"}, "servers are not told"),
+        ({"tile": 2, "data_parallel": "parameter_server"}, "servers do not know tiles"),
         ({"tile": 0}, "tile"),
         ({"tile": {"*": 0}}, "tile"),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 import raypar as rp
-from raypar.actors.collective.gpu import demand_device
+from raypar.actors.collective.gpu.group import demand_device
 from raypar.actors.optim.step import Updater
 from tests.support.local_groups import LocalGroup, local_groups
 from tests.support.team import Team

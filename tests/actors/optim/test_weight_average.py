@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import raypar as rp
 from raypar.actors.checkpoint.snapshot import AVERAGE
 from raypar.actors.specs.lora import is_adapter
-from raypar.checkpoint.averaged import averaged
-from raypar.checkpoint.resume import prepared
+from raypar.checkpoint.find import averaged
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.job.start.resume import prepared
 from raypar.parity.reference import watch_plainly
 from raypar.planner.memory.worker import states_of
 from raypar.planner.resource_needs import counts_of

@@ -11,7 +11,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.errors import ActionError
-from raypar.actors.pipeline import backward_faults
+from raypar.actors.pipeline import stage as backward_faults
 from tests.support.team import Team
 
 

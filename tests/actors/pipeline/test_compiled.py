@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.pipeline import compiled
-from raypar.actors.pipeline.compiled import compile_layers
-from raypar.reporting.report import losses_of
+from raypar.actors.specs.results import losses_of
+from raypar.actors.worker.build import layers as compiled
+from raypar.actors.worker.build.layers import compile_layers
 from tests.support.hugging_face import some_ids
 from tests.support.team import Team
 

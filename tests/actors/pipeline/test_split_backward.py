@@ -171,7 +171,7 @@ def test_what_is_measured_is_the_schedule(name, backward):
         assert tuple(span.action for span in spans) == schedule.rows[team.world.pp(rank)]
         ops |= {span.action.op for span in spans}
     assert (Op.I in ops, Op.B in ops) == (backward != "whole", backward != "split")
-    assert {len(row) for row in worker.member.seat.plan.programs["train"].rows} == {
+    assert {len(row) for row in worker.member.context.plan.programs["train"].rows} == {
         0,
         len(schedule.rows[team.world.pp(rank)]),
     }

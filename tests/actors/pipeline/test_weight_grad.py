@@ -24,7 +24,7 @@ def backward(
     with linears.postponed() as owed:
         out.backward(gradient)
     left = owed.parameters
-    owed.pay(linears.places)
+    owed.pay(linears.memory)
     return left
 
 

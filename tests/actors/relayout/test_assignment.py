@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.relayout.assignment import assigned, lacking
+from raypar.actors.relayout.moves import assigned, lacking
 from tests.actors.relayout.test_moves import COLUMNS, ROWS, SIZES
 
 

@@ -16,8 +16,8 @@ from raypar.actors.errors import ActionError
 from raypar.actors.pipeline.weight_grad import DeferredGradients
 from raypar.actors.specs.model import Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.results import losses_of
 from raypar.parity.verify import train_plainly
-from raypar.reporting.report import losses_of
 from raypar.schedules.action import Op
 from tests.support.snapshots import loaded, read
 from tests.support.team import Team

@@ -404,7 +404,8 @@ def test_all_faults_at_once():
     plan = {"layers.0": "embeding", "layers.*.[qkv]": "column", "layers.*.o": "row"}
     faults = wrong(plan, tp=32, sequence_parallel=True)
     assert len(faults) == 9
-    assert "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False" in faults
+    told = "sequence_parallel is True, but raypar does not know where the sequence of own layers is"
+    assert f"{told}: set sequence_parallel to False, or take a GPT or Llama" in faults
     assert (
         "mesh.tp is 32, but layers.1.q has out_features 16: set it to 16 at most, or leave it out of the plan" in faults
     )

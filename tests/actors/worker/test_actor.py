@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raypar.actors.worker.actor import RayparActor
+from raypar.actors.worker.actor import RayparActor, Refusals
 from raypar.actors.worker.parameter_server import Server
-from raypar.actors.worker.refusals import Refusals
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import STEP
 from tests.support.team import Team, linears

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import nccl
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.gpu import nccl
+from raypar.actors.collective.gpu.nccl import NcclGroup
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.errors import ActionError
 from raypar.actors.machine.device import Cuda, Host
 from raypar.actors.mesh.memberships import memberships

@@ -7,9 +7,9 @@ import torch
 
 import raypar as rp
 from raypar.actors.data.examples.example_batches import open_sequences
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.config.run import check_run
 from raypar.parity.reference import watch_plainly
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.examples import made_jsonl
 from tests.support.team import Team
 

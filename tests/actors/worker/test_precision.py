@@ -10,7 +10,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.errors import NonFiniteError
-from raypar.reporting.report import losses_of, mean_loss
+from raypar.actors.specs.results import losses_of, mean_loss
 from tests.support.overflows import LAYOUTS, SHARDED, laid_out, not_skipped, poison
 from tests.support.team import Team
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from raypar.actors.worker.printed_lines import PrintedLines
+from raypar.actors.worker.actor import PrintedLines
 
 
 def test_lines_are_kept_until_they_are_taken():

@@ -81,12 +81,12 @@ def test_two_microbatches_of_two_replicas_have_the_same_bits():
 def test_messages_go_to_the_replica_whose_turn_it_is():
     team = Team(linears(3), 3, 6, mesh=rp.Mesh(pp=3, rank_dp=(2, 3, 1)))
     team.step()
-    assert [worker.member.seat.label for worker in team.workers] == [
+    assert [worker.member.context.label for worker in team.workers] == [
         *("pp=0 dp=0", "pp=0 dp=1", "pp=1 dp=0", "pp=1 dp=1", "pp=1 dp=2", "pp=2")
     ]
     for row, worker in enumerate(team.workers):
         here = [event.action.microbatch for event in worker.events() if event.action.op is Op.F]
-        assert sorted(here) == list(team.programs["train"].microbatches_of(row, worker.member.seat.pp))
+        assert sorted(here) == list(team.programs["train"].microbatches_of(row, worker.member.context.pp))
     shapes = [table.get("send shapes", (0, 0))[0] for table in team.ledger("pp")]
     assert shapes == [3, 3, 1, 1, 1, 0], "each sender tells each of its receivers once"
     sent = [sum(calls for op, (calls, _) in table.items() if op == "send") for table in team.ledger("pp")]

@@ -16,9 +16,9 @@ from raypar.actors.collective.group import Handle
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.errors import ActionError, NonFiniteError
 from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.results import mean_loss
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.parity.verify import train_plainly
-from raypar.reporting.report import mean_loss
 from raypar.schedules.action import Action
 from tests.support.local_groups import FailingGroup, LocalGroup, LocalHub, local_groups
 from tests.support.team import Team, batch, linears

@@ -83,10 +83,10 @@ class Member:
 
     def join(self, name: str, size: int, rank: int) -> str:
         """Join the group, and return the name of its class: NCCL's, or on CPUs the one that raypar uses there."""
-        from raypar.actors.collective import ray_groups
         from raypar.actors.collective.connect import cpu_group
-        from raypar.actors.collective.gpu import ring
-        from raypar.actors.collective.nccl import NcclGroup
+        from raypar.actors.collective.gpu.group import ring
+        from raypar.actors.collective.gpu.nccl import NcclGroup
+        from raypar.actors.collective.ray import ray_groups
 
         store = ray_groups.KVStore(name)
         self._group: Group

@@ -11,7 +11,7 @@ import torch
 import raypar as rp
 from raypar.actors.hugging_face.fingerprint import fingerprint
 from raypar.checkpoint.hugging_face import export
-from raypar.checkpoint.resume import prepared
+from raypar.job.start.resume import prepared
 from tests.support.hugging_face import VOCAB, checkpoint_of, some_ids
 from tests.support.team import Team
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 import raypar as rp
 from raypar.actors.models.build import build_model
+from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint.hugging_face import export
-from raypar.reporting.report import losses_of, mean_loss
 from tests.support.hugging_face import CONFIGS, VOCAB, checkpoint_of, logits_of, saved, some_ids
 from tests.support.team import Team
 

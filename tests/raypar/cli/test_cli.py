@@ -434,7 +434,7 @@ def test_a_dry_run_takes_no_time_and_no_torch():
 @pytest.mark.parametrize("command", ["train", "verify", "step"])
 def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, command):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.planner.hardware.this_machine.num_cores", lambda: 2)
+    monkeypatch.setattr("raypar.actors.machine.this_machine.num_cores", lambda: 2)
     monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
     code, _, err = said(command, "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5)
     assert code == 2
@@ -682,7 +682,7 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
 
 
 def test_what_was_muted_for_a_command_is_heard_after_it(caplog):
-    log = logging.getLogger("raypar.checkpoint.resume")
+    log = logging.getLogger("raypar.job.start.resume")
     with cli._messages(logging.ERROR):
         log.warning("within")
     log.warning("after")

@@ -82,6 +82,7 @@ def test_an_unknown_recipe_is_guessed():
 
 
 def test_all_faults_of_a_run_come_at_once(tiny, text):
+    check_run(tiny)  # its text is converted: for a run with other faults none is
     run = replace(
         tiny,
         model=GPT(layers=3, hidden=10, heads=4, seq=10**6, vocab=50),

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
-from raypar.checkpoint import resume
 from raypar.cli.main import run_command
 from raypar.cli.train import train as commands
 from raypar.config.run import check_run
 from raypar.config.toml import plain_of, run_of
+from raypar.job.start import resume
 from raypar.schedules import Schedule, build, lower
 
 CODE = """\

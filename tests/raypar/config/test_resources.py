@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import raypar as rp
+from raypar.actors.machine.this_machine import actor_count_faults
 from raypar.actors.specs.resources import num_bytes
 from raypar.cluster.placement.devices import ActorResources, share_of
 from raypar.cluster.placement.placement import is_selected, wants
 from raypar.config.run import reset_faults
-from raypar.planner.hardware.this_machine import actor_count_faults
 from raypar.reporting.summary import plan_rows
 from raypar.schedules import build
 
@@ -75,7 +75,7 @@ def test_an_actor_takes_what_is_asked_for_and_computes_with_as_many_threads():
 
 def test_a_ray_of_raypars_own_has_room_for_fewer_of_them(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.planner.hardware.this_machine.num_cores", lambda: 2)
+    monkeypatch.setattr("raypar.actors.machine.this_machine.num_cores", lambda: 2)
     assert not [*actor_count_faults(4, 4.0)]
     (fault,) = actor_count_faults(5, 4.0)
     assert "5 actors are more than the 4 that this machine of 2 cores takes with resources.cpus=4: use a" in fault

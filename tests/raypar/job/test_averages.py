@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.checkpoint.averaged import averaged
-from raypar.checkpoint.resume import find
+from raypar.checkpoint.find import averaged
 from raypar.errors import JobError
+from raypar.job.start.resume import find
 
 MODEL = rp.GPT(layers=2, hidden=32, heads=4, seq=64, qkv_bias=True)
 RUN = rp.Run(

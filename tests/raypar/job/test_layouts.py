@@ -15,7 +15,7 @@ from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.config.schedule import load
 from raypar.job.layout.elastic import Layout, Layouts, with_replicas
-from raypar.job.recover.waiting_for_nodes import why_no_room
+from raypar.job.recover.restarts import why_no_room
 from tests.support.team import Team, linears
 
 MODEL = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
@@ -128,5 +128,5 @@ def test_a_world_with_fewer_replicas_needs_fewer_actors():
     [("", "no node is left for another actor"), ("n has 0 free CPUs", "no node has room for another actor (n has 0")],
 )
 def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, told):
-    monkeypatch.setattr("raypar.job.recover.waiting_for_nodes.free_cpus_text", lambda: free)
+    monkeypatch.setattr("raypar.job.recover.restarts.free_cpus_text", lambda: free)
     assert why_no_room(SimpleNamespace(vacancies=[])).startswith(told)

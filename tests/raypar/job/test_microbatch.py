@@ -39,9 +39,9 @@ def test_a_probe_that_measures_more_than_there_is_steps_down():
 
     found = fit_microbatch(RUN, 1200 * MIB, probe)
     assert tried == [16, 8, 4] and found.run.micro_batch_size == 4
-    assert "the memory ran out" in found.told[0]
-    assert "measured 1.3 GiB, more than 1.2 GiB" in found.told[1]
-    assert "measured 680 MiB, within 1.2 GiB" in found.told[2]
+    assert "the memory ran out" in found.findings[0]
+    assert "measured 1.3 GiB, more than 1.2 GiB" in found.findings[1]
+    assert "measured 680 MiB, within 1.2 GiB" in found.findings[2]
 
 
 def test_what_never_fits_says_what_each_size_takes():

@@ -101,7 +101,7 @@ def test_a_run_with_a_folder_goes_on_in_it(job_on, tmp_path):
 def test_mistakes_are_told():
     with pytest.raises(rp.ConfigError, match=r"every replica has all experts: set mesh\.ep"):
         rebalanced(replace(RUN, mesh=rp.Mesh(dp=2)), None, None)
-    with pytest.raises(rp.ConfigError, match="no step has told the loads of experts: take one, or give loads"):
+    with pytest.raises(rp.ConfigError, match="no step has reported the loads of experts: take one, or give loads"):
         rebalanced(RUN, None, None)
     with pytest.raises(rp.ConfigError, match=r"loads of blocks\.0 are of no multiple of 2 experts"):
         rebalanced(RUN, {"blocks.0": [1, 2, 3]}, None)

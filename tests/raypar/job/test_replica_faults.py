@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.machine.this_machine import num_slots
 from raypar.actors.specs.worlds import world_of
-from raypar.planner.hardware.this_machine import num_slots
 
 SERVED = {"data_parallel": "parameter_server"}
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.checkpoint.resume import find
 from raypar.cli.train import train as commands
 from raypar.config.run import check_run
 from raypar.errors import JobError
 from raypar.job.start.batch_checks import _IMPURE, warn_of_batches
+from raypar.job.start.resume import find
 
 FLAGS = ("--steps", 2, "--mesh.pp", 1, "--eval-steps", 1)
 RUN = rp.recipe("gpt-tiny", steps=1, mesh=rp.Mesh(pp=1), folder="runs/a")

@@ -145,7 +145,7 @@ def test_where_copies_have_no_room_the_run_goes_on_without(tmp_path, monkeypatch
 def test_short_steps_keep_no_copies(tmp_path):
     with rp.launch(replace(RUN, steps=3, folder=str(tmp_path / "run"))) as job:
         job.train()
-        assert not job._loading.starter.standing.snapshots.are_taken(job.run)
+        assert not job._loading.starter.active.snapshots.are_taken(job.run)
 
 
 @pytest.mark.parametrize(

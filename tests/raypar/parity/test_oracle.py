@@ -131,7 +131,7 @@ def test_one_loss_over_all_layers_needs_them_on_one_actor():
 def test_a_replica_that_is_gone_when_targets_are_counted_is_named():
     team = Team.of(run_of(MODELS["experts"], mesh=rp.Mesh(dp=2)))
     team.each(lambda actor: actor.train(0))
-    for group in team.all[1].member.seat.groups.values():
+    for group in team.all[1].member.context.groups.values():
         group.abort()
     with pytest.raises(ActionError, match="actor pp=0 dp=0: action beginning of step with pp=0 dp=1 failed: "):
         team.all[0].train(1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raypar.actors.machine import this_machine as host
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.cast import cast
 from raypar.actors.models.skeleton import Skeleton
@@ -20,7 +21,6 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
-from raypar.planner.hardware import this_machine as host
 from raypar.planner.memory.all_actors import server_memory
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import ActorMemory, ParameterCounts, worker_memory

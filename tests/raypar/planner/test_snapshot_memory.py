@@ -11,7 +11,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.worlds import world_of
-from raypar.actors.worker.keep.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.memory.all_actors import others_memory
@@ -53,7 +53,7 @@ def test_snapshots_take_the_memory_that_is_planned(name):
     schedule, world = check_run(run)["train"], world_of(run)
     counts, team = counts_of(run, schedule, None), Team.of(run)
     timeline = from_flops(run, world, counts, schedule).timeline
-    keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
+    keepers = [SnapshotKeeper(actor.member.context.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)
         for actor, keeper in zip(team.all, keepers, strict=True):

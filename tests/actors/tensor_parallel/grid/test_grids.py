@@ -22,11 +22,11 @@ from raypar.actors.pipeline.weight_grad import DeferredGradients
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.results import losses_of
 from raypar.actors.specs.types import Context
 from raypar.actors.tensor_parallel.grid.base import shard_along
 from raypar.actors.worker.build.parallelize import Parallelizer, tensor_styles
 from raypar.parity.verify import train_plainly
-from raypar.reporting.report import losses_of
 from raypar.schedules.action import Op
 from tests.support.on_grid import GRIDS, groups_on
 from tests.support.snapshots import loaded, read

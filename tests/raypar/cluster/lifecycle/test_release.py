@@ -84,7 +84,7 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
 
 def test_too_many_actors_start_no_ray(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raypar.planner.hardware.this_machine.num_cores", lambda: 2)
+    monkeypatch.setattr("raypar.actors.machine.this_machine.num_cores", lambda: 2)
     monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: False))
     monkeypatch.setattr(ray_cluster, "_connect", None)  # nobody may call it
     with pytest.raises(ConfigError, match="17 actors are more than the 16 that this machine of 2 cores takes"):

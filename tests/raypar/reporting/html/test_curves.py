@@ -15,8 +15,8 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Listed
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import Death, JobError
+from raypar.job.recover.failures import Failure
 from raypar.planner.cost_model import costs_on_paper
-from raypar.recovery.failures import Failure
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.compare import comparison

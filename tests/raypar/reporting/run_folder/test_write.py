@@ -148,7 +148,7 @@ def test_two_jobs_do_not_share_a_folder(begun, tmp_path):
 def test_what_is_logged_is_there_with_its_time(begun, tmp_path):
     folder = begun()
     LOG.warning("careful")
-    logging.getLogger("raypar.checkpoint.background_save").error("worse")
+    logging.getLogger("raypar.job.recover.background_save").error("worse")
     folder.close()
     LOG.warning("not any more")
     first, second = (tmp_path / "run" / "log.txt").read_text().splitlines()

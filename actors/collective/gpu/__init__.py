@@ -1,0 +1,1 @@
+"""Groups of actors on GPUs: over torch's NCCL, cupy's NCCL, or through the host."""

@@ -1,0 +1,133 @@
+"""Groups of actors that share a GPU, which NCCL cannot connect: tensors are copied through the host and a CPU group."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.gpu.group import demand_device
+from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
+from raypar.actors.collective.reductions import ReduceOp
+
+log = logging.getLogger(__name__)
+
+
+class StagedGroup(Group):
+    """A group for tensors on ``device`` that communicates through a CPU group.
+
+    An op copies its inputs to pinned memory when it is called, which blocks until the GPU has computed them. Its
+    outputs are copied back on torch's current stream when it is waited for. Order of additions, tags and deadlines are
+    those of the CPU group. Both groups share one ledger, in which an op counts once.
+
+    Args:
+        inner: The CPU group. It also serves as ``host``: it can be used directly if all members do so in the same
+            order.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, inner: Group, device: torch.device) -> None:
+        one = GroupMember(inner.name, inner.axis, inner.rank, inner.size, inner.timeout, ledger=inner.ledger)
+        super().__init__(one)
+        self.device, self.host, self._inner = device, inner, inner
+        if device.type == "cuda":
+            _warn()
+
+    def abort(self) -> None:
+        self._closed = True
+        self._inner.abort()
+
+    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+        demand_device(self.name, op, self.device, args)
+        return super()._run(op, peer, sent, start, *args)
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return self._inner._all_reduce_bytes(tensor)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        host = self._read(tensor)
+        return _then(self._inner._all_reduce(host, op), tensor, host)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        host = self._host_like(out)
+        return _then(self._inner._all_gather(host, self._read(tensor)), out, host)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        host = self._host_like(out)
+        return _then(self._inner._reduce_scatter(host, self._read(tensor), op), out, host)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        host = self._host_like(out)
+        return _then(self._inner._all_to_all(host, self._read(tensor), outs, ins), out, host)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        if self.rank == root:
+            return self._inner._broadcast(self._read(tensor), root)
+        host = self._host_like(tensor)
+        return _then(self._inner._broadcast(host, root), tensor, host)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        host = self._read(tensor)
+        finish = self._inner._reduce(host, root, op)
+        return _then(finish, tensor, host) if self.rank == root else finish
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        if out is None or self.rank != root:
+            return self._inner._gather(None, self._read(tensor), root)
+        host = self._host_like(out)
+        return _then(self._inner._gather(host, self._read(tensor), root), out, host)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        host = self._host_like(out)
+        source = None if tensor is None or self.rank != root else self._read(tensor)
+        return _then(self._inner._scatter(host, source, root), out, host)
+
+    def _barrier(self) -> Finish:
+        return self._inner._barrier()
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        return self._inner._send(self._read(tensor), dst, tag)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        host = self._host_like(tensor)
+        return _then(self._inner._recv(host, src, tag), tensor, host)
+
+    def _host_like(self, tensor: Tensor) -> Tensor:
+        """Allocate a contiguous host tensor of this shape and dtype.
+
+        On GPUs it is pinned, and torch reuses freed pinned memory.
+        """
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host and wait for the copy: the CPU group reads it at once."""
+        host = self._host_like(tensor)
+        host.copy_(tensor, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).record_event().synchronize()
+        return host
+
+
+@functools.cache
+def _warn() -> None:
+    """Log once per process that transfers are slow."""
+    log.warning(
+        "actors share a GPU, or have no NCCL: their tensors go through the host, which is slow; "
+        "give every actor a GPU of its own"
+    )
+
+
+def _then(finish: Finish, target: Tensor, host: Tensor) -> Finish:
+    """Return a Finish that calls ``finish`` and then copies ``host`` to ``target``.
+
+    Torch keeps ``host`` alive for the copy.
+    """
+
+    def copy(timeout: float) -> None:
+        finish(timeout)
+        target.copy_(host, non_blocking=True)
+
+    return copy

@@ -1,0 +1,1 @@
+"""Groups between Ray actors, and Ray's private names that they need."""
