@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -61,10 +62,11 @@ class StageExchange(Protocol):
         """Return the outputs of an action that was just performed: values for other actions, or its loss."""
 
 
+@dataclass(eq=False)
 class TokenFlow:
     """The flow of an actor that has tokens.
 
-    Args:
+    Attributes:
         context: The actor's rank, device and groups.
         stages: Its stages by number.
         source: The batches.
@@ -73,29 +75,23 @@ class TokenFlow:
         counts_ahead: Whether a step's targets are counted before its first forward, for the weight of auxiliary losses.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        stages: Mapping[int, Stage],
-        source: BatchSource,
-        mean: TokenMean,
-        scaler: LossScaler,
-        *,
-        counts_ahead: bool,
-    ) -> None:
-        self._context, self._stages, self.source = context, stages, source
-        self._mean, self._scaler, self._device = mean, scaler, context.device
-        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step under way
-        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
+    context: RankContext
+    stages: Mapping[int, Stage]
+    source: BatchSource
+    mean: TokenMean
+    scaler: LossScaler
+    counts_ahead: bool
+    _corrections: list[float] = field(default_factory=list)  # by step under way
+    _sources: dict[Action, tuple[Action, ...]] = field(default_factory=dict)  # by action, those whose values it takes
 
     def begin(self, step: StepState, program: Program) -> None:
         self._step, self._program = step, program
-        if self._counts_ahead and step.is_train:
+        if self.counts_ahead and step.is_train:
             self._corrections = self._corrections_ahead(step, program)
 
     def auxiliary(self, microbatch: int) -> float:
         """Return the weight, so that after the correction by the step's targets it is the same share of every step."""
-        weight = self._mean.auxiliary(self._scaler.scale)
+        weight = self.mean.auxiliary(self.scaler.scale)
         if not self._corrections:
             return weight
         factor = self._corrections[microbatch // self._step.length]
@@ -105,39 +101,39 @@ class TokenFlow:
         """Return the inputs; the first stage reads the inputs of the batch, the last one the targets."""
         step, (stage, microbatch) = self._step, numbers_of(action)
         number, index = step.step_and_index(microbatch)
-        number += self._scaler.left_out if step.is_train else 0
-        batch = step.program, number, index, self._context.replica(step.further)
-        inputs = self._take(action) or self._device.to(self.source.inputs(*batch))
-        if not self._stages[stage].is_last:
+        number += self.scaler.left_out if step.is_train else 0
+        batch = step.program, number, index, self.context.replica(step.further)
+        inputs = self._take(action) or self.context.device.to(self.source.inputs(*batch))
+        if not self.stages[stage].is_last:
             return inputs, ()
         target = self.source.targets(*batch)
-        counted = step.counts[microbatch] = self._stages[stage].model.count(target)
+        counted = step.counts[microbatch] = self.stages[stage].model.count(target)
         step.samples += len(target[0]) if target[0].dim() else 1
-        return inputs, self._device.to(target) if counted else ()
+        return inputs, self.context.device.to(target) if counted else ()
 
     def made(self, action: Action, outputs: Values) -> None:
         """Keep the outputs of a forward: the loss and the metrics of the last stage, or values for later stages."""
         stage, microbatch = numbers_of(action)
-        if self._stages[stage].is_last:
+        if self.stages[stage].is_last:
             self._step.computed[microbatch] = outputs[0]
             if len(outputs) > 1:
                 self._step.metrics[microbatch] = outputs[1]
             return
-        self._step.values[action], skipped = self._stages[stage].ends.given(outputs)
+        self._step.values[action], skipped = self.stages[stage].ends.given(outputs)
         for target, values in skipped.items():
             self._step.values[action._replace(peer=target)] = values
 
     def gradients(self, action: Action) -> Values:
         """Return the gradients; for the last stage, the weight of the loss, which is proportional to its tokens."""
         stage, microbatch = numbers_of(action)
-        if not self._stages[stage].is_last:
+        if not self.stages[stage].is_last:
             return self._take(action)
-        return self._device.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
+        return self.context.device.to((self.mean.weight(self._step.counts[microbatch], self.scaler.scale),))
 
     def passed(self, action: Action, gradients: Values) -> None:
         if (stage := numbers_of(action)[0]) > 0:
             backward = Action(stage, Op.I, action.microbatch)
-            self._step.values[backward], skipped = self._stages[stage].ends.divided_gradients(gradients)
+            self._step.values[backward], skipped = self.stages[stage].ends.divided_gradients(gradients)
             for source, values in skipped.items():
                 self._step.values[backward._replace(peer=source)] = values
 
@@ -155,7 +151,7 @@ class TokenFlow:
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         """Return the report; of several replicas of the last stage, each reports its microbatches."""
-        if not any(stage.is_last for stage in self._stages.values()):
+        if not any(stage.is_last for stage in self.stages.values()):
             return None
         step = self._step
         step.read_losses()
@@ -166,13 +162,13 @@ class TokenFlow:
 
     def seen(self, action: Action) -> Values:
         computed, values = self._step.computed, self._step.values
-        if action.op is Op.F and action.microbatch in computed and self._stages[numbers_of(action)[0]].is_last:
+        if action.op is Op.F and action.microbatch in computed and self.stages[numbers_of(action)[0]].is_last:
             return (computed[action.microbatch],)
         return next((values[value] for value in provides(action) if value in values), ())
 
     def _expected(self, own: int, microbatches: int) -> float:
         """Return the targets for which this actor's losses are weighted, if it has ``own`` of a step's microbatches."""
-        return self._mean.expected * own // microbatches / self._context.world.mesh.cp
+        return self.mean.expected * own // microbatches / self.context.world.mesh.cp
 
     def _corrections_ahead(self, step: StepState, program: Program) -> list[float]:
         """Return the factor by which the gradients of each step that begins will be corrected.
@@ -183,20 +179,20 @@ class TokenFlow:
         steps = range(program.schedule.stream or 1)
         counted = torch.zeros(len(steps), 2, dtype=torch.float64)
         replicas = (
-            range(self._context.world.mesh.dp) if self._context.world.servers else [self._context.replica(step.further)]
+            range(self.context.world.mesh.dp) if self.context.world.servers else [self.context.replica(step.further)]
         )
         for number in steps:
             here = [microbatch for microbatch in own if microbatch // step.length == number]
             for dp in replicas:
                 tokens = [self._count(step, microbatch, dp) for microbatch in here]
                 counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
-        self._context.sum_ahead(counted)
+        self.context.sum_ahead(counted)
         return [correction(tokens, expected) for tokens, expected in counted.tolist()]
 
     def _count(self, step: StepState, microbatch: int, dp: int) -> int:
         """Return the number of targets of a microbatch of a training step."""
         number, index = step.step_and_index(microbatch)
-        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, index, dp))
+        return self.mean.count(self.source.targets("train", number + self.scaler.left_out, index, dp))
 
     def _take(self, action: Action) -> Values:
         """Remove and return the values that an action needs from other actions, in one tuple.
