@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ class Bucket:
     stage: int
     owner: int
     parameters: Mapping[str, nn.Parameter]
-    strides: Mapping[str, Sequence[int]] = MappingProxyType({})
+    strides: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._like: Tensor = next(iter(self.parameters.values()))

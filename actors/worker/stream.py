@@ -16,7 +16,7 @@ from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
-from raypar.actors.worker.build.flow import StageExchange, numbers_of
+from raypar.actors.worker.build.flow import StageExchange, numbers_of, stage_of
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import SpeculativeUpdate, WorkerState
@@ -161,5 +161,4 @@ class Stream:
                 self.reducer.begin()
 
     def _of(self, action: Action) -> WeightVersions:
-        assert action.stage is not None
-        return self._versions[action.stage]
+        return self._versions[stage_of(action)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,26 +21,38 @@ from raypar.schedules.action import SENDS, Action, Op
 from raypar.schedules.rules import provides, taken
 
 
-class StageExchange(Protocol):
-    """Supplies the inputs of an actor's stages, and takes their outputs. One object serves all steps of a run."""
+class StageExchange:
+    """Supplies the inputs of an actor's stages, and takes their outputs. One object serves all steps of a run.
+
+    This class is the flow of an expert actor, which exchanges tokens inside its layers: there are no losses.
+
+    Args:
+        inputs: The inputs of each forward and backward; those of an expert actor have no rows.
+    """
+
+    def __init__(self, inputs: Values = ()) -> None:
+        self._inputs = inputs
 
     def begin(self, step: StepState, program: Program) -> None:
         """Begin a step."""
 
     def auxiliary(self, microbatch: int) -> float:
         """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
+        return 0.0
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return the inputs of a forward (a batch, or the outputs of the stage before), and the last stage's targets.
 
         If no target counts, there are none.
         """
+        return self._inputs, ()
 
     def made(self, action: Action, outputs: Values) -> None:
         """Take the outputs of a forward."""
 
     def gradients(self, action: Action) -> Values:
         """Return the gradients of a stage's outputs, with which its backward (B or I) begins."""
+        return self._inputs
 
     def passed(self, action: Action, gradients: Values) -> None:
         """Take the gradients of a stage's inputs that its backward (B or I) has computed."""
@@ -57,13 +68,15 @@ class StageExchange(Protocol):
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         """Return this actor's report of a step's losses, see ``ballot_of``; None if it computes no loss."""
+        return None
 
     def seen(self, action: Action) -> Values:
         """Return the outputs of an action that was just performed: values for other actions, or its loss."""
+        return ()
 
 
 @dataclass(eq=False)
-class TokenFlow:
+class TokenFlow(StageExchange):
     """The flow of an actor that has tokens.
 
     Attributes:
@@ -212,43 +225,10 @@ class TokenFlow:
         return values
 
 
-class ExpertFlow:
-    """The flow of an expert actor, which exchanges tokens inside its layers: stages have empty inputs, and no losses.
-
-    Args:
-        context: The actor's rank, device and groups.
-        dtype: The dtype in which layers compute.
-    """
-
-    def __init__(self, context: RankContext, dtype: torch.dtype) -> None:
-        self._none: Values = context.device.to((torch.empty((0, 1), dtype=dtype),))
-
-    def begin(self, step: StepState, program: Program) -> None: ...
-
-    def auxiliary(self, microbatch: int) -> float:
-        return 0.0
-
-    def inputs(self, action: Action) -> tuple[Values, Values]:
-        return self._none, ()
-
-    def made(self, action: Action, outputs: Values) -> None: ...
-
-    def gradients(self, action: Action) -> Values:
-        return self._none
-
-    def passed(self, action: Action, gradients: Values) -> None: ...
-
-    def send(self, action: Action) -> None: ...
-
-    def expect(self, action: Action) -> None: ...
-
-    def receive(self, action: Action) -> None: ...
-
-    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
-        return None
-
-    def seen(self, action: Action) -> Values:
-        return ()
+def stage_of(action: Action) -> int:
+    """Return the stage of an action that has one."""
+    assert action.stage is not None
+    return action.stage
 
 
 def numbers_of(action: Action) -> tuple[int, int]:
