@@ -66,8 +66,8 @@ class Sharder:
     def shard(self, layers: Sequence[int]) -> StageWeights:
         """Build the layers of a stage and shard their weights."""
         units: list[Unit] = []
-        uses: list[list[int]] = []
-        tiles: list[list[int]] = []
+        uses: list[tuple[int, ...]] = []
+        tiles: list[tuple[int, ...]] = []
         for members in self._layers_of_units(layers):
             initial = self._built(members)
             own: dict[str, nn.Parameter] = {}
@@ -80,9 +80,9 @@ class Sharder:
             units += unit
             for index, shared in zip(members, tied, strict=True):
                 units += [one for one in shared if one not in units]
-                uses.append([units.index(one) for one in (*unit, *shared)])
+                uses.append(tuple(units.index(one) for one in (*unit, *shared)))
                 cut = [self._unit(tile, initial) for tile in self._tiles(index)]
-                tiles.append([*range(len(units), len(units) + len(cut))])
+                tiles.append(tuple(range(len(units), len(units) + len(cut))))
                 units += cut
         weights = StageWeights(units, uses, tiles, is_guarded=self.is_own)
         for number, index in enumerate(layers):

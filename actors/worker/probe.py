@@ -122,7 +122,7 @@ class Probe:
 
     def fixed(self, name: str) -> Tensor | None:
         """Return a frozen parameter or a buffer by logical name, on the host; None if it is not on this actor."""
-        tensor = self.state.fixed().get(name)
+        tensor = self.state.part.fixed().get(name)
         return None if tensor is None else tensor.detach().cpu()
 
     def gradient(self, name: str) -> Tensor | None:
@@ -160,7 +160,7 @@ class Probe:
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind; kinds that the run cannot have are left out."""
-        storage, held, masters = self.state.storage, self.state.held, self.state.masters_apart()
+        storage, held, masters = self.state.storage, self.state.part.held, self.state.masters_apart()
         states = [tensor for _, kept, tensor in self.state.update.state() if kept]
         own = (*held, *masters) if self.reducer is None else self._unreduced()
         gradients = sum(nbytes(p.grad) for p in own if p.grad is not None)
