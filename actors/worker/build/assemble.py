@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from raypar.actors.collective.group import Group
@@ -35,7 +36,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
-from raypar.actors.worker.build.flow import ExpertFlow, StageExchange, TokenFlow
+from raypar.actors.worker.build.flow import StageExchange, TokenFlow
 from raypar.actors.worker.build.layers import LayerMaker, compile_layers
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
@@ -251,7 +252,8 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     """Create the flow of batches and values through the stages of a worker or an expert actor."""
     plan, run = context.plan, context.plan.run
     if context.world.is_expert(plan.rank):
-        return ExpertFlow(context, dtype_of(run.precision.compute))
+        empty = torch.empty((0, 1), dtype=dtype_of(run.precision.compute))
+        return StageExchange(context.device.to((empty,)))
     train = plan.programs["train"]
     source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
     if part.model.slices is not None and train.slices > 1:
