@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, plain_size, write_whole
-from raypar.actors.models.tile_names import untiled
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.sharding import Shard
 

@@ -16,7 +16,7 @@ from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, logical_tensors, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.machine.offload_storage import OffloadStorage
-from raypar.actors.models.tile_names import untiled
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 

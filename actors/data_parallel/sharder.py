@@ -14,9 +14,9 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
-from raypar.actors.models.cast import cast
-from raypar.actors.models.tile_names import tile_of
-from raypar.actors.models.tiled import TiledLinear, tiled_in
+from raypar.actors.models.init.cast import cast
+from raypar.actors.models.tiles.tile_names import tile_of
+from raypar.actors.models.tiles.tiled import TiledLinear, tiled_in
 from raypar.actors.optim.masters import master_of
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of

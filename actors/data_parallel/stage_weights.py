@@ -20,7 +20,7 @@ from raypar.actors.autograd.torch_private import (
     written_arguments,
 )
 from raypar.actors.data_parallel.units import Unit
-from raypar.actors.models.tiled import TiledLinear
+from raypar.actors.models.tiles.tiled import TiledLinear
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.tensors import Values
 from raypar.schedules.action import Action, Op

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
-from raypar.actors.layers.token_slices import TokenSlices
-from raypar.actors.models.deferred_init import as_kind_of, slots_of
+from raypar.actors.models.init.deferred_init import as_kind_of, slots_of
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.models.placed_step import PlacedStep

@@ -30,7 +30,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
-from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
+from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raypar.actors.collective.autograd import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.adapter import LoraAdapter
-from raypar.actors.layers.attention import Attention
+from raypar.actors.layers.attention.attention import Attention
 from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.module_tree import replace_modules

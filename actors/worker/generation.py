@@ -17,7 +17,7 @@ from raypar.actors.collective.autograd import joined_parts
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import WeightWindows
-from raypar.actors.layers.kv_cache import CachedSequences, going_on, incremental
+from raypar.actors.layers.attention.kv_cache import CachedSequences, going_on, incremental
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.rng import derive

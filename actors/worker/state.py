@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.memory_snapshot import Slots
 from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.inspect.step import Notes
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.actors.optim.step import ParameterUpdate, Updater

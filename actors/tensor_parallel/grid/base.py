@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gathered, reduce_from
 from raypar.actors.collective.group import Group, Groups
-from raypar.actors.layers.attention import Attention
+from raypar.actors.layers.attention.attention import Attention
 from raypar.actors.layers.positions import Learned, Sinusoidal
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children

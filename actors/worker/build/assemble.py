@@ -25,8 +25,8 @@ from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model, first_learning
 from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
-from raypar.actors.models.tile_names import tile_patterns
-from raypar.actors.models.tiled import tiled_model
+from raypar.actors.models.tiles.tile_names import tile_patterns
+from raypar.actors.models.tiles.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.moves import move_activations

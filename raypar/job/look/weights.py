@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.sharding import Pieces, Shard, Sharding
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.attention_scratch import HeadGroup, ScratchAllocator, Size
+from raypar.actors.layers.attention.attention_scratch import HeadGroup, ScratchAllocator, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
-from raypar.actors.specs.attention import LEAST, ROWS
+from raypar.actors.specs.model import BLOCKS_FROM_QUERIES, BLOCKS_FROM_TOKENS
 
 # Scores in a block, 512 KiB. A backward uses two such tensors (softmax and its gradient), which fit in 1 MiB of cache.
 _BLOCK_SCORES = 1 << 17
@@ -35,8 +35,8 @@ def suits_blocks(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         v_BKSd: Values.
     """
     return (
-        q_BNSd.shape[2] == k_BKSd.shape[2] >= LEAST
-        and q_BNSd.shape[1] * q_BNSd.shape[2] >= ROWS
+        q_BNSd.shape[2] == k_BKSd.shape[2] >= BLOCKS_FROM_TOKENS
+        and q_BNSd.shape[1] * q_BNSd.shape[2] >= BLOCKS_FROM_QUERIES
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q_BNSd, k_BKSd, v_BKSd))
         and undisturbed(q_BNSd)
         and (math.prod(q_BNSd.shape[1:]) >= _OF_INTEL or not of_intel())

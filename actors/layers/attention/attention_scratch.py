@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import softmax_gradient_
-from raypar.actors.specs.attention import KEPT_BYTES, SIDE
+from raypar.actors.specs.model import BLOCK_TOKENS, KEPT_SCORES_BYTES
 
 _LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
@@ -36,7 +36,7 @@ class Size(NamedTuple):
     @property
     def spans(self) -> list[Span]:
         """The range of tokens of each block of queries."""
-        return [(start, min(start + SIDE, self.S)) for start in range(0, self.S, SIDE)]
+        return [(start, min(start + BLOCK_TOKENS, self.S)) for start in range(0, self.S, BLOCK_TOKENS)]
 
     @property
     def scores(self) -> list[int]:
@@ -151,7 +151,7 @@ class Scratch:
         self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
         self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
-        later = like.new_full((SIDE, SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
+        later = like.new_full((BLOCK_TOKENS, BLOCK_TOKENS), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[QueryRange] = []
         for (start, stop), made in zip(size.spans, self.made.rows, strict=True):
             queries = slice(start * shared, stop * shared)
@@ -198,7 +198,7 @@ class ScratchAllocator:
         budget: Bytes of kept softmaxes, at most.
     """
 
-    def __init__(self, budget: int = KEPT_BYTES) -> None:
+    def __init__(self, budget: int = KEPT_SCORES_BYTES) -> None:
         self._budget = budget
         self._scratch: list[Scratch] = []
         self._free: list[SoftmaxMemory] = []
