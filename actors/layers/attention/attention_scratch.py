@@ -168,24 +168,22 @@ class Scratch:
             )
 
 
-def all_scores(like: Tensor, size: Size) -> list[Scores]:
-    """Allocate memory for the scores of every block. Each block's part starts on a cache line."""
-    sizes = [-(-count // _LINE) * _LINE for count in size.scores]
-    pieces = like.new_empty(sum(sizes)).split(sizes)
-    return [_scores(piece, size, *span) for piece, span in zip(pieces, size.spans, strict=True)]
-
-
 def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
     whole_nQT = memory[: size.n * (stop - start) * size.R * stop].view(size.n, (stop - start) * size.R, stop)
     return Scores(whole_nQT, whole_nQT[:, :, start:])
 
 
 class SoftmaxMemory:
-    """Memory that keeps the softmax of a group of heads, block by block, from the forward to the backward."""
+    """Memory that keeps the softmax of a group of heads from the forward to the backward.
+
+    Each block's part starts on a cache line.
+    """
 
     def __init__(self, like: Tensor, size: Size) -> None:
         self.size, self.bytes = size, like.itemsize * sum(size.scores)
-        self.scores: list[Scores] = all_scores(like, size)
+        padded = [-(-count // _LINE) * _LINE for count in size.scores]
+        parts = like.new_empty(sum(padded)).split(padded)
+        self.scores = [_scores(part, size, *span) for part, span in zip(parts, size.spans, strict=True)]
 
 
 class ScratchAllocator:
