@@ -77,7 +77,7 @@ class Skeleton:
     @cached_property
     def originals(self) -> Mapping[str, str]:
         """Names of the originals of tied weights, by the names of their copies."""
-        return {copy: original for original, copy in self.model.ties}
+        return self.model.originals
 
     @cached_property
     def _parameters(self) -> Mapping[str, Tensor]:

@@ -191,7 +191,6 @@ class TransformerModel(Model):
         Raises:
             CheckpointError: The folder's weights can't be read.
         """
-        originals = {copy: original for original, copy in self.ties}
         layer = partial(self._layer, *self._shared)
         made = unfilled(lambda: map(layer, layers))
         for index, module in zip(layers, made, strict=True):
@@ -199,7 +198,9 @@ class TransformerModel(Model):
             self._freeze(module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
+                self._init(
+                    self.originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed
+                )
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:

@@ -126,8 +126,7 @@ class LayersModel(Model):
         """Read this actor's part of a weight from the folder."""
         assert self._folder is not None
         part = torch.empty(shard.shape, dtype=tensor.dtype)
-        originals = {copy: original for original, copy in self.ties}
-        self._folder.fill(originals.get(name, name), part, shard)
+        self._folder.fill(self.originals.get(name, name), part, shard)
         return part
 
     def note(self, layer: int, error: Exception) -> str:
