@@ -134,7 +134,7 @@ def test_masks_that_are_none_are_told(mask, told):
 
 def test_a_chunk_is_all_that_is_held(monkeypatch):
     """The largest tensor of scores has chunk x chunk pairs, and chunks that nobody sees are left out."""
-    from raypar.actors.layers.attention.attention import chunked_attention
+    from raypar.actors.layers.attention import chunked_attention
 
     shapes, scores = [], chunked_attention._scores
     monkeypatch.setattr(chunked_attention, "_scores", lambda *args: shapes.append(args[2].shape) or scores(*args))
