@@ -39,6 +39,8 @@ class LayerMaker:
         groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
+        modules: The layers by index, after ``make``.
+        weights: The sharded weights of each stage by number; empty if weights are not sharded.
     """
 
     plan: ActorPlan
@@ -47,29 +49,24 @@ class LayerMaker:
     groups: Mapping[str, Group]
     model: Model
     parallelize: Parallelize
-    _modules: dict[int, nn.Module] = field(default_factory=dict)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    weights: dict[int, StageWeights] = field(default_factory=dict)
     _sharder: Sharder | None = None
 
-    def make(
-        self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
-    ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
+    def make(self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]) -> None:
         """Create the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
             owners: The owner of each parameter, which updates it.
             same: For each copy of a tied weight that needs no memory, the parameter whose memory it shares.
-
-        Returns:
-            The layers by index, and the sharded weights of each stage by number; empty if weights are not sharded.
         """
-        weights: dict[int, StageWeights] = {}
         if self.plan.world.unshards:
             run = self.plan.run
             self._sharder = Sharder(
                 model=self.model,
                 make=self._some,
-                modules=self._modules,
+                modules=self.modules,
                 same=same,
                 owners=owners,
                 groups=self.groups,
@@ -79,17 +76,16 @@ class LayerMaker:
                 precision=run.precision,
                 is_own=isinstance(run.model, Layers),
             )
-            weights = {number: self._sharder.shard(part) for number, part in parts.items()}
+            self.weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:
             self._some([index for part in parts.values() for index in part])
-        tie_parameters(self.model, self._modules, same)
-        return self._modules, weights
+        tie_parameters(self.model, self.modules, same)
 
     def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
         """Return the masters of the parameters that this actor updates, given by logical name, and cast the layers."""
         if self._sharder is not None:
             return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards)
-        return masters_of(self.plan.run.precision, self.storage, self._modules.values(), mine)
+        return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine)
 
     @property
     def shards(self) -> Mapping[str, nn.Parameter]:
@@ -107,7 +103,7 @@ class LayerMaker:
         if is_expert:
             layers = [ExpertLayer(layer) for layer in layers]
         self.device.settle(layers)
-        self._modules.update(zip(indices, layers, strict=True))
+        self.modules.update(zip(indices, layers, strict=True))
 
     def _stripped(self, name: str, layer: nn.Module) -> Mapping[str, Shard]:
         """Parallelize a layer, and keep only its experts."""
