@@ -171,24 +171,15 @@ class ActiveLayout:
         self._lifetime.actors.assign_ranks(numbers)
         self._change(layout)
 
-    def commit(self, layouts: Layouts, holds: Holds) -> None:
-        """Make the present layout the full-size one, which the run returns to when it has shrunk.
-
-        Args:
-            layouts: The layouts.
-            holds: By rank, the shard of each of its logical parameters.
-        """
-        self.layouts, self._reported = layouts, self.loaded
-        self._moved(self.loaded, holds, layouts.whole.run)
-
-    def stay(self, holds: Holds) -> None:
-        """Go on in the present layout, on actors that have built the run again.
+    def commit(self, holds: Holds, layouts: Layouts | None = None) -> None:
+        """Go on in the present layout, on actors that have built the run.
 
         Args:
             holds: By rank, the shard of each of its logical parameters.
+            layouts: The layouts, if the present one becomes the full-size one, which a shrunk run returns to.
         """
-        self._reported = self.loaded
-        self._moved(self.loaded, holds, None)
+        self._reported, self.layouts = self.loaded, layouts or self.layouts
+        self._moved(self.loaded, holds, None if layouts is None else layouts.whole.run)
 
     def again(self, taken: int, found: VerifiedCheckpoint | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
@@ -215,8 +206,7 @@ class ActiveLayout:
         back_to = common if common is not None and from_memory else saved
         self.begin(back_to)
         if loaded is not self._reported:
-            self._reported = loaded
-            self._moved(loaded, holds, None)
+            self.commit(holds)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
     def join(self, found: VerifiedCheckpoint | None, *, again: bool = False, has_begun: bool = False) -> Holds:

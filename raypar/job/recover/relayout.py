@@ -95,7 +95,7 @@ def relaid(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> R
     launched = demand_actors(actors, layout.world.size, active.name, "relayout")
     whole = Layouts(layout, active.loaded.skeleton)
     holds, sent, state = _moved(active, actors, layout, step)
-    active.commit(whole, holds)
+    active.commit(holds, whole)
     others = active.others
     others.answers(range(len(others.handles)), "leave", seconds=_LEAVING)
     actors.shrink(layout.world.size + layout.run.spares)
@@ -115,7 +115,7 @@ def rebuilt(active: ActiveLayout, actors: Actors, step: int) -> None:
         JobError: It failed; the run can be recovered.
     """
     holds, _, _ = _moved(active, actors, active.layout, step)
-    active.stay(holds)
+    active.commit(holds)
 
 
 def _moved(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:

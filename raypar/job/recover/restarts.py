@@ -267,10 +267,8 @@ class Restarts:
         if self._is_driver_left:
             return f"{self._notices} is taken away, and the driver is on it"
         if self._left and self.active.layouts.largest(self._lifetime.actors.present) is None:
-            who, room = (
-                " and ".join(map(self.active.loaded.world.label, self._left)),
-                why_no_room(self._lifetime.actors),
-            )
+            who = " and ".join(map(self.active.loaded.world.label, self._left))
+            room = why_no_room(self._lifetime.actors)
             return f"{self._notices} is taken away, {room} in the place of {who}, and {self.active.layouts.why_none()}"
         return ""
 
