@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 
@@ -128,28 +129,25 @@ def _launched(
     from raypar.actors.worker.actor import RayparActor
 
     run, world = checked.run, world_of(checked.run)
-    name, record = _name_of(run), Record(run)
-    try:
+    with ExitStack() as undo:
+        name, record = _name_of(run), Record(run)
+        undo.callback(record.close)
         with on_screen():
             log_plan(run, checked.programs["train"], checked.skeleton, checked.taken)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
         actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, run.resources)
-        try:
-            if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
-                log.warning(
-                    "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
-                    "--folder that all nodes share",
-                    blind[0],
-                    folder,
-                )
-                run = replace(run, folder=None)
-            if faults := [*reset_faults(run, actors.device)]:
-                raise ConfigError(faults)
-            return Job(checked._replace(run=run), actors, name, record, chaos)
-        except BaseException:
-            actors.end()
-            raise
-    except BaseException:
-        record.close()
-        raise
+        undo.callback(actors.end)
+        if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
+            log.warning(
+                "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
+                "--folder that all nodes share",
+                blind[0],
+                folder,
+            )
+            run = replace(run, folder=None)
+        if faults := [*reset_faults(run, actors.device)]:
+            raise ConfigError(faults)
+        job = Job(checked._replace(run=run), actors, name, record, chaos)
+        undo.pop_all()
+        return job

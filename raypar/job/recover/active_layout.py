@@ -19,15 +19,13 @@ from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.snapshots import Snapshots
 from raypar.job.start.actor_plans import begun, plans_of
 from raypar.job.start.clocks import align
-from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, the shards of its ranks, and the run itself if it
 is another one"""
-
-_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 
 
 class _Role(NamedTuple):
@@ -223,7 +221,7 @@ class ActiveLayout:
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, again=again)
-        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
         bundles, here = self._lifetime.actors.bundles, own_identity().pid_domain

@@ -55,24 +55,19 @@ class Relayout:
     """
 
     step: int
-    before: str
-    after: str
-    needed: int
-    sent: int
-    least: int
-    seconds: float
-    launched: int
+    before: str = ""
+    after: str = ""
+    needed: int = 0
+    sent: int = 0
+    least: int = 0
+    seconds: float = 0.0
+    launched: int = 0
 
     def __str__(self) -> str:
         if not self.needed:
             return f"the run has this layout already, after step {self.step}: nothing has moved"
         what = f"{self.after} instead of {self.before}: {size(self.sent)} of {size(self.needed)} moved"
         return f"the run has another layout after step {self.step}, {what}, in {self.seconds:.1f} s"
-
-
-def unmoved(step: int) -> Relayout:
-    """Return what has moved where a run goes on in the layout that it has: nothing."""
-    return Relayout(step, "", "", 0, 0, 0, 0.0, 0)
 
 
 def relaid(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> Relayout:

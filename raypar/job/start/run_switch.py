@@ -17,7 +17,7 @@ from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
 from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.failures import Failure
-from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
+from raypar.job.recover.relayout import Relayout, demand_actors, relaid
 from raypar.job.recover.restarts import Restarts
 from raypar.job.start.before_launch import replacement
 from raypar.job.start.lifetime import Lifetime
@@ -92,7 +92,7 @@ class RunSwitch:
         whole, skeleton = active.layouts.whole, self.loop.loaded.skeleton
         layout = other_layout(whole, to, changes, skeleton, self._device)
         if layout.run == whole.run and active.layout is whole:
-            return unmoved(self.loop.next_step)
+            return Relayout(self.loop.next_step)  # nothing moves
         found = self.loop.between_steps(lambda: relaid(active, actors, layout, self.loop.next_step), "a relayout")
         if isinstance(found, Failure):
             raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")
