@@ -454,11 +454,10 @@ MAY_IMPORT = {
         "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
-        "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
-        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
-        "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
-        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
-        "raypar/reporting schedules"
+        "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
+        "raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping raypar/job/steps "
+        "raypar/job/text raypar/planner raypar/planner/memory raypar/reporting schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
@@ -485,13 +484,13 @@ MAY_IMPORT = {
     ),
     "raypar/job/stepping": (
         "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
+        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/config raypar/job/start "
         "raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover raypar/job/start "
-        "raypar/job/stepping raypar/reporting schedules schedules/passes"
+        "raypar raypar/cluster raypar/cluster/calls raypar/job/recover raypar/job/start raypar/job/stepping "
+        "raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
         "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
