@@ -139,7 +139,7 @@ def run_ckpt_verify(path: Path) -> CheckpointOutcome:
     else:
         paths = [path]
     verdicts = {one: faults_of(one) for one in paths}
-    return CheckpointOutcome("\n".join(_told(verdicts)), not any(verdicts.values()))
+    return CheckpointOutcome("\n".join(_verdict_lines(verdicts)), not any(verdicts.values()))
 
 
 def run_export(args: ExportArgs) -> CheckpointOutcome:
@@ -150,8 +150,8 @@ def run_export(args: ExportArgs) -> CheckpointOutcome:
     path, folder = args.paths
     found = checkpoint_at(path, ema=args.ema)
     if args.adapter:
-        told = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
-        return CheckpointOutcome(told, sound=True)
+        text = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
+        return CheckpointOutcome(text, sound=True)
     written = write(found, folder, args.dtype, _last_loss(found))
     return CheckpointOutcome(
         f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True
@@ -159,14 +159,14 @@ def run_export(args: ExportArgs) -> CheckpointOutcome:
 
 
 def _last_loss(found: find.VerifiedCheckpoint) -> float | None:
-    """Return the loss of the last step before a checkpoint; None if its run folder does not tell."""
-    home = run_folder_of(found.path)
-    metrics = [] if home is None else salvage(home)[0].metrics
+    """Return the loss of the last step before a checkpoint; None if its run folder has none."""
+    folder = run_folder_of(found.path)
+    metrics = [] if folder is None else salvage(folder)[0].metrics
     losses = [line["loss"] for line in metrics if line.get("loss") is not None and line["step"] < found.manifest.step]
     return losses[-1] if losses else None
 
 
-def _told(verdicts: dict[Path, list[str]]) -> Iterator[str]:
+def _verdict_lines(verdicts: dict[Path, list[str]]) -> Iterator[str]:
     for path, faults in verdicts.items():
         yield f"{path}: {'NOT SOUND' if faults else 'ok'}"
         yield from (f"- {fault}" for fault in faults)

@@ -18,7 +18,7 @@ class DoctorArgs:
     json: bool = False
     """one list of JSON instead of lines"""
     sweep: bool = False
-    """end processes that raypar's own Rays left behind on this machine, yours only, and remove their folders"""
+    """end processes that raypar's own Rays left on this machine, yours only, and remove their folders"""
     times: bool = True
     """measure an all_reduce of 4 KiB, 4 MiB and 64 MiB in every node and between nodes"""
 

@@ -30,7 +30,7 @@ TERMINATED = 143
 
 _LONG = 80  # letters of a path that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
-_MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
+_MORE = "raypar plan shows bytes and seconds, and compares levels of ZeRO"
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}

@@ -18,7 +18,7 @@ from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.step_board import MoveError, makes_tensors
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
-_TOLD = (
+_MISTAKES = (
     ConfigError,
     ScheduleError,
     MoveError,
@@ -138,7 +138,7 @@ class _Console(code.InteractiveConsole):
 
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
-        if isinstance(error, _TOLD):
+        if isinstance(error, _MISTAKES):
             self.write(f"{type(error).__name__}: {error}".removesuffix(": ") + "\n")
         else:
             inner = trace.tb_next if trace is not None else None

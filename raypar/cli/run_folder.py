@@ -55,7 +55,7 @@ class ReportArgs:
     def faults(self) -> Iterator[str]:
         """Yield which values are out of range or do not go together."""
         seen = [folder.resolve() for folder in self.folders]
-        twice = [folder for place, folder in enumerate(self.folders) if seen[place] in seen[:place]]
+        twice = [folder for index, folder in enumerate(self.folders) if seen[index] in seen[:index]]
         yield from (f"{str(folder)!r} is given twice: give each run once" for folder in dict.fromkeys(twice))
         if self.live and self.out is not None:
             yield "--live serves the page and writes no file: leave --out away"
@@ -98,17 +98,17 @@ class _Page(NamedTuple):
 
     Attributes:
         html: The page.
-        home: The folder and the name of the file that it is usually written to.
+        path: The default path of the file.
         poor: What can't be read of damaged folders.
         lost: Why other folders are no runs.
-        told: Lines that the terminal shows too.
+        lines: Lines that the terminal shows too.
     """
 
     html: str
-    home: Path
+    path: Path
     poor: Sequence[str]
     lost: Sequence[str]
-    told: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
 
 def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
@@ -117,7 +117,7 @@ def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str],
     Args:
         command: "report" or "trace".
         words: The words after the command.
-        say: Called with a line that is to be told before the command ends.
+        say: Prints a line before the command ends.
 
     Returns:
         Which file was written.
@@ -145,8 +145,8 @@ def report(args: ReportArgs) -> RunFolderOutcome | Live:
         _page(folders, peak)
         return Live(lambda: _served(folders, peak), args.port)
     made = _page(folders, peak)
-    written = _written(args.out or made.home, args.out, made.html)
-    lines = [*made.told, written, *(f"could not be read: {fault}" for fault in made.poor)]
+    written = _written(args.out or made.path, args.out, made.html)
+    lines = [*made.lines, written, *(f"could not be read: {fault}" for fault in made.poor)]
     return RunFolderOutcome("\n".join(lines), made.lost)
 
 
@@ -180,13 +180,13 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
             poor += [f"{past.folder}: {fault}" for fault in faults]
     if not pasts:
         raise ConfigError(lost)
-    home = pasts[0].folder
+    folder = pasts[0].folder
     if len(pasts) > 1:
-        return _Page(comparison(pasts, faults=[*poor, *lost], every=every), home / COMPARISON, poor, lost)
+        return _Page(comparison(pasts, faults=[*poor, *lost], every=every), folder / COMPARISON, poor, lost)
     if lost:
-        lost.append(f"{str(home)!r} alone is shown, and compared with nothing: correct the other path")
+        lost.append(f"{str(folder)!r} alone is shown, and compared with nothing: correct the other path")
     shown = page(pasts[0], faults=[*poor, *lost], peak=peak, every=every)
-    return _Page(shown, home / REPORT, poor, lost, _predicted(pasts[0]))
+    return _Page(shown, folder / REPORT, poor, lost, _predicted(pasts[0]))
 
 
 def _predicted(past: Past) -> list[str]:
@@ -194,8 +194,8 @@ def _predicted(past: Past) -> list[str]:
     if past.forecast is None or not past.metrics:
         return []
     rows = [f"{one.name}: {one}" for one in comparisons(past.forecast, History.of(past))]
-    told = f"predicted {past.forecast.source}"
-    return [*rows, f"{told}; {past.forecast.better}" if past.forecast.better else told]
+    source = f"predicted {past.forecast.source}"
+    return [*rows, f"{source}; {past.forecast.better}" if past.forecast.better else source]
 
 
 def _written(target: Path, out: Path | None, text: str) -> str:

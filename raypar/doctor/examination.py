@@ -16,7 +16,7 @@ from raypar.doctor.finding import Finding
 from raypar.doctor.group_times import SIZES, group_time_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
 from raypar.doctor.machines import machine_findings, token_findings
-from raypar.doctor.node_facts import facts_teller
+from raypar.doctor.node_facts import facts_collector
 from raypar.errors import ConfigError, JobError
 
 _LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"
@@ -26,19 +26,20 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
     """Examine, and yield findings as they come.
 
     Args:
-        sweeps: Whether to end what raypar's own Rays left behind on this machine.
+        sweeps: Whether to end what raypar's own Rays left on this machine.
         times: Whether to measure groups.
         sizes: Bytes of the tensors that are measured.
     """
     found, before = leftovers(), own_sessions()
     yield from sweep(found) if sweeps else leftover_findings(found)
-    own = facts_teller()()
+    own = facts_collector()()
     yield from token_findings("this machine", own)
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         with connected() as nodes:
             yield from cluster_findings(address, nodes)
-            its = node_findings(nodes)  # the token file of this machine is told above; if there was none, Ray made one
+            its = node_findings(nodes)
+            # The token file of this machine was examined above; if there was none, Ray made one.
             yield from its if address else (one for one in its if one.subject != "token")
             if times:
                 yield from group_time_findings(nodes, sizes)
@@ -85,9 +86,9 @@ def _special(node: Node) -> str:
 
 
 def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Yield what each node tells about itself, and whose versions differ from those of this process."""
+    """Yield the findings about each node, and which versions differ from those of this process."""
     own = versions_collector()()
-    versions, facts = facts_of(nodes, versions_collector()), facts_of(nodes, facts_teller())
+    versions, facts = facts_of(nodes, versions_collector()), facts_of(nodes, facts_collector())
     for node in nodes:
         if faults := package_version_faults(node, own, versions[node.id]):
             yield from (Finding("wrong", "versions", *_halves(fault)) for fault in faults)

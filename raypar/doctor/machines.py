@@ -22,7 +22,7 @@ def machine_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Findi
 
     Args:
         node: The node.
-        facts: What ``facts_teller`` returned there.
+        facts: What ``facts_collector`` returned there.
         alone: Whether the cluster has no other node.
     """
     yield from network_findings(node, facts, alone=alone)
@@ -34,17 +34,17 @@ def machine_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Findi
 def network_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Finding]:
     """Yield whether the node's address in Ray is one that others reach, and its fastest."""
     interfaces = facts["interfaces"]
-    told = ", ".join(f"{name} {one['address']}{_speed(one['mbits'])}" for name, one in interfaces.items())
+    listed = ", ".join(f"{name} {one['address']}{_speed(one['mbits'])}" for name, one in interfaces.items())
     used = next((name for name, one in interfaces.items() if one["address"] == node.address), None)
     if node.address.startswith(_LOOPBACK) and not alone:
         advice = "start its Ray with --node-ip-address=ADDRESS, one of its interfaces'"
         yield Finding("wrong", "network", f"{node} has a loopback address in Ray, which no other node reaches", advice)
     elif used is None and facts["system"] != _LINUX:
-        text = f"{node}: which interfaces it has is asked on Linux alone, and this is {facts['system']}"
+        text = f"{node}: which interfaces it has is known on Linux alone, and this is {facts['system']}"
         yield Finding("ok", "network", text)
     elif used is None:
-        advice = "behind NAT or in a container without the host's network, groups can't connect: give Ray that address"
-        yield Finding("wrong", "network", f"{node} has no interface with its address in Ray ({told})", advice)
+        advice = "with NAT or in a container without the host's network, groups can't connect: give Ray that address"
+        yield Finding("wrong", "network", f"{node} has no interface with its address in Ray ({listed})", advice)
     else:
         faster = [
             name
@@ -53,9 +53,9 @@ def network_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Findi
         ]
         if faster:
             advice = f"start Ray there with --node-ip-address={interfaces[faster[0]]['address']}"
-            yield Finding("slow", "network", f"{node} uses {used}, and {faster[0]} is faster ({told})", advice)
+            yield Finding("slow", "network", f"{node} uses {used}, and {faster[0]} is faster ({listed})", advice)
         else:
-            yield Finding("ok", "network", f"{node} uses {used} ({told})")
+            yield Finding("ok", "network", f"{node} uses {used} ({listed})")
 
 
 def gpu_findings(node: Node, facts: Facts) -> Iterator[Finding]:
@@ -76,14 +76,14 @@ def gpu_findings(node: Node, facts: Facts) -> Iterator[Finding]:
 def memory_findings(node: Node, facts: Facts) -> Iterator[Finding]:
     """Yield whether /dev/shm, which Linux alone has, and the number of open files are enough."""
     total, free = facts["shm"]["total"], facts["shm"]["free"]
-    told = f"{node}: /dev/shm has {total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    text = f"{node}: /dev/shm has {total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
     if facts["system"] != _LINUX:
         yield Finding("ok", "memory", f"{node}: Ray's object store is in files, as {facts['system']} has no /dev/shm")
     elif total < _LEAST_SHM:
         advice = "Ray puts its object store on the disk then; start the container with --shm-size=2g"
-        yield Finding("slow", "memory", told, advice)
+        yield Finding("slow", "memory", text, advice)
     else:
-        yield Finding("ok", "memory", told)
+        yield Finding("ok", "memory", text)
     if facts["files"] < _LEAST_FILES:
         advice = "ulimit -n 65536 before ray start: large meshes need a descriptor for every neighbour"
         yield Finding("note", "memory", f"{node}: a process may open {facts['files']} files", advice)

@@ -1,4 +1,4 @@
-"""What a node tells about itself: interfaces, GPUs, /dev/shm, open files, and the file of Ray's token."""
+"""Facts of a node: interfaces, GPUs, /dev/shm, open files, and the file of Ray's token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def facts_teller() -> Callable[[], dict[str, Any]]:
+def facts_collector() -> Callable[[], dict[str, Any]]:
     """Return a function that returns the facts of the machine on which it runs.
 
     It uses the standard library only and is nested, so that it is sent to a node as code: the node may lack raypar.
     """
 
-    def tell() -> dict[str, Any]:
+    def collect() -> dict[str, Any]:
         import fcntl
         import importlib.metadata
         import os
@@ -27,20 +27,20 @@ def facts_teller() -> Callable[[], dict[str, Any]]:
         from pathlib import Path
 
         interfaces = {}  # their addresses are asked for as Linux has it: elsewhere there are none
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as queried:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 with suppress(OSError):  # without an address
-                    answer = fcntl.ioctl(asked.fileno(), 0x8915, request)  # SIOCGIFADDR
+                    answer = fcntl.ioctl(queried.fileno(), 0x8915, request)  # SIOCGIFADDR
                     speed = -1
-                    with suppress(OSError, ValueError):  # virtual ones tell none
+                    with suppress(OSError, ValueError):  # virtual ones have none
                         speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
                     interfaces[name] = {"address": socket.inet_ntoa(answer[20:24]), "mbits": speed}
         gpus = []
         if shutil.which("nvidia-smi"):
             with suppress(OSError, subprocess.TimeoutExpired):
-                asked_of = ["nvidia-smi", "-L"]
-                listed = subprocess.run(asked_of, capture_output=True, text=True, timeout=20).stdout
+                command = ["nvidia-smi", "-L"]
+                listed = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
                 gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
         token_file = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path("~/.ray/auth_token").expanduser())
         mode = -1
@@ -65,4 +65,4 @@ def facts_teller() -> Callable[[], dict[str, Any]]:
             "auth_mode": os.environ.get("RAY_AUTH_MODE", "token").lower(),
         }
 
-    return tell
+    return collect

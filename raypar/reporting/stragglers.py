@@ -30,8 +30,8 @@ class Stragglers:
 
     def warn(self, step: int, busy: Sequence[float]) -> None:
         """Log a warning of each actor that has just become a straggler; see ``of``."""
-        for told in self.of(step, busy):
-            log.warning("%s", told)
+        for warning in self.of(step, busy):
+            log.warning("%s", warning)
 
     def of(self, step: int, busy: Sequence[float]) -> Iterator[str]:
         """Yield a warning for each actor that has just become a straggler.
@@ -57,10 +57,10 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     if len(values) == 1:
         return list(values)
     order = sorted(range(len(values)), key=values.__getitem__)
-    places = {number: place for place, number in enumerate(order)}
+    positions = {number: position for position, number in enumerate(order)}
     below, above = (len(values) - 2) // 2, (len(values) - 1) // 2  # in the middle of the others
 
-    def other(place: int, number: int) -> float:
-        return values[order[place + (place >= places[number])]]
+    def other(position: int, number: int) -> float:
+        return values[order[position + (position >= positions[number])]]
 
     return [(other(below, number) + other(above, number)) / 2 for number in range(len(values))]

@@ -35,8 +35,8 @@ def zero_levels_table(run: Run) -> str:
         ConfigError: The run has faults.
     """
     columns = {"this run": dict(_column(run))}
-    told = world_of(run)
-    if told.mesh.shards > 1 and not told.servers:
+    world = world_of(run)
+    if world.mesh.shards > 1 and not world.servers:
         columns |= {f"zero {level}": dict(_column(_at_level(run, level))) for level in _LEVELS}
     names = dict.fromkeys(name for column in reversed(columns.values()) for name in column)  # level 3 has most kinds
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
@@ -88,8 +88,8 @@ def _column(run: Run) -> Rows:
     each += [(f"{other} of pp={rank}", memory) for rank, memory in enumerate(found.others)]
     rows = []
     for actor, memory in each:
-        told = kinds_of(memory) | {"peak": size(memory.peak)}
-        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in told.items()]
+        figures = kinds_of(memory) | {"peak": size(memory.peak)}
+        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in figures.items()]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]

@@ -1,4 +1,4 @@
-"""What ``raypar simulate --cluster`` tells: a training on a cluster in lines, and as figures for JSON."""
+"""What ``raypar simulate --cluster`` prints: a training on a cluster in lines, and as figures for JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.planner.fleet.fleet import FleetOutcome
 from raypar.schedules.formatting import milliseconds
 
 
-def fleet_told(found: FleetOutcome) -> str:
+def fleet_text(found: FleetOutcome) -> str:
     """Return the outcome in lines."""
     days, wall = found.days, found.days.wall
     slow = found.median / found.ideal - 1 if found.ideal else 0.0
@@ -23,11 +23,11 @@ def fleet_told(found: FleetOutcome) -> str:
     if math.isinf(found.mtbf):
         return "\n".join([*lines, f"no node fails; saves take {days.saving / wall if wall else 0:.1%}"])
     parts = {"lost": days.lost, "saves": days.saving, "restarts": days.restarting}
-    told = ", ".join(f"{name} {seconds / wall:.1%}" for name, seconds in parts.items())
+    shares = ", ".join(f"{name} {seconds / wall:.1%}" for name, seconds in parts.items())
     return "\n".join(
         [
             *lines,
-            f"{days.failures:,} failures, one in {found.mtbf / 3600:.2f} hours: {told}",
+            f"{days.failures:,} failures, one in {found.mtbf / 3600:.2f} hours: {shares}",
             f"trained {found.trained:.1%} of the time, {found.closed_form:.1%} by Daly's formula",
             f"a save every {found.every:,} steps, {found.interval:,.0f} s; Young {found.young:,.0f} s, "
             f"Daly {found.daly:,.0f} s",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.schedules.fleet_table import fleet_figures, fleet_told
+from raypar.cli.schedules.fleet_table import fleet_figures, fleet_text
 from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placement_table, placements
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
@@ -223,12 +223,12 @@ def measure(words: Sequence[str]) -> str:
     fleet = None if args.cluster is None else _fleet(args.cluster, schedule, costs)
     compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes) if args.gather else []
     if args.format == "text":
-        told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
-        told += f", UNSHARD {args.unshard:g}" if args.gather else ""
-        told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
-        text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
+        durations = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
+        durations += f", UNSHARD {args.unshard:g}" if args.gather else ""
+        durations += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
+        text = f"{_sizes(schedule)}\ncosts given: {durations}\n{outcome_summary(found)}"
         text = f"{text}\n\n{placement_table(compared)}" if compared else text
-        return text if fleet is None else f"{text}\n\n{fleet_told(fleet)}"
+        return text if fleet is None else f"{text}\n\n{fleet_text(fleet)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,

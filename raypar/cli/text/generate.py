@@ -43,7 +43,7 @@ class Say(Protocol):
     """Prints to standard output."""
 
     def __call__(self, text: str, end: str = "\n") -> int:
-        """Print a text and what comes behind it."""
+        """Print a text and what follows it."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ def _answered(job: Job, prompt: Sequence[int], say: Say, sampling: Mapping[str, 
     """Print an answer token by token, and return it; what there is of it, if it is interrupted."""
     pieces = list[str]()
 
-    def told(_: int, token: int, piece: str) -> None:
+    def show(_: int, token: int, piece: str) -> None:
         pieces.append(piece)
         say(piece, end="")
 
     with suppress(KeyboardInterrupt):
-        job.generate([prompt], on=told, **sampling)
+        job.generate([prompt], on=show, **sampling)
     say("")
     return "".join(pieces)
 
@@ -205,8 +205,8 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     """Return the run of a job that generates, the checkpoint that it begins with (None: a folder's weights), and its
     tokenizer.
 
-    The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers, in
-    the place of the text that it was trained on, which need not be here.
+    The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers
+    instead of the text that it was trained on, which need not be here.
 
     Args:
         source: A run folder, a checkpoint, or a folder of Hugging Face.
@@ -217,17 +217,17 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
         ConfigError: There is no such model, or it can't generate.
     """
     path, found, template = absolute(source), checkpoint_or_folder(source, ema=args.ema), None
-    told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
+    settings: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
     if found is None:
-        told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
+        settings |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
         file = path / _TOKENIZER if (path / _TOKENIZER).exists() else None
     else:
         trained = its_run(found)
         kept = ("model", "optim", "seed", "precision", "expert_order")
-        told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
+        settings |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
         file = _tokenizer_of(trained)
         template = trained.data.template if isinstance(trained.data, Examples) else None
-    model, wrong, file = told["model"], list[str](), args.tokenizer or file
+    model, wrong, file = settings["model"], list[str](), args.tokenizer or file
     if file is None and model.vocab > _BYTES:
         wrong.append(f"{source!r} has no tokenizer, and its model {model.vocab} token ids: give --tokenizer FILE")
     try:
@@ -237,8 +237,8 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     if model.seq is not None:
         numbers = folder / "numbers.txt"
         numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
-        told["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
-    run = Run(micro_batch_size=1, **told)
+        settings["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
+    run = Run(micro_batch_size=1, **settings)
     if wrong := [*wrong, *generation_faults(run)]:
         raise ConfigError(wrong)
     return run, found, tokenizer

@@ -30,8 +30,8 @@ def run_verify(words: Sequence[str]) -> Verdict:
     parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
     run = unrecorded(parsed.args.run())
     _check(run, parsed.wrong)
-    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
+    figures = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *figures)
     from raypar.parity.verify import verify as verified
 
     return verified(run)

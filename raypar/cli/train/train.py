@@ -41,10 +41,10 @@ from raypar.planner.resource_needs import TOO_MUCH, Rows
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.loss_text import loss_text
-from raypar.reporting.progress import validation_told
+from raypar.reporting.progress import evaluation_line
 from raypar.reporting.report import Report
 from raypar.reporting.scale_warnings import unchanged
-from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
+from raypar.reporting.summary import closing_rows, failures_summary, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
@@ -305,7 +305,7 @@ def _trained(
         averaged = None if run.ema is None else job.evaluate(ema=True)
         for one in (evaluation, averaged):
             if one is not None:
-                logging.getLogger("raypar").info("%s", validation_told(one))
+                logging.getLogger("raypar").info("%s", evaluation_line(one))
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
@@ -319,13 +319,13 @@ def _averages(evaluation: Evaluation | None) -> Rows:
 def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: VerifiedCheckpoint | None) -> Finished:
     """Return the outcome of a run that took all its steps, with what it survived and where all of it is kept."""
     if job.failures:
-        rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
+        rows = [*rows, ("failures survived", failures_summary(reports, [failure.lost for failure in job.failures]))]
     if job.saved is not None:
         rows = [*rows, ("newest checkpoint", str(job.saved))]
     rows = [*rows, ("kept in", _kept_in(run, job.run))]
     if unchanged(run, reports) is not None:
         return Finished(rows, "the run has changed no weight (see above)")
-    return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
+    return Finished(rows, "" if job.lost is None else _lost_text(job, begun))
 
 
 def _kept_in(run: Run, of_job: Run) -> str:
@@ -361,7 +361,7 @@ def injected(
     return found, [*wrong, *never_happen(found, run, 0 if begun is None else begun.manifest.step)]
 
 
-def _told_lost(job: Job, begun: VerifiedCheckpoint | None) -> str:
+def _lost_text(job: Job, begun: VerifiedCheckpoint | None) -> str:
     """Describe a run whose last checkpoint is missing, and which began with a checkpoint or without one."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
     saved, folder = job.saved, job.run.folder

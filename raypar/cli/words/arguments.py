@@ -38,13 +38,13 @@ def parse_command(blank: A, words: Sequence[str], command: str, what: str, missi
         ConfigError: There are mistakes. The error lists all of them.
     """
     sound, wrong = read_flags(type(blank), words, blank)
-    told, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
+    faults, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
     absent = bool(missing) and not HELP & set(words) and (not sound or sound[0].startswith("--"))
     if absent and known.issuperset(fault.path for fault in wrong):  # else it may be the value of an unknown flag
-        told.append(missing)
+        faults.append(missing)
     args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}", description=what)
-    if told := [*told, *args.faults()]:
-        raise ConfigError(told)
+    if faults := [*faults, *args.faults()]:
+        raise ConfigError(faults)
     return args
 
 

@@ -75,6 +75,6 @@ exit codes:
   4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   5    the cluster has no room for the actors, or had none in time: the same command may succeed later
   6    the gradients became infinite or NaN
-  130  stopped with Ctrl-C, behind a checkpoint if there is a folder; the actors are gone
+  130  stopped with Ctrl-C, after a checkpoint if there is a folder; the actors are gone
   143  ended by SIGTERM, as with Ctrl-C; a second one ends the run at once
 """

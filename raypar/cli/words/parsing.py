@@ -130,7 +130,7 @@ def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]
     """Return the run of the depth that words name, with the data of the run that it replaces; and faults."""
     for one in values_of("--depth", words):
         if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
-            continue  # no number, which is told with the other flags; or none is wanted
+            continue  # no number, which is reported with the other flags; or none is wanted
         given = {"dp": [*values_of("--mesh.dp", words)], "vocab": [*values_of("--model.vocab", words)]}
         numbers = {name: int(values[-1]) for name, values in given.items() if values and values[-1].isdigit()}
         try:

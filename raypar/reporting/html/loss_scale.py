@@ -22,8 +22,8 @@ def loss_scale(history: History, marks: Sequence[Mark]) -> Markup:
         return Markup()
     drawn = line_chart([ChartLine("loss scale", scales)], significant, marks=marks) if scales else Markup()
     why = "because the loss or a gradient was not finite: no weight was changed, and the learning rate counts as 0"
-    told = f"Skipped, {why}: {_stretches(skipped)}." if skipped else "No step was skipped."
-    return section(SCALE, drawn, note(told))
+    text = f"Skipped, {why}: {_stretches(skipped)}." if skipped else "No step was skipped."
+    return section(SCALE, drawn, note(text))
 
 
 def scale_powers(history: History) -> Points:

@@ -17,7 +17,7 @@ _KINDS = {
     "weight_gradients": "Gradients of weights",
 }
 _MEASURES = {"over": ("overflow", "bad"), "under": ("underflow", "one")}  # word and colour by field
-_TOLD = (
+_NOTE = (
     "Shares of values by layer and watched step. Overflow: infinite, NaN, or larger than {format} can hold; "
     "safe is under 1 % and not rising, and the log warns of the rest. Underflow: not zero, and below the smallest "
     "normal number of {format}; gradients that underflow are what a loss scale is for. Point at a cell for its figures."
@@ -33,7 +33,7 @@ def overflow(history: History) -> Markup:
     drawn = [part for kind, title in _KINDS.items() for part in _kind(lines, kind, title)]
     keys = [element("span", element("b", word), shades(color)) for word, color in _MEASURES.values()]
     key = element("div", *keys, class_="key shades")
-    return section(f"Overflow and underflow of {formats}", *drawn, key, note(_TOLD.format(format=formats)))
+    return section(f"Overflow and underflow of {formats}", *drawn, key, note(_NOTE.format(format=formats)))
 
 
 def _kind(lines: dict[int, dict[str, Any]], kind: str, title: str) -> Iterator[Markup]:

@@ -41,7 +41,7 @@ from raypar.schedules.torch_csv import to_csv
 log = logging.getLogger("raypar")
 
 _HEAD = (
-    "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n"
+    "# The run with all its defaults, for raypar train; functions are written by their names, and need Python.\n"
     "# Its folder: {}\n\n"
 )
 
