@@ -15,8 +15,7 @@ from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
 from raypar.doctor.group_times import SIZES, group_time_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
-from raypar.doctor.machines import machine_findings, token_findings
-from raypar.doctor.node_facts import facts_collector
+from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 from raypar.errors import ConfigError, JobError
 
 _LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"

@@ -25,8 +25,7 @@ from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder, metrics_until
 from raypar.reporting.scale_warnings import ScaleWarnings
-from raypar.reporting.trackers.registry import sink_of
-from raypar.reporting.trackers.tracker import Sink
+from raypar.reporting.trackers.tracker import Sink, sink_of
 from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from raypar.notebook import box, notebook_table
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
 from raypar.reporting.overflow import Overflow, joined_overflow
-from raypar.reporting.totals import Totals
+from raypar.reporting.tables.totals import Totals
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import size

@@ -14,7 +14,7 @@ from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, counts_of, kinds_of
 from raypar.planner.traffic import step_traffic
-from raypar.reporting.expert_table import expert_table
+from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, milliseconds, size

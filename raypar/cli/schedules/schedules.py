@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,7 +16,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.schedules.fleet_table import fleet_figures, fleet_text
 from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placement_table, placements
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
@@ -27,6 +28,7 @@ from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
 from raypar.schedules.drawing.text import WIDTH, outcome_summary, text
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.passes.gather_weights import GatherWhen, gather_weights
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
@@ -37,9 +39,38 @@ from raypar.schedules.versions import staleness
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
-
 _SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
 _MOST_PROVED = 10_000_000  # microbatches x stages that are proved without a run; 1,024 ranks x 4,096 take about 8 GB
+
+
+def fleet_text(found: FleetOutcome) -> str:
+    """Return the outcome in lines."""
+    days, wall = found.days, found.days.wall
+    slow = found.median / found.ideal - 1 if found.ideal else 0.0
+    lines = [
+        f"cluster: {found.actors:,} actors; a step takes {milliseconds(found.median)} (median), {slow:.1%} more than "
+        f"where nothing is slow, and {milliseconds(found.slowest)} at the most",
+        f"{found.steps:,} steps take {timedelta(seconds=round(wall))}, goodput {found.goodput:.1%}",
+    ]
+    if math.isinf(found.mtbf):
+        return "\n".join([*lines, f"no node fails; saves take {days.saving / wall if wall else 0:.1%}"])
+    parts = {"lost": days.lost, "saves": days.saving, "restarts": days.restarting}
+    shares = ", ".join(f"{name} {seconds / wall:.1%}" for name, seconds in parts.items())
+    return "\n".join(
+        [
+            *lines,
+            f"{days.failures:,} failures, one in {found.mtbf / 3600:.2f} hours: {shares}",
+            f"trained {found.trained:.1%} of the time, {found.closed_form:.1%} by Daly's formula",
+            f"a save every {found.every:,} steps, {found.interval:,.0f} s; Young {found.young:,.0f} s, "
+            f"Daly {found.daly:,.0f} s",
+        ]
+    )
+
+
+def fleet_figures(found: FleetOutcome) -> dict[str, Any]:
+    """Return the outcome as figures; what is infinite is None."""
+    figures = {**asdict(found), "trained": found.trained, "goodput": found.goodput}
+    return {name: None if isinstance(one, float) and math.isinf(one) else one for name, one in figures.items()}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.text.conversation import Conversation
 from raypar.cli.train.resuming import checkpoint_or_folder, its_run
 from raypar.cli.words.arguments import given, parse_command
 from raypar.config.hugging_face.config_reader import HF
@@ -37,6 +36,38 @@ _GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a fo
 _CHAT = "Answer in a terminal, with the weights of a run, a checkpoint or a folder of Hugging Face."
 _TOKENIZER = "tokenizer.json"
 _BYTES = 256  # ids of text without a tokenizer
+
+
+class Conversation:
+    """A conversation: written by the tokenizer's chat template, or else line by line.
+
+    Args:
+        tokenizer: The tokenizer.
+        room: The most tokens of a prompt. What was said first is forgotten first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+        self._tokenizer, self._template, self._room = tokenizer, tokenizer.template, room
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, line: str) -> Sequence[int]:
+        """Add what the user says, and return the token ids of the prompt."""
+        self._messages.append({"role": "user", "content": line})
+        while len(prompt := self._prompt()) > self._room and len(self._messages) > 1:
+            del self._messages[0]
+            while self._messages[0]["role"] != "user":  # the answer to it
+                del self._messages[0]
+        return prompt[-self._room :]
+
+    def answer(self, text: str) -> None:
+        """Add the answer."""
+        self._messages.append({"role": "assistant", "content": text})
+
+    def _prompt(self) -> Sequence[int]:
+        if self._template is not None:
+            return self._tokenizer.encoded(self._template.prompt(self._messages))
+        said = (message["content"] + "\n" * (message["role"] == "assistant") for message in self._messages)
+        return self._tokenizer.prompted("".join(said))
 
 
 class Say(Protocol):

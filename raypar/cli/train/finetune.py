@@ -12,8 +12,7 @@ from raypar.actors.data.examples.example_sets import missing_files
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama
-from raypar.cli.train.data_conversion import convert_data
-from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, train
+from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, convert_data, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
 from raypar.cli.words.parsing import parse, values_of

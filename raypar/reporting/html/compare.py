@@ -11,7 +11,7 @@ from raypar.config.toml import flat
 from raypar.reporting.html.charts import ChartLine, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
-from raypar.reporting.html.loss_scale import SCALE, scale_powers
+from raypar.reporting.html.half_precision import SCALE, scale_powers
 from raypar.reporting.html.markup import COLORS, VALUE, concatenated, document, element, html_table, note, section
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past

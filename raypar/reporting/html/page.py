@@ -18,9 +18,8 @@ from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
 from raypar.reporting.html.forecast import forecast
-from raypar.reporting.html.loss_scale import loss_scale
+from raypar.reporting.html.half_precision import loss_scale, overflow
 from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
-from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import amount, duration, percentage, size

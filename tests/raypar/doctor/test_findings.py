@@ -27,8 +27,7 @@ from raypar.doctor.exposure import exposure_findings, is_loopback
 from raypar.doctor.finding import Finding, as_dicts, is_sound
 from raypar.doctor.group_times import times_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, sweep
-from raypar.doctor.machines import machine_findings, token_findings
-from raypar.doctor.node_facts import facts_collector
+from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 
 NODE = Node("id1", "n1", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})
 FACTS = {

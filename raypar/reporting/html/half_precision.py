@@ -1,13 +1,15 @@
-"""The section of a report that shows where values overflow and underflow a number format."""
+"""The sections of a report on half precision: overflow and underflow, the loss scale, and skipped steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from raypar.reporting.html.figures import History
+from raypar.reporting.html.charts import ChartLine, Mark, line_chart
+from raypar.reporting.html.figures import History, Points, significant
 from raypar.reporting.html.heat_map import Cell, heat_map, shades
 from raypar.reporting.html.markup import element, note, section
 
@@ -22,6 +24,8 @@ _NOTE = (
     "safe is under 1 % and not rising, and the log warns of the rest. Underflow: not zero, and below the smallest "
     "normal number of {format}; gradients that underflow are what a loss scale is for. Point at a cell for its figures."
 )
+SCALE = "Loss scale, as a power of 2"
+_MOST = 20  # stretches of skipped steps that are listed
 
 
 def overflow(history: History) -> Markup:
@@ -57,3 +61,31 @@ def _cell(count: dict[str, Any], field: str, word: str) -> Cell:
     where = "" if count["microbatch"] is None or field != "over" else f", most in microbatch {count['microbatch']}"
     text = f"{100 * share:.2g} % {word} ({count[field]:,} of {count['values']:,}{where}, on actor {count['actor']})"
     return Cell(share, text)
+
+
+def loss_scale(history: History, marks: Sequence[Mark]) -> Markup:
+    """Draw the loss scale over steps, and list the steps that were skipped; nothing of a run without either."""
+    scales, skipped = scale_powers(history), history.skipped
+    if not scales and not skipped:
+        return Markup()
+    drawn = line_chart([ChartLine("loss scale", scales)], significant, marks=marks) if scales else Markup()
+    why = "because the loss or a gradient was not finite: no weight was changed, and the learning rate counts as 0"
+    text = f"Skipped, {why}: {_stretches(skipped)}." if skipped else "No step was skipped."
+    return section(SCALE, drawn, note(text))
+
+
+def scale_powers(history: History) -> Points:
+    """Return ``(number of steps taken, loss scale as a power of 2)`` of every step whose loss was scaled."""
+    return [(step, math.log2(scale)) for step, scale in history.points("loss_scale") if scale > 0]
+
+
+def _stretches(steps: Iterable[int]) -> str:
+    """List steps in words: step 4, steps 7 to 9."""
+    found = list[tuple[int, int]]()
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1] = found[-1][0], step
+        else:
+            found.append((step, step))
+    listed = [f"step {first:,}" if first == last else f"steps {first:,} to {last:,}" for first, last in found[:_MOST]]
+    return ", ".join([*listed, *([f"and {len(found) - _MOST:,} stretches more"] if len(found) > _MOST else [])])

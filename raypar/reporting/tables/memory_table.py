@@ -15,7 +15,7 @@ from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of
-from raypar.reporting.totals import unknown_actor
+from raypar.reporting.tables.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, size
 from raypar.schedules.schedule import Schedule
