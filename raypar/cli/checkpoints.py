@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -14,7 +14,7 @@ from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
 from raypar.checkpoint.check import checkpoint_faults as faults_of
 from raypar.cli.train.resuming import checkpoint_at
-from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.arguments import Arguments, parse_command
 from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
@@ -31,15 +31,11 @@ usage: raypar ckpt ls FOLDER           {_LS}
 
 
 @dataclass(frozen=True)
-class LsArgs:
+class LsArgs(Arguments):
     """The words after ``raypar ckpt ls``."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """a run folder, or a folder of checkpoints"""
-
-    def faults(self) -> Sequence[str]:
-        """Return nothing: each path is right."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class VerifyArgs(LsArgs):
 
 
 @dataclass(frozen=True)
-class ExportArgs:
+class ExportArgs(Arguments):
     """The words after ``raypar ckpt export``."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN FOLDER")]
@@ -95,24 +91,25 @@ def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
     """
     if words and words[0] in HELP:
         return CheckpointOutcome(_USAGE, sound=True)
-    if words[:1] == ["export"]:
-        try:
-            return run_export(parse_command(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
-        except CheckpointError as error:
-            raise ConfigError(error.faults) from error
-    commands = {"ls": (run_ls, _LS, "FOLDER"), "verify": (run_ckpt_verify, _VERIFY, "PATH")}
+    commands: Mapping[str, tuple[Arguments, str, str]] = {
+        "ls": (LsArgs(Path()), _LS, "FOLDER"),
+        "verify": (VerifyArgs(Path()), _VERIFY, "PATH"),
+        "export": (ExportArgs(()), _EXPORT, ""),
+    }
     if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError(
             [f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH, or raypar ckpt export RUN FOLDER"]
         )
-    (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
-    blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
+    (blank, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
     try:
-        args = parse_command(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
+        args = parse_command(blank, words[1:], name, what, takes and f"a path is missing: raypar {name} {takes}")
+        if isinstance(args, ExportArgs):
+            return run_export(args)
+        assert isinstance(args, LsArgs)
         if others := find.instead_of(args.path):
             raise ConfigError([others])
-        return command(args.path)
+        return run_ckpt_verify(args.path) if isinstance(args, VerifyArgs) else run_ls(args.path)
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
 

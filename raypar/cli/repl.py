@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import raypar
 from raypar.errors import ConfigError, JobError, UnknownNameError
 from raypar.job.job import Job
-from raypar.job.stepping.stepper import Stepper
 from raypar.schedules.catalog import names
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.step_board import MoveError, makes_tensors
@@ -45,8 +45,6 @@ Namespace = dict[str, Any]
 
 def interact(job: Job) -> None:
     """Run a Python console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
-    import raypar
-
     namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
     tab_completion(namespace)
     with suppress(SystemExit):  # exit() leaves the console
@@ -103,7 +101,7 @@ def _offered(owner: object, method: str) -> Iterable[object] | None:
     """Return the sensible arguments of a method; None if the owner has no such method."""
     if isinstance(owner, Job):
         return owner.parameters if method in ("param", "grad") else None
-    if not isinstance(owner, Stepper):
+    if not isinstance(owner, raypar.Stepper):
         return None
     if method == "do":
         return owner.ready()

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.arguments import Arguments, parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
@@ -29,6 +29,7 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
 PORT = 8642
+_TRACE = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
 _REPORT = """\
 Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
 
@@ -68,17 +69,13 @@ class ReportArgs:
 
 
 @dataclass(frozen=True)
-class TraceArgs:
+class TraceArgs(Arguments):
     """The words after ``raypar trace``."""
 
     folder: Folder
     """the run's folder"""
     out: Out = None
     """the file, overwritten if it exists; None: trace.json in the folder"""
-
-    def faults(self) -> Sequence[str]:
-        """Return nothing: each value that the types take is right."""
-        return ()
 
 
 class RunFolderOutcome(NamedTuple):
@@ -111,11 +108,10 @@ class _Page(NamedTuple):
     lines: Sequence[str] = ()
 
 
-def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
-    """Run ``raypar report`` or ``raypar trace``.
+def run_report(words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
+    """Run ``raypar report``.
 
     Args:
-        command: "report" or "trace".
         words: The words after the command.
         say: Prints a line before the command ends.
 
@@ -125,12 +121,8 @@ def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str],
     Raises:
         ConfigError: The run folder can't be read, or the file can't be written.
     """
-    if command == "trace":
-        what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
-        missing = "a run folder is missing: raypar trace RUN"
-        return RunFolderOutcome(run_trace(parse_command(TraceArgs(Path()), words, command, what, missing)))
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
-    done = report(parse_command(ReportArgs(()), words, command, _REPORT, missing))
+    done = report(parse_command(ReportArgs(()), words, "report", _REPORT, missing))
     if isinstance(done, RunFolderOutcome):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
@@ -150,8 +142,10 @@ def report(args: ReportArgs) -> RunFolderOutcome | Live:
     return RunFolderOutcome("\n".join(lines), made.lost)
 
 
-def run_trace(args: TraceArgs) -> str:
-    """Run ``raypar trace``, and return a line that says which file was written."""
+def run_trace(words: Sequence[str]) -> str:
+    """Run ``raypar trace``, and return a line that says which file was written. Raises what ``run_report`` raises."""
+    missing = "a run folder is missing: raypar trace RUN"
+    args = parse_command(TraceArgs(Path()), words, "trace", _TRACE, missing)
     past = read(args.folder)
     if past.step is None or not past.timelines:
         raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])

@@ -15,7 +15,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_picture
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
-from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
+from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import Loaded, schedule_entry, takes_costs
 from raypar.errors import ConfigError
 from raypar.paths import holds_run
@@ -40,22 +40,12 @@ _FIGURES = (
 
 
 @dataclass(frozen=True)
-class CompareArgs(SizeArgs):
-    """The flags of ``raypar compare``."""
+class CompareArgs(CostArgs, SizeArgs):
+    """The flags of ``raypar compare``. Durations are those of all layers of a rank."""
 
     schedules: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar=f"{SCHEDULE} ...")] = ()
     """two schedules or more: names, CSV files, or functions that generate rows. --chunks and --steps are for those of
     them that take several"""
-    f: float = 1.0
-    """duration of a forward of all layers of a rank, in any unit"""
-    b: float = 2.0
-    """duration of a full backward of them"""
-    i: float = 1.0
-    """duration of the input half of a backward"""
-    w: float = 1.0
-    """duration of the weight half of a backward"""
-    link: float = 0.0
-    """time from the end of a compute action to the arrival of its value on another rank"""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """write a page with pictures to this file"""
 
@@ -130,7 +120,10 @@ def compare(words: Sequence[str]) -> str:
     Raises:
         ConfigError: A flag or a schedule is wrong, or the file can't be written.
     """
-    what = "Compare schedules: how long they take, what they hold, keep and send, and where their rows differ."
+    what = (
+        "Compare schedules: how long they take, what they hold, keep and send, and where their rows differ. Durations "
+        "are those of all layers of a rank."
+    )
     args = parse_command(CompareArgs(), words, "compare", what)
     sides, faults = list[Side](), list[str]()
     for word in args.schedules:

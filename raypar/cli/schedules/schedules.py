@@ -17,8 +17,8 @@ import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placement_table, placements
-from raypar.cli.words.arguments import parse_command
-from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
+from raypar.cli.words.arguments import Arguments, parse_command
+from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
 from raypar.planner.fleet.fleet import FleetOutcome, simulate_fleet
@@ -74,7 +74,7 @@ def fleet_figures(found: FleetOutcome) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PaperArgs(SizeArgs):
+class PaperArgs(SizeArgs, Arguments):
     """The flags that draw, check and simulate share."""
 
     schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=SCHEDULE)]
@@ -88,10 +88,6 @@ class PaperArgs(SizeArgs):
     """with --gather microbatch: whether weights are freed between the forward and the backward of a microbatch"""
     reduce: ReduceWhen | None = None
     """reduce gradients over replicas, once a step or once a microbatch; None: there are no replicas"""
-
-    def faults(self) -> list[str]:
-        """Return which values are out of range."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -119,19 +115,9 @@ class CheckArgs(PaperArgs):
 
 
 @dataclass(frozen=True)
-class SimulateArgs(PaperArgs):
+class SimulateArgs(CostArgs, PaperArgs):
     """The flags of ``raypar simulate``."""
 
-    f: float = 1.0
-    """duration of a forward, in any unit"""
-    b: float = 2.0
-    """duration of a full backward"""
-    i: float = 1.0
-    """duration of the input half of a backward"""
-    w: float = 1.0
-    """duration of the weight half of a backward"""
-    link: float = 0.0
-    """time from the end of a compute action to the arrival of its value on another rank"""
     unshard: float = 0.0
     """duration of a gather of a stage's weights, beside the actions; with --gather, a table compares all placements"""
     reduce_grad: float = 0.0

@@ -12,12 +12,11 @@ import tyro
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.train.resuming import checkpoint_or_folder, its_run
+from raypar.cli.text.trained_model import TOKENIZER, trained_model
+from raypar.cli.train.resuming import its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.hugging_face.config_reader import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.planner.resource_needs import Rows
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint
 
 _WHAT = "Print loss, perplexity, bits per byte of a run, a checkpoint or a folder of Hugging Face on validation data."
-_TOKENIZER = "tokenizer.json"
 _EXAMPLES = {".jsonl", ".json", ".parquet"}
 
 
@@ -96,17 +94,14 @@ def evaluated(args: EvalArgs) -> tuple[Run, VerifiedCheckpoint | None]:
     Raises:
         ConfigError: There is no such model, or nothing to evaluate it on.
     """
-    source, path = args.words[0], absolute(args.words[0])
-    found = checkpoint_or_folder(source, ema=args.ema)
-    settings: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp}
+    source = args.words[0]
+    settings, found = trained_model(source, args)
     if found is None:
-        settings |= {"model": HF(path), "optim": SGD(), "steps": 1}
-        data, tokenizer = None, str(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
+        file = absolute(source) / TOKENIZER
+        data, tokenizer = None, str(file) if file.exists() else None
     else:
-        trained = its_run(found)
-        kept = ("model", "optim", "seed", "precision", "expert_order", "data")
-        settings |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
-        data, tokenizer = trained.data, getattr(trained.data, "tokenizer", None)
+        data = its_run(found).data
+        tokenizer = getattr(data, "tokenizer", None)
     if len(args.words) == 2:
         data = _data_of(args.words[1], tokenizer, data)
     if data is None:
@@ -121,4 +116,4 @@ def _data_of(file: str, tokenizer: str | None, like: Any) -> Text | Examples:
     if Path(file).suffix in _EXAMPLES:
         return Examples(file, tokenizer, val_path=file)
     path = None if tokenizer is None else Path(tokenizer)
-    return Text(file, None if path is None else str(path / _TOKENIZER if path.is_dir() else path), val_path=file)
+    return Text(file, None if path is None else str(path / TOKENIZER if path.is_dir() else path), val_path=file)

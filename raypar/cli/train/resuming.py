@@ -19,8 +19,6 @@ from raypar.schedules.user_code import names_code
 if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint
 
-_CONFIG = "config.json"  # which a folder of Hugging Face has
-
 
 def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
@@ -51,20 +49,6 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoi
 
     found = find(path, typed or str(path))
     return averaged(found) if ema else found
-
-
-def checkpoint_or_folder(source: str, *, ema: bool) -> VerifiedCheckpoint | None:
-    """Return the checkpoint that a source names, as ``checkpoint_at`` does; None for a folder of Hugging Face.
-
-    Raises:
-        ConfigError: As ``checkpoint_at``, or averages are asked of a folder of Hugging Face.
-    """
-    path = absolute(source)
-    if not (path / _CONFIG).exists():
-        return checkpoint_at(path, ema=ema, typed=source)
-    if ema:
-        raise ConfigError([f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"])
-    return None
 
 
 def its_run(found: VerifiedCheckpoint) -> Run:

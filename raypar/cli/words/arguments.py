@@ -13,12 +13,13 @@ from raypar.errors import ConfigError
 
 
 class Arguments(Protocol):
-    """What the words of a command say: a dataclass, of which one field may be a word without a flag."""
+    """The words of a command, parsed: a dataclass, one of whose fields may be a word without a flag."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def faults(self) -> Iterable[str]:
-        """Return which values are out of range or do not go together."""
+        """Return which values are out of range or do not go together; none, if the types say it all."""
+        return ()
 
 
 A = TypeVar("A", bound=Arguments)

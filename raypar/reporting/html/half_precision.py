@@ -12,6 +12,7 @@ from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, significant
 from raypar.reporting.html.heat_map import Cell, heat_map, shades
 from raypar.reporting.html.markup import element, note, section
+from raypar.schedules.formatting import consecutive
 
 _KINDS = {
     "activations": "Activations",
@@ -81,11 +82,6 @@ def scale_powers(history: History) -> Points:
 
 def _stretches(steps: Iterable[int]) -> str:
     """List steps in words: step 4, steps 7 to 9."""
-    found = list[tuple[int, int]]()
-    for step in steps:
-        if found and found[-1][1] == step - 1:
-            found[-1] = found[-1][0], step
-        else:
-            found.append((step, step))
+    found = consecutive(steps)
     listed = [f"step {first:,}" if first == last else f"steps {first:,} to {last:,}" for first, last in found[:_MOST]]
     return ", ".join([*listed, *([f"and {len(found) - _MOST:,} stretches more"] if len(found) > _MOST else [])])

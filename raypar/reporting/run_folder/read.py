@@ -189,23 +189,18 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
     none_measured: Latest = None, []
     step, timelines = part(TIMELINE, lambda raw: _measured(raw, schedule), none_measured)
-    metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
-    ledger: Ledger = part(LEDGER, lambda raw: json_of(raw, Ledger), {})
-    log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
-    provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
-    failures: list[dict[str, Any]] = part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), [])
     past = Past(
         folder,
         config,
-        metrics,
+        part(METRICS, _metrics, list[dict[str, Any]]()),
         schedule,
         step,
         timelines,
-        ledger,
-        log=log,
-        provenance=provenance,
+        part(LEDGER, lambda raw: json_of(raw, Ledger), Ledger()),
+        log=part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), list[str]()),
+        provenance=part(PROVENANCE, _provenance, dict[str, str]()),
         under_way=going,
-        failures=failures,
+        failures=part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), list[dict[str, Any]]()),
         forecast=part(FORECAST, lambda raw: forecast_in(raw, schedule), None),
         checkpoints=_checkpoints(folder, faults),
     )
