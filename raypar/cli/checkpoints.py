@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import tyro
 
@@ -14,7 +14,7 @@ from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
 from raypar.checkpoint.check import checkpoint_faults as faults_of
 from raypar.cli.train.resuming import checkpoint_at
-from raypar.cli.words.arguments import Arguments, parse_command
+from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
@@ -68,19 +68,7 @@ class ExportArgs(Arguments):
             yield f"--dtype is {self.dtype}, and an adapter is written in fp32: leave it out"
 
 
-class CheckpointOutcome(NamedTuple):
-    """Outcome of a command.
-
-    Attributes:
-        text: The text to print.
-        sound: Whether no fault was found in any checkpoint.
-    """
-
-    text: str
-    sound: bool
-
-
-def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
+def run_ckpt(words: Sequence[str]) -> CommandOutcome:
     """Run ``raypar ckpt``.
 
     Args:
@@ -90,7 +78,7 @@ def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
     if words and words[0] in HELP:
-        return CheckpointOutcome(_USAGE, sound=True)
+        return CommandOutcome(_USAGE)
     commands: Mapping[str, tuple[Arguments, str, str]] = {
         "ls": (LsArgs(Path()), _LS, "FOLDER"),
         "verify": (VerifyArgs(Path()), _VERIFY, "PATH"),
@@ -114,7 +102,7 @@ def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
         raise ConfigError(error.faults) from error
 
 
-def run_ls(folder: Path) -> CheckpointOutcome:
+def run_ls(folder: Path) -> CommandOutcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     if not listed and not holds_run(folder):
@@ -124,10 +112,10 @@ def run_ls(folder: Path) -> CheckpointOutcome:
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]
-    return CheckpointOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
+    return CommandOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
 
 
-def run_ckpt_verify(path: Path) -> CheckpointOutcome:
+def run_ckpt_verify(path: Path) -> CommandOutcome:
     """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]
@@ -136,10 +124,10 @@ def run_ckpt_verify(path: Path) -> CheckpointOutcome:
     else:
         paths = [path]
     verdicts = {one: faults_of(one) for one in paths}
-    return CheckpointOutcome("\n".join(_verdict_lines(verdicts)), not any(verdicts.values()))
+    return CommandOutcome("\n".join(_verdict_lines(verdicts)), not any(verdicts.values()))
 
 
-def run_export(args: ExportArgs) -> CheckpointOutcome:
+def run_export(args: ExportArgs) -> CommandOutcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
     from raypar.checkpoint.adapter_export import export_adapter
     from raypar.checkpoint.hugging_face import export as write
@@ -148,11 +136,9 @@ def run_export(args: ExportArgs) -> CheckpointOutcome:
     found = checkpoint_at(path, ema=args.ema)
     if args.adapter:
         text = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
-        return CheckpointOutcome(text, sound=True)
+        return CommandOutcome(text)
     written = write(found, folder, args.dtype, _last_loss(found))
-    return CheckpointOutcome(
-        f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True
-    )
+    return CommandOutcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it")
 
 
 def _last_loss(found: find.VerifiedCheckpoint) -> float | None:

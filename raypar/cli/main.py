@@ -150,12 +150,11 @@ def _print_outcome(outcome: object, *, styled: bool) -> int:
         case object(rows=rows, lost=lost):  # of a run that took all its steps
             said = _say(_table(rows), styled=True)
             return _fail(lost, FAILED) if lost else said
-        case object(text=text, lost=lost):  # of a report
+        case object(text=text, sound=is_sound, lost=lost):
             said = _say(text)
-            return _fail(_mistakes(lost), MISTAKE) if lost else said
-        case object(text=text, sound=is_sound):  # of checkpoints
-            _say(text)
-            return OK if is_sound else DIFFERENT
+            if lost:
+                return _fail(_mistakes(lost), MISTAKE)
+            return said if is_sound else DIFFERENT
         case object(ok=is_equal):  # of verify
             _say(str(outcome))
             return OK if is_equal else DIFFERENT

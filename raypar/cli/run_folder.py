@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.cli.words.arguments import Arguments, parse_command
+from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
@@ -78,18 +78,6 @@ class TraceArgs(Arguments):
     """the file, overwritten if it exists; None: trace.json in the folder"""
 
 
-class RunFolderOutcome(NamedTuple):
-    """Outcome of a command.
-
-    Attributes:
-        text: Lines that say which file was written, and what of a damaged folder it lacks.
-        lost: The mistakes in the words: folders that are no runs, which the file lacks.
-    """
-
-    text: str
-    lost: Sequence[str] = ()
-
-
 class _Page(NamedTuple):
     """A page of runs.
 
@@ -108,7 +96,7 @@ class _Page(NamedTuple):
     lines: Sequence[str] = ()
 
 
-def run_report(words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
+def run_report(words: Sequence[str], say: Callable[[str], object]) -> CommandOutcome:
     """Run ``raypar report``.
 
     Args:
@@ -123,14 +111,14 @@ def run_report(words: Sequence[str], say: Callable[[str], object]) -> RunFolderO
     """
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
     done = report(parse_command(ReportArgs(()), words, "report", _REPORT, missing))
-    if isinstance(done, RunFolderOutcome):
+    if isinstance(done, CommandOutcome):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
     done.serve()
-    return RunFolderOutcome("the page is not served any more")
+    return CommandOutcome("the page is not served any more")
 
 
-def report(args: ReportArgs) -> RunFolderOutcome | Live:
+def report(args: ReportArgs) -> CommandOutcome | Live:
     """Run ``raypar report``, and return which file was written, or the server of the page."""
     folders, peak = args.folders, peak_of(args.peak)
     if args.live:
@@ -139,7 +127,7 @@ def report(args: ReportArgs) -> RunFolderOutcome | Live:
     made = _page(folders, peak)
     written = _written(args.out or made.path, args.out, made.html)
     lines = [*made.lines, written, *(f"could not be read: {fault}" for fault in made.poor)]
-    return RunFolderOutcome("\n".join(lines), made.lost)
+    return CommandOutcome("\n".join(lines), lost=made.lost)
 
 
 def run_trace(words: Sequence[str]) -> str:

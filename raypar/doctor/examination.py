@@ -51,10 +51,7 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
 
 def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield where the cluster is, what it has, and who can run code on it."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name in ("CPU", "GPU"):
-            total[name] = total.get(name, 0.0) + node.total.get(name, 0.0)
+    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
     where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
     if address:
         where = f"the cluster at {address}" + (f" ({head_address()})" if address == "auto" else "")

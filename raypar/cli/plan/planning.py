@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from raypar.actors.machine.files import read_named
 from raypar.actors.machine.this_machine import num_slots, starts_own_ray
@@ -141,18 +142,11 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
 
 def _space(batch: int, run: Run, words: Sequence[str]) -> Space:
     """Return what to choose from: axes of the mesh and a level of ZeRO that the words give are kept."""
-    mesh = run.mesh
-
-    def kept(axis: str, count: int | str) -> tuple[int, ...] | None:
-        """Return the number of an axis that the words give; None if they give none."""
-        return (count,) if isinstance(count, int) and any(values_of(f"--mesh.{axis}", words)) else None
-
-    axes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
-    tp, pp, cp, ep = (kept(axis, count) for axis, count in axes.items())
-    space = Space(batch, tp=tp, pp=pp, cp=cp, ep=ep)
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if any(values_of(f"--mesh.{axis}", words))]
+    given: dict[str, Any] = {axis: (getattr(run.mesh, axis),) for axis in axes}
     if any(values_of("--zero", words)) and run.zero is not None:
-        space = replace(space, zero=(run.zero,))
-    return space
+        given["zero"] = (run.zero,)
+    return Space(batch, **given)
 
 
 def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, milliseconds, size
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
+_OF_LEVEL_3 = ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")
 
 
 def zero_levels_table(run: Run) -> str:
@@ -63,18 +64,8 @@ def placed(run: Run) -> str:
 
 def _at_level(run: Run, level: Zero) -> Run:
     """Return the run at a level of ZeRO; what only level 3 has is left out of the others."""
-    if level == 3 or run.zero != 3:
-        return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None))
-    plain = Run()
-    return replace(
-        run,
-        zero=level,
-        mesh=replace(run.mesh, shard=run.mesh.shard if level else None),
-        zero_units=plain.zero_units,
-        zero_gather=plain.zero_gather,
-        zero_resident=plain.zero_resident,
-        reshard_after_forward=plain.reshard_after_forward,
-    )
+    usual = {} if level == 3 or run.zero != 3 else {name: getattr(Run(), name) for name in _OF_LEVEL_3}
+    return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None), **usual)
 
 
 def _column(run: Run) -> Rows:

@@ -95,7 +95,7 @@ def evaluated(args: EvalArgs) -> tuple[Run, VerifiedCheckpoint | None]:
         ConfigError: There is no such model, or nothing to evaluate it on.
     """
     source = args.words[0]
-    settings, found = trained_model(source, args)
+    settings, found = trained_model(source, ema=args.ema, mesh=args.mesh, device=args.device)
     if found is None:
         file = absolute(source) / TOKENIZER
         data, tokenizer = None, str(file) if file.exists() else None

@@ -245,7 +245,7 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     Raises:
         ConfigError: There is no such model, or it can't generate.
     """
-    settings, found = trained_model(source, args)
+    settings, found = trained_model(source, ema=args.ema, mesh=args.mesh, device=args.device)
     template = None
     if found is None:
         beside = absolute(source) / TOKENIZER

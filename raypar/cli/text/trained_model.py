@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import SGD
@@ -20,28 +20,16 @@ _CONFIG = "config.json"  # which a folder of Hugging Face has
 _COPIED = ("model", "optim", "seed", "precision", "expert_order")
 
 
-class ModelArgs(Protocol):
-    """The flags that a command with a trained model has."""
-
-    @property
-    def ema(self) -> bool:
-        """Whether to use the moving averages of the weights."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The actors of the command."""
-
-    @property
-    def device(self) -> DeviceChoice:
-        """What they compute on."""
-
-
-def trained_model(source: str, args: ModelArgs) -> tuple[dict[str, Any], VerifiedCheckpoint | None]:
+def trained_model(
+    source: str, *, ema: bool, mesh: Mesh, device: DeviceChoice
+) -> tuple[dict[str, Any], VerifiedCheckpoint | None]:
     """Return the fields of a Run that holds a trained model, and the checkpoint that it begins with.
 
     Args:
         source: A run folder, a folder of checkpoints, a checkpoint, or a folder of Hugging Face.
-        args: The flags.
+        ema: Whether to use the moving averages of the weights.
+        mesh: The actors of the command.
+        device: What they compute on.
 
     Returns:
         The fields by name: the model, what belongs to its weights, and the actors. The checkpoint is None for a folder
@@ -50,11 +38,11 @@ def trained_model(source: str, args: ModelArgs) -> tuple[dict[str, Any], Verifie
     Raises:
         ConfigError: There is no such model, or averages are asked of a folder of Hugging Face.
     """
-    path, fields = absolute(source), {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp}
+    path, fields = absolute(source), {"mesh": mesh, "device": device, "microbatches": mesh.pp}
     if not (path / _CONFIG).exists():
-        found = checkpoint_at(path, ema=args.ema, typed=source)
+        found = checkpoint_at(path, ema=ema, typed=source)
         trained = its_run(found)
         return fields | {name: getattr(trained, name) for name in _COPIED} | {"steps": found.manifest.step + 1}, found
-    if args.ema:
+    if ema:
         raise ConfigError([f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"])
     return fields | {"model": HF(path), "optim": SGD(), "steps": 1}, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import tyro
 
@@ -20,6 +20,20 @@ class Arguments(Protocol):
     def faults(self) -> Iterable[str]:
         """Return which values are out of range or do not go together; none, if the types say it all."""
         return ()
+
+
+class CommandOutcome(NamedTuple):
+    """Outcome of a command.
+
+    Attributes:
+        text: The text to print.
+        sound: Whether everything that was examined is sound; else the exit code says so.
+        lost: Mistakes in the words in spite of which the text was made.
+    """
+
+    text: str
+    sound: bool = True
+    lost: Sequence[str] = ()
 
 
 A = TypeVar("A", bound=Arguments)
