@@ -10,20 +10,20 @@ import ast
 import importlib
 from pathlib import Path
 
-_HOME_OF = {
+_SOURCE_OF = {
     alias.asname: (line.module, alias.name)
     for line in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
     if isinstance(line, ast.ImportFrom)
     for alias in line.names
 }
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_SOURCE_OF)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _SOURCE_OF:
         raise AttributeError(f"module 'raypar' has no attribute {name!r}{_meant(name)}")
-    module, there = _HOME_OF[name]
+    module, there = _SOURCE_OF[name]
     return getattr(importlib.import_module(module), there)
 
 
@@ -36,4 +36,4 @@ def _meant(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted([*globals(), *_SOURCE_OF])

@@ -73,6 +73,6 @@ from raypar.parity.verify import Verdict as Verdict
 from raypar.parity.verify import verify as verify
 from raypar.planner import formulas as formulas
 from raypar.reporting.evaluation import Evaluation as Evaluation
-from raypar.reporting.expert_table import expert_table as expert_table
 from raypar.reporting.report import Report as Report
+from raypar.reporting.tables.expert_table import expert_table as expert_table
 from raypar.schedules.catalog import register_schedule as register_schedule

@@ -75,3 +75,14 @@ def aligned(rows: Iterable[Sequence[str]], side: str = "<") -> list[list[str]]:
 def text_table(rows: Iterable[Sequence[str]], side: str = "<") -> list[str]:
     """Return a line for each row of a table, each column as wide as its widest cell. The arguments: see ``aligned``."""
     return ["  ".join(row).rstrip() for row in aligned(rows, side)]
+
+
+def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of each stretch of numbers that follow each other."""
+    found = list[tuple[int, int]]()
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found

@@ -405,16 +405,15 @@ MAY_IMPORT = {
     ),
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
-        "raypar/checkpoint raypar/cli/plan raypar/cli/schedules raypar/cli/text raypar/cli/train "
-        "raypar/cli/words raypar/cluster raypar/config raypar/doctor raypar/job raypar/job/start "
-        "raypar/job/stepping raypar/planner raypar/planner/calibrated raypar/planner/sizes raypar/reporting "
+        "raypar/checkpoint raypar/cli/train raypar/cli/words raypar/cluster raypar/config raypar/doctor "
+        "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/sizes "
         "raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
         "raypar/cluster/placement raypar/config raypar/job/start raypar/planner raypar/planner/calibrated "
         "raypar/planner/hardware raypar/planner/memory raypar/planner/search raypar/planner/sizes "
-        "raypar/planner/timing raypar/reporting schedules schedules/drawing"
+        "raypar/planner/timing raypar/reporting/tables schedules schedules/drawing"
     ),
     "raypar/cli/schedules": (
         "actors/specs raypar raypar/cli/words raypar/config raypar/planner/fleet raypar/reporting/html "
@@ -429,8 +428,8 @@ MAY_IMPORT = {
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
         "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
         "raypar/config raypar/config/validate raypar/job raypar/job/recover raypar/job/start raypar/job/text "
-        "raypar/parity raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
-        "schedules schedules/drawing"
+        "raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
+        "raypar/reporting/tables schedules schedules/drawing"
     ),
     "raypar/cli/words": (
         "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face schedules "
@@ -482,7 +481,7 @@ MAY_IMPORT = {
     "raypar/job/look": (
         "actors actors/collective actors/mesh actors/models actors/models/tiles actors/specs raypar "
         "raypar/cluster/calls raypar/config raypar/job/start raypar/job/steps raypar/planner raypar/reporting "
-        "schedules schedules/drawing"
+        "raypar/reporting/tables schedules schedules/drawing"
     ),
     "raypar/job/recover": (
         "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
@@ -548,15 +547,20 @@ MAY_IMPORT = {
         "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
         "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
         "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder "
-        "raypar/reporting/trackers schedules schedules/drawing schedules/passes schedules/simulation"
+        "raypar/reporting/tables raypar/reporting/trackers schedules schedules/drawing schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
-        "raypar/reporting/run_folder schedules schedules/drawing"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/planner/hardware "
+        "raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "
         "schedules schedules/checking schedules/passes"
+    ),
+    "raypar/reporting/tables": (
+        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
+        "raypar/planner/memory schedules schedules/drawing"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",

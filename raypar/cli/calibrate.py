@@ -20,7 +20,7 @@ _OF_KIND: Mapping[Kind, str] = {
     "context": "context parallelism adds to a block",
     "experts": "experts add to a block",
     "expert parallel": "dividing experts adds to a block",
-    "lent": "lending its gradients to buckets adds to a block",
+    "lent": "adding its gradients to buckets adds to a block",
     "gathered": "gathering its weights adds to a block",
     "pipeline": "waiting for others adds to a block of a pipeline",
     "head": "the head and the loss take",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import tyro
 
@@ -14,7 +14,7 @@ from raypar.actors.specs.types import Format
 from raypar.checkpoint import find
 from raypar.checkpoint.check import checkpoint_faults as faults_of
 from raypar.cli.train.resuming import checkpoint_at
-from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
@@ -31,15 +31,11 @@ usage: raypar ckpt ls FOLDER           {_LS}
 
 
 @dataclass(frozen=True)
-class LsArgs:
+class LsArgs(Arguments):
     """The words after ``raypar ckpt ls``."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """a run folder, or a folder of checkpoints"""
-
-    def faults(self) -> Sequence[str]:
-        """Return nothing: each path is right."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class VerifyArgs(LsArgs):
 
 
 @dataclass(frozen=True)
-class ExportArgs:
+class ExportArgs(Arguments):
     """The words after ``raypar ckpt export``."""
 
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN FOLDER")]
@@ -72,19 +68,7 @@ class ExportArgs:
             yield f"--dtype is {self.dtype}, and an adapter is written in fp32: leave it out"
 
 
-class CheckpointOutcome(NamedTuple):
-    """Outcome of a command.
-
-    Attributes:
-        text: The text to print.
-        sound: Whether no fault was found in any checkpoint.
-    """
-
-    text: str
-    sound: bool
-
-
-def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
+def run_ckpt(words: Sequence[str]) -> CommandOutcome:
     """Run ``raypar ckpt``.
 
     Args:
@@ -94,30 +78,31 @@ def run_ckpt(words: Sequence[str]) -> CheckpointOutcome:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
     if words and words[0] in HELP:
-        return CheckpointOutcome(_USAGE, sound=True)
-    if words[:1] == ["export"]:
-        try:
-            return run_export(parse_command(ExportArgs(()), words[1:], "ckpt export", _EXPORT))
-        except CheckpointError as error:
-            raise ConfigError(error.faults) from error
-    commands = {"ls": (run_ls, _LS, "FOLDER"), "verify": (run_ckpt_verify, _VERIFY, "PATH")}
+        return CommandOutcome(_USAGE)
+    commands: Mapping[str, tuple[Arguments, str, str]] = {
+        "ls": (LsArgs(Path()), _LS, "FOLDER"),
+        "verify": (VerifyArgs(Path()), _VERIFY, "PATH"),
+        "export": (ExportArgs(()), _EXPORT, ""),
+    }
     if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError(
             [f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH, or raypar ckpt export RUN FOLDER"]
         )
-    (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
-    blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
+    (blank, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
     try:
-        args = parse_command(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
+        args = parse_command(blank, words[1:], name, what, takes and f"a path is missing: raypar {name} {takes}")
+        if isinstance(args, ExportArgs):
+            return run_export(args)
+        assert isinstance(args, LsArgs)
         if others := find.instead_of(args.path):
             raise ConfigError([others])
-        return command(args.path)
+        return run_ckpt_verify(args.path) if isinstance(args, VerifyArgs) else run_ls(args.path)
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
 
 
-def run_ls(folder: Path) -> CheckpointOutcome:
+def run_ls(folder: Path) -> CommandOutcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     if not listed and not holds_run(folder):
@@ -127,10 +112,10 @@ def run_ls(folder: Path) -> CheckpointOutcome:
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]
-    return CheckpointOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
+    return CommandOutcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
 
 
-def run_ckpt_verify(path: Path) -> CheckpointOutcome:
+def run_ckpt_verify(path: Path) -> CommandOutcome:
     """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]
@@ -139,10 +124,10 @@ def run_ckpt_verify(path: Path) -> CheckpointOutcome:
     else:
         paths = [path]
     verdicts = {one: faults_of(one) for one in paths}
-    return CheckpointOutcome("\n".join(_told(verdicts)), not any(verdicts.values()))
+    return CommandOutcome("\n".join(_verdict_lines(verdicts)), not any(verdicts.values()))
 
 
-def run_export(args: ExportArgs) -> CheckpointOutcome:
+def run_export(args: ExportArgs) -> CommandOutcome:
     """Write a checkpoint, or the newest one of a run, as a folder of Hugging Face."""
     from raypar.checkpoint.adapter_export import export_adapter
     from raypar.checkpoint.hugging_face import export as write
@@ -150,23 +135,21 @@ def run_export(args: ExportArgs) -> CheckpointOutcome:
     path, folder = args.paths
     found = checkpoint_at(path, ema=args.ema)
     if args.adapter:
-        told = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
-        return CheckpointOutcome(told, sound=True)
+        text = f"{export_adapter(found, folder)}: the adapters after {found.manifest.step} steps; PEFT loads them"
+        return CommandOutcome(text)
     written = write(found, folder, args.dtype, _last_loss(found))
-    return CheckpointOutcome(
-        f"{written}: the model after {found.manifest.step} steps; transformers loads it", sound=True
-    )
+    return CommandOutcome(f"{written}: the model after {found.manifest.step} steps; transformers loads it")
 
 
 def _last_loss(found: find.VerifiedCheckpoint) -> float | None:
-    """Return the loss of the last step before a checkpoint; None if its run folder does not tell."""
-    home = run_folder_of(found.path)
-    metrics = [] if home is None else salvage(home)[0].metrics
+    """Return the loss of the last step before a checkpoint; None if its run folder has none."""
+    folder = run_folder_of(found.path)
+    metrics = [] if folder is None else salvage(folder)[0].metrics
     losses = [line["loss"] for line in metrics if line.get("loss") is not None and line["step"] < found.manifest.step]
     return losses[-1] if losses else None
 
 
-def _told(verdicts: dict[Path, list[str]]) -> Iterator[str]:
+def _verdict_lines(verdicts: dict[Path, list[str]]) -> Iterator[str]:
     for path, faults in verdicts.items():
         yield f"{path}: {'NOT SOUND' if faults else 'ok'}"
         yield from (f"- {fault}" for fault in faults)

@@ -34,7 +34,7 @@ class ShowArgs:
     """The words after ``raypar data show``."""
 
     words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="EXAMPLES|RUN")] = ()
-    """examples, or several with a weight behind each; or a run folder"""
+    """examples, or several, each followed by its weight; or a run folder"""
     tokenizer: str | None = None
     """folder of a Hugging Face model, or its tokenizer.json; None reads bytes"""
     template: str | None = None
@@ -88,7 +88,7 @@ def show(words: Sequence[str], terminal: bool) -> str:
     samples = np.arange(args.first, args.first + args.number, dtype=np.int64)
     rows = (val if args.validation else train).rows(samples, args.seed, ordered=args.validation)
     tokenizer = Tokenizer(spec.tokenizer, spec.template)
-    texts = [_told(number, row, tokenizer, terminal) for number, row in enumerate(rows, args.first)]
+    texts = [_sequence_text(number, row, tokenizer, terminal) for number, row in enumerate(rows, args.first)]
     return "\n\n".join([_counts(train, val, args), *texts])
 
 
@@ -113,7 +113,7 @@ def _spec(args: ShowArgs) -> tuple[Examples, ShowArgs]:
     return Examples(path, args.tokenizer, args.template, args.learn, args.packing, val_path=args.val_path), args
 
 
-def _told(number: int, row: Row, tokenizer: Tokenizer, terminal: bool) -> str:
+def _sequence_text(number: int, row: Row, tokenizer: Tokenizer, terminal: bool) -> str:
     """Return a sequence as text, each example below a line of its own."""
     examples = [*_examples(row)]
     used, learned = sum(len(ids) - 1 for ids, _ in examples), sum(sum(mask) for _, mask in examples)
@@ -125,12 +125,12 @@ def _told(number: int, row: Row, tokenizer: Tokenizer, terminal: bool) -> str:
 def _examples(row: Row) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield the token ids of each piece in a sequence, and which of them are learned."""
     for start in dict.fromkeys(row.starts.tolist()):
-        places = np.flatnonzero(row.starts == start)
-        targets = row.targets[places]
+        positions = np.flatnonzero(row.starts == start)
+        targets = row.targets[positions]
         if (targets == IGNORED).all():
             continue  # what is left of the sequence
         last = [int(targets[-1])] if targets[-1] != IGNORED else []
-        ids = [*row.inputs[places].tolist(), *last]
+        ids = [*row.inputs[positions].tolist(), *last]
         yield ids, [False, *(targets[: len(ids) - 1] != IGNORED).tolist()]
 
 

@@ -6,25 +6,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.arguments import Arguments, parse_command
 from raypar.doctor.examination import examined
 from raypar.doctor.finding import as_dicts, is_sound
 
 
 @dataclass(frozen=True)
-class DoctorArgs:
+class DoctorArgs(Arguments):
     """The flags of ``raypar doctor``."""
 
     json: bool = False
     """one list of JSON instead of lines"""
     sweep: bool = False
-    """end processes that raypar's own Rays left behind on this machine, yours only, and remove their folders"""
+    """end processes that raypar's own Rays left on this machine, yours only, and remove their folders"""
     times: bool = True
     """measure an all_reduce of 4 KiB, 4 MiB and 64 MiB in every node and between nodes"""
-
-    def faults(self) -> Sequence[str]:
-        """Return nothing: switches have no wrong values."""
-        return ()
 
 
 def run_doctor(words: Sequence[str], say: Callable[[str], object]) -> bool:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pkgutil
 import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from raypar.cli.words.help_text import Command, help_text
 
 if TYPE_CHECKING:
-    from raypar.cli.train.train import DryRunOutcome, Finished
     from raypar.planner.resource_needs import Rows
 
 OK = 0
@@ -30,7 +31,7 @@ TERMINATED = 143
 
 _LONG = 80  # letters of a path that are shown
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
-_MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
+_MORE = "raypar plan shows bytes and seconds, and compares levels of ZeRO"
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
@@ -103,7 +104,7 @@ def _run(command: Command, words: list[str]) -> int:
     from raypar.schedules.schedule import ScheduleError
 
     try:
-        return command.run(words)
+        return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
     except RoomError as error:
@@ -125,144 +126,44 @@ def _mistakes(faults: Sequence[str]) -> str:
     return faults[0] if len(faults) == 1 else "\n- ".join([f"{len(faults)} mistakes:", *faults])
 
 
-def _train(words: list[str]) -> int:
-    from raypar.cli.train import train
-
-    return _trained(train.train(words, terminal=sys.stdout.isatty()))
-
-
-def _sft(words: list[str]) -> int:
-    from raypar.cli.train import finetune
-
-    return _trained(finetune.sft(words, terminal=sys.stdout.isatty()))
+def _outcome(command: Command, words: list[str]) -> object:
+    """Run a command's function, which takes the words and, by name, what it needs of the terminal."""
+    run = pkgutil.resolve_name(f"raypar.cli.{command.function}")  # whose imports --help does without
+    terminal = {"terminal": sys.stdout.isatty(), "say": _say, "write": _write, "read": input}
+    return run(words, **{name: terminal[name] for name in signature(run).parameters if name in terminal})
 
 
-def _trained(outcome: DryRunOutcome | Finished) -> int:
-    from raypar.cli.train.train import DryRunOutcome
-
-    if isinstance(outcome, DryRunOutcome):
-        needs = f"{_table(outcome.rows)}\n\n{printable(outcome.verdict)}; no actor was started\n{_MORE}"
-        return _say(f"{outcome.picture}\n\n{needs}", styled=sys.stdout.isatty())
-    said = _say(_table(outcome.rows), styled=True)
-    return _fail(outcome.lost, FAILED) if outcome.lost else said
-
-
-def _step(words: list[str]) -> int:
-    from raypar.cli.train import short_runs
-
-    short_runs.step(words)
-    return OK
-
-
-def _verify(words: list[str]) -> int:
-    from raypar.cli.train import short_runs
-
-    verdict = short_runs.run_verify(words)
-    _say(str(verdict))
-    return OK if verdict.ok else DIFFERENT
-
-
-def _generate(words: list[str]) -> int:
-    from raypar.cli.text import generate
-
-    generate.generate(words, _say_text)
-    return OK
+def _print_outcome(outcome: object, *, styled: bool) -> int:
+    """Print what a command returns, by its shape, and return the exit code."""
+    match outcome:
+        case None:
+            return OK
+        case str(text):
+            return _say(text, styled=styled)
+        case bool(is_sound):
+            return OK if is_sound else DIFFERENT
+        case list(rows):
+            return _say(_table(rows), styled=True)
+        case object(picture=picture, rows=rows, verdict=verdict):  # of a dry run
+            needs = f"{_table(rows)}\n\n{printable(verdict)}; no actor was started\n{_MORE}"
+            return _say(f"{picture}\n\n{needs}", styled=sys.stdout.isatty())
+        case object(rows=rows, lost=lost):  # of a run that took all its steps
+            said = _say(_table(rows), styled=True)
+            return _fail(lost, FAILED) if lost else said
+        case object(text=text, sound=is_sound, lost=lost):
+            said = _say(text)
+            if lost:
+                return _fail(_mistakes(lost), MISTAKE)
+            return said if is_sound else DIFFERENT
+        case object(ok=is_equal):  # of verify
+            _say(str(outcome))
+            return OK if is_equal else DIFFERENT
+    raise TypeError(f"a command returned a {type(outcome).__name__}")
 
 
-def _chat(words: list[str]) -> int:
-    from raypar.cli.text import generate
-
-    generate.chat(words, _say_text, input)
-    return OK
-
-
-def _say_text(text: str, end: str = "\n") -> int:
+def _write(text: str, end: str = "\n") -> int:
     """Print what a model has written; a file gets it as it is."""
     return _say(text, end, styled=not sys.stdout.isatty())
-
-
-def _eval(words: list[str]) -> int:
-    from raypar.cli.text.evaluate import evaluate
-
-    return _say(_table(evaluate(words)), styled=True)
-
-
-def _recipes(words: list[str]) -> int:
-    from raypar.cli.recipes import recipes
-
-    if words and not {"-h", "--help"} & set(words):
-        return _fail(f"recipes takes no {words[0]!r}: raypar train RECIPE --dry-run says more of one", MISTAKE)
-    return _say(recipes())
-
-
-def _doctor(words: list[str]) -> int:
-    from raypar.cli import doctor
-
-    return OK if doctor.run_doctor(words, _say) else DIFFERENT
-
-
-def _calibrate(words: list[str]) -> int:
-    from raypar.cli import calibrate
-
-    return _say(calibrate.run_calibrate(words, _say))
-
-
-def _plan(words: list[str]) -> int:
-    from raypar.cli.plan.planning import run_plan
-
-    return _say(run_plan(words))
-
-
-def _draw(words: list[str]) -> int:
-    from raypar.cli.schedules import schedules
-
-    return _say(schedules.draw(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
-
-
-def _check(words: list[str]) -> int:
-    from raypar.cli.schedules import schedules
-
-    return _say(schedules.prove(words))
-
-
-def _simulate(words: list[str]) -> int:
-    from raypar.cli.schedules import schedules
-
-    return _say(schedules.measure(words))
-
-
-def _gallery(words: list[str]) -> int:
-    from raypar.cli.schedules.gallery import gallery
-
-    return _say(gallery(words))
-
-
-def _compare(words: list[str]) -> int:
-    from raypar.cli.schedules.compare import compare
-
-    return _say(compare(words))
-
-
-def _data(words: list[str]) -> int:
-    from raypar.cli import data
-
-    return _say(data.show(words, terminal=sys.stdout.isatty()), styled=sys.stdout.isatty())
-
-
-def _ckpt(words: list[str]) -> int:
-    from raypar.cli import checkpoints
-
-    outcome = checkpoints.run_ckpt(words)
-    _say(outcome.text)
-    return OK if outcome.sound else DIFFERENT
-
-
-def _report(words: list[str], command: str = "report") -> int:
-    from raypar.cli import run_folder
-
-    written = run_folder.run_report_or_trace(command, words, _say)
-    said = _say(written.text)
-    return _fail(_mistakes(written.lost), MISTAKE) if written.lost else said
 
 
 class _Messages(logging.StreamHandler[TextIO]):
@@ -389,66 +290,78 @@ _TEXT = partial(Command, level=logging.ERROR, has_actors=True, has_steps=True)
 _TABLE = {  # the commands by how they are used, under the headings of help
     "with actors": {
         "train [RECIPE|FILE.toml] [flags]": _RUN(
-            _train,
+            "train.train:train",
             "train; recipes: gpt-tiny, gpt-small (default), gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small",
         ),
         "sft EXAMPLES --model FOLDER [flags]": _RUN(
-            _sft, "fine-tune a model of Hugging Face; flags are those of train"
+            "train.finetune:sft", "fine-tune a model of Hugging Face; flags are those of train"
         ),
         "step [RECIPE|FILE.toml] [flags]": _RUN(
-            _step, "a Python REPL in which you take a step action by action (gpt-tiny)"
+            "train.short_runs:step", "a Python REPL in which you take a step action by action (gpt-tiny)"
         ),
         "verify [RECIPE|FILE.toml|RUN] [flags]": _RUN(
-            _verify, "compare a few steps with one plain process, bit by bit"
+            "train.short_runs:run_verify", "compare a few steps with one plain process, bit by bit"
         ),
         'generate RUN|FOLDER "PROMPT" ...': _TEXT(
-            _generate, "go on with prompts; FOLDER: a checkpoint, or one of Hugging Face"
+            "text.generate:generate", "go on with prompts; FOLDER: a checkpoint, or one of Hugging Face"
         ),
-        "chat RUN|FOLDER": _TEXT(_chat, "answer in the terminal, token by token"),
-        "eval RUN|FOLDER [DATA]": _TEXT(_eval, "loss, perplexity and bits per byte on validation data, or on a file"),
-        "recipes": Command(_recipes, "list the recipes with their sizes"),
+        "chat RUN|FOLDER": _TEXT("text.generate:chat", "answer in the terminal, token by token"),
+        "eval RUN|FOLDER [DATA]": _TEXT(
+            "text.evaluate:evaluate", "loss, perplexity and bits per byte on validation data, or on a file"
+        ),
+        "recipes": Command("recipes:recipes", "list the recipes with their sizes"),
         "doctor [--json] [--sweep]": Command(
-            _doctor, "what is wrong with this machine or the cluster at RAY_ADDRESS", logging.INFO, has_actors=True
+            "doctor:run_doctor",
+            "what is wrong with this machine or the cluster at RAY_ADDRESS",
+            logging.INFO,
+            has_actors=True,
         ),
         "calibrate [--out FILE] [--seconds N]": Command(
-            _calibrate, "measure this machine or cluster, for predictions in seconds", logging.WARNING, has_actors=True
+            "calibrate:run_calibrate",
+            "measure this machine or cluster, for predictions in seconds",
+            logging.WARNING,
+            has_actors=True,
         ),
     },
     "without actors, in no time (SCHEDULE may be code of yours: my.py:function or package.module:function)": {
         "plan [RECIPE|FILE.toml] [flags]": _RUN(
-            _plan,
+            "plan.planning:run_plan",
             "memory by kind and bytes sent, at every level of ZeRO; "
             "with --gpus N the best layouts on a cluster on paper",
         ),
-        "draw SCHEDULE|FILE.csv [flags]": Command(_draw, "draw a schedule: text, SVG, CSV, Chrome trace", logging.INFO),
-        "check SCHEDULE|FILE.csv [flags]": Command(_check, "prove that a schedule can run"),
-        "simulate SCHEDULE|FILE.csv [flags]": Command(
-            _simulate, "how long a schedule takes, and how much of it is bubble"
+        "draw SCHEDULE|FILE.csv [flags]": Command(
+            "schedules.schedules:draw", "draw a schedule: text, SVG, CSV, Chrome trace", logging.INFO, is_styled=True
         ),
-        "gallery [-o schedules.html]": Command(_gallery, "all schedules side by side: what each takes and holds"),
+        "check SCHEDULE|FILE.csv [flags]": Command("schedules.schedules:prove", "prove that a schedule can run"),
+        "simulate SCHEDULE|FILE.csv [flags]": Command(
+            "schedules.schedules:measure", "how long a schedule takes, and how much of it is bubble"
+        ),
+        "gallery [-o schedules.html]": Command(
+            "schedules.gallery:gallery", "all schedules side by side: what each takes and holds"
+        ),
         "compare A B [C ...] [-o both.html]": Command(
-            _compare, "some of them, or of yours: also versions, messages, where rows differ"
+            "schedules.compare:compare", "some of them, or of yours: also versions, messages, where rows differ"
         ),
     },
     "examples, as a run learns them": {
         "data show EXAMPLES|RUN [flags]": Command(
-            _data, "print sequences, with what is learned in colour", logging.INFO
+            "data:show", "print sequences, with what is learned in colour", logging.INFO, is_styled=True
         ),
     },
     "checkpoints, which raypar train --folder FOLDER writes": {
-        "ckpt ls FOLDER": Command(_ckpt, "list them"),
-        "ckpt verify PATH": Command(_ckpt, "read every byte of one, or of all in a folder"),
-        "ckpt export RUN FOLDER": Command(_ckpt, "write one as a folder of Hugging Face"),
+        "ckpt ls FOLDER": Command("checkpoints:run_ckpt", "list them"),
+        "ckpt verify PATH": Command("checkpoints:run_ckpt", "read every byte of one, or of all in a folder"),
+        "ckpt export RUN FOLDER": Command("checkpoints:run_ckpt", "write one as a folder of Hugging Face"),
     },
     "run folders, which raypar train --folder RUN writes": {
-        "report RUN [-o report.html]": Command(_report, "one HTML file: losses, speed, times, memory, messages"),
-        "report RUN RUN ...": Command(_report, "one HTML file that compares runs"),
+        "report RUN [-o report.html]": Command(
+            "run_folder:run_report", "one HTML file: losses, speed, times, memory, messages"
+        ),
+        "report RUN RUN ...": Command("run_folder:run_report", "one HTML file that compares runs"),
         "report RUN --live [--port N]": Command(
-            _report, "the same, served on 127.0.0.1 and refreshed while training goes on"
+            "run_folder:run_report", "the same, served on 127.0.0.1 and refreshed while training goes on"
         ),
-        "trace RUN [-o trace.json]": Command(
-            partial(_report, command="trace"), "the latest measured step, for ui.perfetto.dev"
-        ),
+        "trace RUN [-o trace.json]": Command("run_folder:run_trace", "the latest measured step, for ui.perfetto.dev"),
     },
 }
 _COMMANDS = {usage.split()[0]: command for group in _TABLE.values() for usage, command in group.items()}

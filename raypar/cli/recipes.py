@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 
 from raypar.actors.specs.model import Transformer
+from raypar.cli.words.flags import HELP
 from raypar.config.recipes import RECIPES
+from raypar.errors import ConfigError
 from raypar.planner.resource_needs import actors_text
 from raypar.planner.sizes.parameters import num_parameters
 from raypar.schedules.formatting import short_count, text_table
 
 
-def recipes() -> str:
-    """Return a line for each recipe: name, parameters, shape, actors, steps and tokens, then what it is for."""
+def recipes(words: Sequence[str]) -> str:
+    """Run ``raypar recipes``: a line for each, with name, parameters, shape, actors, steps, tokens and purpose.
+
+    Args:
+        words: The words after ``recipes``: none, or a flag for help.
+
+    Raises:
+        ConfigError: There are words.
+    """
+    if words and not HELP & set(words):
+        raise ConfigError([f"recipes takes no {words[0]!r}: raypar train RECIPE --dry-run says more of one"])
     rows = [["recipe", "parameters", "layers x hidden", "tokens a step", "steps", "actors", ""]]
     for name, make in RECIPES.items():
         run, model = make(), make().model

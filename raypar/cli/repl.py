@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import raypar
 from raypar.errors import ConfigError, JobError, UnknownNameError
 from raypar.job.job import Job
-from raypar.job.stepping.stepper import Stepper
 from raypar.schedules.catalog import names
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.step_board import MoveError, makes_tensors
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
-_TOLD = (
+_MISTAKES = (
     ConfigError,
     ScheduleError,
     MoveError,
@@ -45,8 +45,6 @@ Namespace = dict[str, Any]
 
 def interact(job: Job) -> None:
     """Run a Python console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
-    import raypar
-
     namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
     tab_completion(namespace)
     with suppress(SystemExit):  # exit() leaves the console
@@ -103,7 +101,7 @@ def _offered(owner: object, method: str) -> Iterable[object] | None:
     """Return the sensible arguments of a method; None if the owner has no such method."""
     if isinstance(owner, Job):
         return owner.parameters if method in ("param", "grad") else None
-    if not isinstance(owner, Stepper):
+    if not isinstance(owner, raypar.Stepper):
         return None
     if method == "do":
         return owner.ready()
@@ -138,7 +136,7 @@ class _Console(code.InteractiveConsole):
 
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
-        if isinstance(error, _TOLD):
+        if isinstance(error, _MISTAKES):
             self.write(f"{type(error).__name__}: {error}".removesuffix(": ") + "\n")
         else:
             inner = trace.tb_next if trace is not None else None

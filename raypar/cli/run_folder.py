@@ -10,13 +10,13 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.cli.words.arguments import parse_command
+from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
-from raypar.reporting.device_peaks import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History
+from raypar.reporting.html.flops import DeviceName, peak_of
 from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
@@ -29,6 +29,7 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
 PORT = 8642
+_TRACE = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
 _REPORT = """\
 Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
 
@@ -55,7 +56,7 @@ class ReportArgs:
     def faults(self) -> Iterator[str]:
         """Yield which values are out of range or do not go together."""
         seen = [folder.resolve() for folder in self.folders]
-        twice = [folder for place, folder in enumerate(self.folders) if seen[place] in seen[:place]]
+        twice = [folder for index, folder in enumerate(self.folders) if seen[index] in seen[:index]]
         yield from (f"{str(folder)!r} is given twice: give each run once" for folder in dict.fromkeys(twice))
         if self.live and self.out is not None:
             yield "--live serves the page and writes no file: leave --out away"
@@ -68,7 +69,7 @@ class ReportArgs:
 
 
 @dataclass(frozen=True)
-class TraceArgs:
+class TraceArgs(Arguments):
     """The words after ``raypar trace``."""
 
     folder: Folder
@@ -76,48 +77,31 @@ class TraceArgs:
     out: Out = None
     """the file, overwritten if it exists; None: trace.json in the folder"""
 
-    def faults(self) -> Sequence[str]:
-        """Return nothing: each value that the types take is right."""
-        return ()
-
-
-class RunFolderOutcome(NamedTuple):
-    """Outcome of a command.
-
-    Attributes:
-        text: Lines that say which file was written, and what of a damaged folder it lacks.
-        lost: The mistakes in the words: folders that are no runs, which the file lacks.
-    """
-
-    text: str
-    lost: Sequence[str] = ()
-
 
 class _Page(NamedTuple):
     """A page of runs.
 
     Attributes:
         html: The page.
-        home: The folder and the name of the file that it is usually written to.
+        path: The default path of the file.
         poor: What can't be read of damaged folders.
         lost: Why other folders are no runs.
-        told: Lines that the terminal shows too.
+        lines: Lines that the terminal shows too.
     """
 
     html: str
-    home: Path
+    path: Path
     poor: Sequence[str]
     lost: Sequence[str]
-    told: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
 
-def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str], object]) -> RunFolderOutcome:
-    """Run ``raypar report`` or ``raypar trace``.
+def run_report(words: Sequence[str], say: Callable[[str], object]) -> CommandOutcome:
+    """Run ``raypar report``.
 
     Args:
-        command: "report" or "trace".
         words: The words after the command.
-        say: Called with a line that is to be told before the command ends.
+        say: Prints a line before the command ends.
 
     Returns:
         Which file was written.
@@ -125,33 +109,31 @@ def run_report_or_trace(command: str, words: Sequence[str], say: Callable[[str],
     Raises:
         ConfigError: The run folder can't be read, or the file can't be written.
     """
-    if command == "trace":
-        what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
-        missing = "a run folder is missing: raypar trace RUN"
-        return RunFolderOutcome(run_trace(parse_command(TraceArgs(Path()), words, command, what, missing)))
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
-    done = report(parse_command(ReportArgs(()), words, command, _REPORT, missing))
-    if isinstance(done, RunFolderOutcome):
+    done = report(parse_command(ReportArgs(()), words, "report", _REPORT, missing))
+    if isinstance(done, CommandOutcome):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
     done.serve()
-    return RunFolderOutcome("the page is not served any more")
+    return CommandOutcome("the page is not served any more")
 
 
-def report(args: ReportArgs) -> RunFolderOutcome | Live:
+def report(args: ReportArgs) -> CommandOutcome | Live:
     """Run ``raypar report``, and return which file was written, or the server of the page."""
     folders, peak = args.folders, peak_of(args.peak)
     if args.live:
         _page(folders, peak)
         return Live(lambda: _served(folders, peak), args.port)
     made = _page(folders, peak)
-    written = _written(args.out or made.home, args.out, made.html)
-    lines = [*made.told, written, *(f"could not be read: {fault}" for fault in made.poor)]
-    return RunFolderOutcome("\n".join(lines), made.lost)
+    written = _written(args.out or made.path, args.out, made.html)
+    lines = [*made.lines, written, *(f"could not be read: {fault}" for fault in made.poor)]
+    return CommandOutcome("\n".join(lines), lost=made.lost)
 
 
-def run_trace(args: TraceArgs) -> str:
-    """Run ``raypar trace``, and return a line that says which file was written."""
+def run_trace(words: Sequence[str]) -> str:
+    """Run ``raypar trace``, and return a line that says which file was written. Raises what ``run_report`` raises."""
+    missing = "a run folder is missing: raypar trace RUN"
+    args = parse_command(TraceArgs(Path()), words, "trace", _TRACE, missing)
     past = read(args.folder)
     if past.step is None or not past.timelines:
         raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
@@ -180,13 +162,13 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
             poor += [f"{past.folder}: {fault}" for fault in faults]
     if not pasts:
         raise ConfigError(lost)
-    home = pasts[0].folder
+    folder = pasts[0].folder
     if len(pasts) > 1:
-        return _Page(comparison(pasts, faults=[*poor, *lost], every=every), home / COMPARISON, poor, lost)
+        return _Page(comparison(pasts, faults=[*poor, *lost], every=every), folder / COMPARISON, poor, lost)
     if lost:
-        lost.append(f"{str(home)!r} alone is shown, and compared with nothing: correct the other path")
+        lost.append(f"{str(folder)!r} alone is shown, and compared with nothing: correct the other path")
     shown = page(pasts[0], faults=[*poor, *lost], peak=peak, every=every)
-    return _Page(shown, home / REPORT, poor, lost, _predicted(pasts[0]))
+    return _Page(shown, folder / REPORT, poor, lost, _predicted(pasts[0]))
 
 
 def _predicted(past: Past) -> list[str]:
@@ -194,8 +176,8 @@ def _predicted(past: Past) -> list[str]:
     if past.forecast is None or not past.metrics:
         return []
     rows = [f"{one.name}: {one}" for one in comparisons(past.forecast, History.of(past))]
-    told = f"predicted {past.forecast.source}"
-    return [*rows, f"{told}; {past.forecast.better}" if past.forecast.better else told]
+    source = f"predicted {past.forecast.source}"
+    return [*rows, f"{source}; {past.forecast.better}" if past.forecast.better else source]
 
 
 def _written(target: Path, out: Path | None, text: str) -> str:

@@ -15,8 +15,7 @@ from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
 from raypar.doctor.group_times import SIZES, group_time_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
-from raypar.doctor.machines import machine_findings, token_findings
-from raypar.doctor.node_facts import facts_teller
+from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 from raypar.errors import ConfigError, JobError
 
 _LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"
@@ -26,19 +25,20 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
     """Examine, and yield findings as they come.
 
     Args:
-        sweeps: Whether to end what raypar's own Rays left behind on this machine.
+        sweeps: Whether to end what raypar's own Rays left on this machine.
         times: Whether to measure groups.
         sizes: Bytes of the tensors that are measured.
     """
     found, before = leftovers(), own_sessions()
     yield from sweep(found) if sweeps else leftover_findings(found)
-    own = facts_teller()()
+    own = facts_collector()()
     yield from token_findings("this machine", own)
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         with connected() as nodes:
             yield from cluster_findings(address, nodes)
-            its = node_findings(nodes)  # the token file of this machine is told above; if there was none, Ray made one
+            its = node_findings(nodes)
+            # The token file of this machine was examined above; if there was none, Ray made one.
             yield from its if address else (one for one in its if one.subject != "token")
             if times:
                 yield from group_time_findings(nodes, sizes)
@@ -51,10 +51,7 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
 
 def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield where the cluster is, what it has, and who can run code on it."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name in ("CPU", "GPU"):
-            total[name] = total.get(name, 0.0) + node.total.get(name, 0.0)
+    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
     where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
     if address:
         where = f"the cluster at {address}" + (f" ({head_address()})" if address == "auto" else "")
@@ -85,9 +82,9 @@ def _special(node: Node) -> str:
 
 
 def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Yield what each node tells about itself, and whose versions differ from those of this process."""
+    """Yield the findings about each node, and which versions differ from those of this process."""
     own = versions_collector()()
-    versions, facts = facts_of(nodes, versions_collector()), facts_of(nodes, facts_teller())
+    versions, facts = facts_of(nodes, versions_collector()), facts_of(nodes, facts_collector())
     for node in nodes:
         if faults := package_version_faults(node, own, versions[node.id]):
             yield from (Finding("wrong", "versions", *_halves(fault)) for fault in faults)

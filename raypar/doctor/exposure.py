@@ -35,7 +35,7 @@ def exposure_findings(head: str, dashboard: str) -> Iterator[Finding]:
         yield Finding("note", "dashboard", f"{host} does not answer from here")
     else:
         advice = "start the head with --dashboard-host=127.0.0.1, and with RAY_AUTH_MODE=token on all nodes"
-        yield Finding("danger", "dashboard", f"{host} takes jobs from whoever reaches it, without a token", advice)
+        yield Finding("danger", "dashboard", f"{host} takes jobs from anyone who reaches it, without a token", advice)
 
 
 def head_findings(head: str) -> Iterator[Finding]:
@@ -50,7 +50,9 @@ def head_findings(head: str) -> Iterator[Finding]:
         advice = (
             "ray get-auth-token --generate, copy ~/.ray/auth_token to all nodes, start Ray with RAY_AUTH_MODE=token"
         )
-        yield Finding("danger", "token", f"whoever reaches the head {head} can run code there, without a token", advice)
+        yield Finding(
+            "danger", "token", f"anyone who reaches the head {head} can run code there, without a token", advice
+        )
     elif open_to_all is None:
         yield Finding("note", "token", f"the head {head} does not say whether it demands a token")
     else:

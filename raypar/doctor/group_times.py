@@ -91,17 +91,17 @@ def all_reduce_seconds(nodes: Sequence[Node], sizes: Sequence[int]) -> dict[int,
 
 
 def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Finding]:
-    """Yield a finding for each pair of actors, slow ones told as that.
+    """Yield a finding for each pair of actors, slow ones marked.
 
     Args:
         found: The times by where the pair is.
         inside: Whether the pairs are in a node.
     """
     for where, times in found.items():
-        told = f"all_reduce {where}: {', '.join(f'{size(n)} {three_digit_seconds(t)}' for n, t in times.items())}"
+        text = f"all_reduce {where}: {', '.join(f'{size(n)} {three_digit_seconds(t)}' for n, t in times.items())}"
         largest = max(times)
         rate = largest / times[largest]  # a member of two sends a whole tensor
-        elsewhere = [one for place, one in found.items() if place != where]
+        elsewhere = [one for other, one in found.items() if other != where]
         slower = {
             count: seconds / typical
             for count, seconds in times.items()
@@ -109,14 +109,14 @@ def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Find
         }
         if slower:
             count, ratio = next(iter(slower.items()))
-            what = f"{told}, {size(count)} take {ratio:.1f} times as long as elsewhere"
+            what = f"{text}, {size(count)} take {ratio:.1f} times as long as elsewhere"
             yield Finding(
                 "slow", "times", what, "look for other load there, its clock rate, its cable or its switch port"
             )
         elif largest >= 1 << 20 and rate < _LEAST_RATE[inside]:
-            yield Finding("slow", "times", f"{told} ({rate / 1e9:.2f} GB/s)", _advice(inside))
+            yield Finding("slow", "times", f"{text} ({rate / 1e9:.2f} GB/s)", _advice(inside))
         else:
-            yield Finding("ok", "times", told)
+            yield Finding("ok", "times", text)
 
 
 def _advice(inside: bool) -> str:

@@ -1,4 +1,4 @@
-"""What raypar's own Rays left behind whose driver is gone: processes and session folders. They can be ended."""
+"""What raypar's own Rays left whose driver is gone: processes and session folders. They can be ended."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from raypar.notebook import box, text_block
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
-from raypar.reporting.summary import job_told, schedule_told
+from raypar.reporting.summary import job_summary, schedule_text
 from raypar.schedules.schedule import Schedule
 
 
@@ -94,7 +94,7 @@ class Job(Inspection):
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
-        return f"{self._summary()}\n{schedule_told(self.schedule)}"
+        return f"{self._summary()}\n{schedule_text(self.schedule)}"
 
     def _repr_html_(self) -> str:
         """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
@@ -261,4 +261,4 @@ class Job(Inspection):
             self.close()
 
     def _summary(self) -> str:
-        return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)
+        return job_summary(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

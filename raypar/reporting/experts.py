@@ -71,7 +71,7 @@ def loads_of(results: Sequence[StepResult]) -> Loads | None:
     for load in (load for result in results for load in result.loads):
         before = sums.get(load.layer)
         sums[load.layer] = load if before is None else _sum(before, load)
-    return Loads(tuple(sums[layer] for layer in sorted(sums, key=_place))) if sums else None
+    return Loads(tuple(sums[layer] for layer in sorted(sums, key=_order))) if sums else None
 
 
 def shadows_of(results: Sequence[StepResult]) -> tuple[Shadowed, ...]:
@@ -80,7 +80,7 @@ def shadows_of(results: Sequence[StepResult]) -> tuple[Shadowed, ...]:
     for one in (one for result in results for one in result.shadows):
         layer, times, without, having = sums.get(one.layer, Shadowed(one.layer, (0,) * len(one.times), 0.0, 0.0))
         sums[layer] = Shadowed(layer, _added(times, one.times), without + one.without, having + one.having)
-    return tuple(sums[layer] for layer in sorted(sums, key=_place))
+    return tuple(sums[layer] for layer in sorted(sums, key=_order))
 
 
 def losses_of_layers(results: Sequence[StepResult], world: World) -> dict[str, dict[str, float]]:
@@ -94,8 +94,8 @@ def losses_of_layers(results: Sequence[StepResult], world: World) -> dict[str, d
         By kind and layer, the losses as they are in the objective of the step.
     """
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    told = [loss for result in results for loss in result.auxiliary]
-    for loss in sorted(told, key=lambda loss: _place(loss.layer)):
+    losses = [loss for result in results for loss in result.auxiliary]
+    for loss in sorted(losses, key=lambda loss: _order(loss.layer)):
         by_layer = found[loss.kind]
         by_layer[loss.layer] = by_layer.get(loss.layer, 0.0) + loss.value / world.replicas
     return dict(found)
@@ -107,7 +107,7 @@ def totals(losses: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def figures(aux: Mapping[str, float], loads: Loads | None) -> list[tuple[str, str]]:
-    """Return what is to be told of a step in a few words: rows of a name and a figure."""
+    """Summarize a step's experts in rows of a name and a figure."""
     rows = [(f"{kind} loss", f"{value:.4g}") for kind, value in aux.items()]
     if loads is not None:
         rows.append(("expert load", f"max/mean {loads.max_load:.2f} in {loads.worst.layer}"))
@@ -123,6 +123,6 @@ def _added(one: Iterable[int], other: Iterable[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _place(layer: str) -> list[tuple[int, str]]:
-    """Return where a layer stands: numbers in its name count as numbers."""
+def _order(layer: str) -> list[tuple[int, str]]:
+    """Return the sort key of a layer: numbers in its name count as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", layer)]

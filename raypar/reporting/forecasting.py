@@ -34,8 +34,8 @@ class Comparison(NamedTuple):
     error: str
 
     def __str__(self) -> str:
-        told = [f"{value} {word}" for value, word in zip(self[1:3], ("measured", "predicted"), strict=True) if value]
-        return ", ".join(told) + (f" ({self.error})" if self.error else "")
+        values = [f"{value} {word}" for value, word in zip(self[1:3], ("measured", "predicted"), strict=True) if value]
+        return ", ".join(values) + (f" ({self.error})" if self.error else "")
 
 
 def forecast_of(
@@ -79,8 +79,10 @@ def forecast_and_measured(forecast: Forecast, steps_ms: Sequence[float], peaks: 
     return rows
 
 
-def _compared(name: str, measured: float | None, predicted: float | None, told: Callable[[float], str]) -> Comparison:
-    """Tell a figure in words."""
+def _compared(
+    name: str, measured: float | None, predicted: float | None, spelled: Callable[[float], str]
+) -> Comparison:
+    """Compare a figure, in words."""
     error = "" if not measured or predicted is None else f"{predicted / measured - 1:+.0%}"
-    one, other = ("" if value is None else told(value) for value in (measured, predicted))
+    one, other = ("" if value is None else spelled(value) for value in (measured, predicted))
     return Comparison(name, one, other, error)

@@ -87,7 +87,7 @@ class Overflow:
         worst = max(self.layers(), key=lambda count: count.overflow, default=None)
         if worst is None or not worst.over:
             return f"<Overflow: nothing overflows {self.format}>"
-        return f"<Overflow: {_told(worst, self.format)}>"
+        return f"<Overflow: {_share_text(worst, self.format)}>"
 
 
 class OverflowWarnings:
@@ -112,7 +112,7 @@ class OverflowWarnings:
             if (count.overflow >= SAFE) if before is None else (count.overflow > before):
                 rise = "" if before is None else f", up from {percent(before)}"
                 yield (
-                    f"step {step:,}: {_told(count, overflow.format)}{rise}. "
+                    f"step {step:,}: {_share_text(count, overflow.format)}{rise}. "
                     f"Safe is under {percent(SAFE)} and not rising"
                 )
 
@@ -133,7 +133,7 @@ def joined_overflow(results: Sequence[StepResult], world: World, format: Format)
         for each in result.ranges:
             parts.setdefault((each.layer_index, each.kind, each.microbatch, each.part), (each, world.label(rank)))
     sums: dict[tuple[Any, ...], LayerCount] = {}
-    for each, actor in sorted(parts.values(), key=_place):
+    for each, actor in sorted(parts.values(), key=_order):
         key = each.layer, each.kind, each.microbatch, actor
         before = sums.get(key) or LayerCount(*key, 0, 0, 0)
         figures = before.values + each.values, before.over + each.over, before.under + each.under
@@ -141,8 +141,8 @@ def joined_overflow(results: Sequence[StepResult], world: World, format: Format)
     return Overflow(format, tuple(sums.values())) if sums else None
 
 
-def _place(counted: tuple[RangeCount, str]) -> tuple[int, int, int]:
-    """Return where a count stands: by layer, then by kind, then by microbatch."""
+def _order(counted: tuple[RangeCount, str]) -> tuple[int, int, int]:
+    """Return the sort key of a count: by layer, then by kind, then by microbatch."""
     count, _ = counted
     return count.layer_index, list(NAMED).index(count.kind), -1 if count.microbatch is None else count.microbatch
 
@@ -153,7 +153,7 @@ def _sum(counts: Sequence[LayerCount]) -> LayerCount:
     return LayerCount(worst.layer, worst.kind, worst.microbatch if over else None, worst.actor, values, over, under)
 
 
-def _told(count: LayerCount, format: Format) -> str:
+def _share_text(count: LayerCount, format: Format) -> str:
     where = "" if count.microbatch is None else f"in microbatch {count.microbatch}, "
     return (
         f"{percent(count.overflow)} of the {NAMED[count.kind]} of {count.layer} overflow {format} "

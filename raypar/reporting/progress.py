@@ -84,7 +84,7 @@ class _Bar:
         if isinstance(outcome, Report):
             self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome, self._unit))
         else:
-            self._progress.console.print(validation_told(outcome), highlight=False)
+            self._progress.console.print(evaluation_line(outcome), highlight=False)
 
 
 class _Lines:
@@ -98,7 +98,7 @@ class _Lines:
 
     def show(self, outcome: Report | Evaluation) -> None:
         if isinstance(outcome, Evaluation):
-            log.info("%s", validation_told(outcome))
+            log.info("%s", evaluation_line(outcome))
             return
         self._recent.append(outcome.step_ms)
         if outcome.step % self._every == 0 or outcome.step + 1 == self._steps:
@@ -106,8 +106,8 @@ class _Lines:
             if self._steps <= 50 or now - self._last >= 1.0 or outcome.step + 1 == self._steps:
                 self._last = now
                 left = median(self._recent) * (self._steps - outcome.step - 1) / 1e3
-                place = f"step {outcome.step + 1:{len(str(self._steps))}}/{self._steps}"
-                log.info("%s  %s  %s left", place, _figures(outcome, self._unit), _clock(left))
+                step = f"step {outcome.step + 1:{len(str(self._steps))}}/{self._steps}"
+                log.info("%s  %s  %s left", step, _figures(outcome, self._unit), _clock(left))
 
 
 def _figures(report: Report, unit: str) -> str:
@@ -143,8 +143,8 @@ def _short(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
-def validation_told(evaluation: Evaluation) -> str:
-    """Return a line that tells an evaluation."""
+def evaluation_line(evaluation: Evaluation) -> str:
+    """Return an evaluation as a line."""
     further = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
     further += "" if evaluation.bits_per_byte is None else f", {evaluation.bits_per_byte:.3f} bits per byte"
     further += "".join(f", {name} {value}" for name, value in metric_rows(evaluation.metrics))

@@ -25,8 +25,7 @@ from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder, metrics_until
 from raypar.reporting.scale_warnings import ScaleWarnings
-from raypar.reporting.trackers.registry import sink_of
-from raypar.reporting.trackers.tracker import Sink
+from raypar.reporting.trackers.tracker import Sink, sink_of
 from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Record:
             self._folder.begin(run, schedule, step, forecast_of(run, schedule, skeleton, step))
         title = name if run.folder is None else absolute(run.folder).name
         for tracker in _trackers(run):
-            self._tell(tracker, partial(self._add, tracker, title, run, step, name))
+            self._call(tracker, partial(self._add, tracker, title, run, step, name))
 
     def validation_losses(self, run: Run, step: int) -> dict[int, float]:
         """Return the losses of the evaluations of the run's first steps that its folder has, by steps taken."""
@@ -111,7 +110,7 @@ class Record:
             few = "loads" in line and outcome.steps_taken % self._loads_every
             self._folder.write(line | {"loads": None} if few else line)
         for tracker, sink in list(self._sinks.items()):
-            self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
+            self._call(tracker, partial(sink.write, line, outcome.steps_taken))
 
     def failed(self, failure: Mapping[str, Any]) -> None:
         """Record a failure, as its ``to_dict`` makes it."""
@@ -121,8 +120,8 @@ class Record:
     def _warn(self, report: Report) -> None:
         """Log what is wrong with the numbers of a step. One that was skipped has overflowed, as the scaler knows."""
         if report.overflow is not None and not report.skipped:
-            for told in self._overflow.of(report.steps_taken, report.overflow):
-                log.warning("%s", told)
+            for warning in self._overflow.of(report.steps_taken, report.overflow):
+                log.warning("%s", warning)
         if (stuck := self._scale.of(report)) is not None:
             log.warning("%s", stuck)
         if report.unreached:
@@ -157,7 +156,7 @@ class Record:
     def close(self) -> None:
         """End the record. A second call does nothing."""
         for tracker, sink in list(self._sinks.items()):
-            self._tell(tracker, sink.close)
+            self._call(tracker, sink.close)
         self._sinks.clear()
         if self._folder is not None:
             self._folder.close()
@@ -166,19 +165,19 @@ class Record:
         sink = self._sinks[tracker] = sink_of(tracker, title, run.folder, step, job)
         sink.begin(plain_of(run))
 
-    def _tell(self, tracker: str, call: Callable[[], None]) -> None:
+    def _call(self, tracker: str, call: Callable[[], None]) -> None:
         """Call a tracker. If it raises, log a warning and drop the tracker."""
         try:
             call()
         except Exception as error:
-            log.warning("%s is told no more of this run (%s)", tracker, _without_secrets(first_line(error)))
+            log.warning("%s gets no more of this run (%s)", tracker, _without_secrets(first_line(error)))
             with suppress(Exception):
                 if (sink := self._sinks.pop(tracker, None)) is not None:
                     sink.close()
 
 
 def _trackers(run: Run) -> tuple[Tracker, ...]:
-    """Return the trackers of a run: in a cluster Ray's metrics are always one, as whoever runs it looks at them."""
+    """Return the trackers of a run: in a cluster Ray's metrics are always one, as its operators look at them."""
     return run.track if "ray" in run.track or starts_own_ray() else (*run.track, "ray")
 
 

@@ -17,7 +17,7 @@ from raypar.notebook import box, notebook_table
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
 from raypar.reporting.overflow import Overflow, joined_overflow
-from raypar.reporting.totals import Totals
+from raypar.reporting.tables.totals import Totals
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import size
@@ -103,7 +103,7 @@ class Report:
             begins its next step while others end this one, it is a little less than the length of the timeline.
         bubble: Share of the actors' time in which they computed nothing, 0 to 1, from the first action on any of them
             to the last; as in the timeline, if there is one replica.
-        overlap: Share of the gradient reduction that was hidden behind compute: 1 - (seconds that an actor spent on
+        overlap: Share of the gradient reduction that overlapped with compute: 1 - (seconds that an actor spent on
             starting it and waiting for it) / (seconds in which it was under way), mean over the actors. None with one
             replica, and with servers, where actors wait for weights as well.
         in_flight: For each pipeline rank, the most microbatches held between forward and backward (the most of its
@@ -161,13 +161,13 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
-        told = asdict(replace(self, overflow=None, loads=None, shadows=())) | {"steps_taken": self.steps_taken}
-        told["shadows"] = [one._asdict() for one in self.shadows]
-        told |= dict.fromkeys(_TIMES) if self.by_hand else {}
-        told |= {"overflow": None if self.overflow is None else self.overflow.to_dict()}
+        line = asdict(replace(self, overflow=None, loads=None, shadows=())) | {"steps_taken": self.steps_taken}
+        line["shadows"] = [one._asdict() for one in self.shadows]
+        line |= dict.fromkeys(_TIMES) if self.by_hand else {}
+        line |= {"overflow": None if self.overflow is None else self.overflow.to_dict()}
         if (loads := self.loads) is not None:
-            told |= {"loads": loads.to_dict(), "max_load": loads.max_load, "dropped": loads.dropped}
-        return told | {"aux": self.aux}
+            line |= {"loads": loads.to_dict(), "max_load": loads.max_load, "dropped": loads.dropped}
+        return line | {"aux": self.aux}
 
     def per_second(self, unit: str) -> float:
         """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
@@ -175,9 +175,9 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the fields by name, without those that say nothing; the step is counted from 1."""
-        told = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
-        told = {name: value for name, value in told.items() if not (self.by_hand and name in _TIMES)}
-        rest = ", ".join(f"{name}={value!r}" for name, value in told.items() if not _is_empty(value))
+        values = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
+        values = {name: value for name, value in values.items() if not (self.by_hand and name in _TIMES)}
+        rest = ", ".join(f"{name}={value!r}" for name, value in values.items() if not _is_empty(value))
         return f"<Report of step {self.steps_taken}: {rest}>"
 
     def _repr_html_(self) -> str:

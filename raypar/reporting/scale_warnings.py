@@ -1,4 +1,4 @@
-"""Warn of a loss scale that has no room left, and of runs in which no step changes a weight."""
+"""Warn of a loss scale that cannot fall any more, and of runs in which no step changes a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypar.reporting.report import Report
 
 
 class ScaleWarnings:
-    """Tells once that the loss scale is stuck, and again only after it was not.
+    """Warns once that the loss scale is stuck, and again only after it was not.
 
     Args:
         spec: The run's loss scaling.
@@ -27,9 +27,9 @@ class ScaleWarnings:
         if report.loss_scale is None or report.loss is None:
             return None
         self._history.append((report.loss_scale, report.skipped))
-        told = stuck_scale(tuple(self._history), self._spec.floor, self._spec.window)
-        is_new, self._is_stuck = told is not None and not self._is_stuck, told is not None
-        return f"step {report.steps_taken:,}: {told}" if is_new else None
+        warning = stuck_scale(tuple(self._history), self._spec.floor, self._spec.window)
+        is_new, self._is_stuck = warning is not None and not self._is_stuck, warning is not None
+        return f"step {report.steps_taken:,}: {warning}" if is_new else None
 
 
 def unchanged(run: Run, reports: Sequence[Report]) -> str | None:

@@ -70,14 +70,14 @@ def plan_rows(
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
     prediction = before_run(run, world, counts_of(run, schedule, skeleton), schedule)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
-    rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
+    rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_text(run)}{left}")]
     if run.resources != Resources():
         threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
         rows.append(("each actor takes", f"{run.resources}{threads}"))
     if isinstance(run.data, Text) and run.model.seq is not None:
-        rows.append(("data", _passes_told(run, run.data, run.model.seq)))
+        rows.append(("data", _passes_text(run, run.data, run.model.seq)))
     if isinstance(run.data, Examples) and run.model.seq is not None:
-        rows += [("data", told) for told in _examples_told(run, run.data, run.model.seq)]
+        rows += [("data", text) for text in _examples_texts(run, run.data, run.model.seq)]
     if world.servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
@@ -93,12 +93,12 @@ def plan_rows(
     rows += need_rows(run, schedule, skeleton, prediction.timeline, step, prediction.process)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
-        rows.append(("backwards in halves", f"{_each(halves)}: {_halves_told(run)}"))
-    if world.reduces and (exchanged := _exchange_told(prediction)):
+        rows.append(("backwards in halves", f"{_each(halves)}: {_halves_text(run)}"))
+    if world.reduces and (exchanged := _exchange_text(prediction)):
         rows.append(("between replicas", exchanged))
     if prediction.source != IN_SLOTS:
-        rows.append(("time", _time_told(run.steps - step, prediction)))
-        rows += [("calibration", told) for told in _unfit(run, prediction)]
+        rows.append(("time", _time_text(run.steps - step, prediction)))
+        rows += [("calibration", text) for text in _unfit(run, prediction)]
     return [
         *rows,
         ("bubble", prediction.bubble),
@@ -141,7 +141,7 @@ def _stop_advice(run: Run, step: float) -> Iterator[str]:
         )
 
 
-def _time_told(steps: int, prediction: Prediction) -> str:
+def _time_text(steps: int, prediction: Prediction) -> str:
     """Say how long the computing takes at least; what each action and message costs besides is not known before.
 
     Args:
@@ -155,7 +155,7 @@ def _time_told(steps: int, prediction: Prediction) -> str:
     return f"{whole} and more: {steps:,} step{'s' * (steps != 1)} of {milliseconds(step)} and more, {source}"
 
 
-def _halves_told(run: Run) -> str:
+def _halves_text(run: Run) -> str:
     """Say what a split backward leaves for later."""
     if run.mesh.grid is not None:
         return f"but nothing is left for W, as layers on the grid {run.mesh.tp} make their gradients at once"
@@ -164,19 +164,19 @@ def _halves_told(run: Run) -> str:
     return "their weights' gradients (W) fill waits"
 
 
-def _exchange_told(prediction: Prediction) -> str:
+def _exchange_text(prediction: Prediction) -> str:
     """Say how long the gathers and reductions of a step are predicted to take; "" if that is unknown."""
-    kinds = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "behind the update": Op.STEP}
+    kinds = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "after the update": Op.STEP}
     each = {name: prediction.most(op) for name, op in kinds.items()}
     if not any(each.values()):
         return ""
-    told = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in each.items() if seconds)
+    durations = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in each.items() if seconds)
     whole = prediction.simulated
     longer = f"{whole / prediction.alone - 1:.1%} longer than without them"
-    return f"{told}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
+    return f"{durations}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
 
 
-def _batch_told(run: Run) -> str:
+def _batch_text(run: Run) -> str:
     """Describe the data of a step. The user's own batches have as many samples as their function makes."""
     replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
     microbatches = f"{replicas}{run.microbatches} microbatches"
@@ -187,7 +187,7 @@ def _batch_told(run: Run) -> str:
     return f"{microbatches} x {run.micro_batch_size} samples{tokens}"
 
 
-def _passes_told(run: Run, text: Text, seq: int) -> str:
+def _passes_text(run: Run, text: Text, seq: int) -> str:
     """Say how many tokens a text has, and how often the run passes over them."""
     corpus = open_corpus(text, seq)
     train, val = len(corpus.train), len(corpus.val)
@@ -198,7 +198,7 @@ def _passes_told(run: Run, text: Text, seq: int) -> str:
     return f"{train:,} tokens to train with, {val:,} to validate ({where}); the run makes {often} passes over them"
 
 
-def _examples_told(run: Run, examples: Examples, seq: int) -> Iterator[str]:
+def _examples_texts(run: Run, examples: Examples, seq: int) -> Iterator[str]:
     """Say of each set of examples how many sequences they are, and how often the run passes over these."""
     train, val = open_sequences(examples, seq)
     samples, shares = (
@@ -235,7 +235,7 @@ def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str
 
     Args:
         schedule: The lowered schedule of a training step.
-        bubble: The bubble in words, as ``plan_rows`` tells it.
+        bubble: The bubble in words, as ``plan_rows`` has it.
         color: Whether to colour the cells, for a terminal.
     """
     drawn = grid({"": simulate(schedule, UNIT)}, color=color)
@@ -262,7 +262,7 @@ def closing_rows(
         launch_seconds: Time that the launch took, in seconds.
         wall_seconds: Time that everything took, in seconds.
         files: The files that were written, by what they are; None for one that was not.
-        overlay: The last step with its prediction from measured costs, to be told too.
+        overlay: The last step with its prediction from measured costs; None without.
 
     Returns:
         Rows of a name and a figure.
@@ -294,7 +294,7 @@ def closing_rows(
         *([("calibration", forecast.better)] if forecast.better else []),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),
-        *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
+        *([("reduction hidden", f"{statistics.median(hidden):.0%} under compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", "; ".join(f"{peak.name.removeprefix('peak memory, ')} {peak}" for peak in peaks)),
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
@@ -310,7 +310,7 @@ def _of_all(run: Run, unit: str, steady: Sequence[Report]) -> str:
     return f", of {every:,.0f} tokens/s with prompts and padding"
 
 
-def failures_told(reports: Sequence[Report], lost: Sequence[float]) -> str:
+def failures_summary(reports: Sequence[Report], lost: Sequence[float]) -> str:
     """Say how many failures a run has survived, and what they have cost.
 
     Args:
@@ -333,20 +333,20 @@ def _expert_rows(reports: Sequence[Report]) -> Rows:
 
 def model_in_brief(spec: Any) -> str:
     """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
-    told = []
+    settings = []
     for each in fields(spec):
         value = getattr(spec, each.name)
         usual = each.default if each.default_factory is MISSING else each.default_factory()
         if is_dataclass(value):
-            told.append(f"{each.name}={model_in_brief(value)}")
+            settings.append(f"{each.name}={model_in_brief(value)}")
         elif callable(value):
-            told.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
+            settings.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
         elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
-            told.append(f"{each.name}={value!r}")
-    return f"{type(spec).__name__}({', '.join(told)})"
+            settings.append(f"{each.name}={value!r}")
+    return f"{type(spec).__name__}({', '.join(settings)})"
 
 
-def job_told(run: Run, device: str, taken: int, last: Report | None, failure: str | None) -> str:
+def job_summary(run: Run, device: str, taken: int, last: Report | None, failure: str | None) -> str:
     """Return a summary of a job in three lines.
 
     Args:
@@ -359,15 +359,15 @@ def job_told(run: Run, device: str, taken: int, last: Report | None, failure: st
     over = f", over: {failure}" if failure is not None else ""
     loss = f", loss {loss_text(last.loss)} in step {last.step + 1}" if last is not None else ""
     head = f"<Job, actors: {actors_text(run)}, {device}{over}>\n{model_in_brief(run.model)}"
-    return f"{head}\n{steps_told(taken, run.steps)}{loss}"
+    return f"{head}\n{steps_text(taken, run.steps)}{loss}"
 
 
-def schedule_told(schedule: Schedule) -> str:
+def schedule_text(schedule: Schedule) -> str:
     """Return a schedule as a grid, or its title if the grid were too large."""
     return repr(schedule) if schedule.num_actions <= _MOST_SHOWN else schedule.title
 
 
-def steps_told(taken: int, steps: int) -> str:
+def steps_text(taken: int, steps: int) -> str:
     """Say how many of a run's steps are taken: "3 of 4 steps taken"; or that more are than it was made for."""
     if taken <= steps:
         return f"{taken} of {steps} steps taken"

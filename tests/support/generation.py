@@ -14,7 +14,7 @@ from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker.generation import choose
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.text.generation import TextGeneration, request_of
-from raypar.reporting.memory_table import memory_table
+from raypar.reporting.tables.memory_table import memory_table
 from tests.support.team import Team
 from tests.support.thread_jobs import Hands
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from raypar.actors.machine.files import read_named
 from raypar.actors.machine.this_machine import num_slots, starts_own_ray
@@ -45,8 +46,8 @@ from raypar.schedules.formatting import short_count, three_digit_seconds
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a cluster's file
-_MOST_PLACED = 1024  # actors whose nodes are told
-_NODES_TOLD = 4
+_MOST_PLACED = 1024  # actors whose nodes are listed
+_NODES_SHOWN = 4
 _SEARCHED = ("--mesh.dp", "--schedule", "--chunks", "--microbatches", "--micro-batch-size", "--recompute")
 _OFFLOAD: Offload = "optimizer"  # what is tried where nothing fits without
 _EDIT = "# EDIT: data, lr, steps. What is not here is as in every run.\n"
@@ -57,7 +58,7 @@ class PlanArgs(RunArgs):
     """The flags of ``raypar plan``."""
 
     gpus: int | None = None
-    """rank layouts on so many devices; none: tell what the run takes as it is"""
+    """rank layouts on so many devices; none: print what the run takes as it is"""
     gpu: str = "h100"
     """data sheet of the devices: a100, a100-40gb, h100, h200, b200, l4 or cpu"""
     nodes: int = 0
@@ -141,18 +142,11 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
 
 def _space(batch: int, run: Run, words: Sequence[str]) -> Space:
     """Return what to choose from: axes of the mesh and a level of ZeRO that the words give are kept."""
-    mesh = run.mesh
-
-    def kept(axis: str, count: int | str) -> tuple[int, ...] | None:
-        """Return the number of an axis that the words give; None if they give none."""
-        return (count,) if isinstance(count, int) and any(values_of(f"--mesh.{axis}", words)) else None
-
-    axes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
-    tp, pp, cp, ep = (kept(axis, count) for axis, count in axes.items())
-    space = Space(batch, tp=tp, pp=pp, cp=cp, ep=ep)
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if any(values_of(f"--mesh.{axis}", words))]
+    given: dict[str, Any] = {axis: (getattr(run.mesh, axis),) for axis in axes}
     if any(values_of("--zero", words)) and run.zero is not None:
-        space = replace(space, zero=(run.zero,))
-    return space
+        given["zero"] = (run.zero,)
+    return Space(batch, **given)
 
 
 def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[str]:
@@ -215,7 +209,7 @@ def _planned(
     yield f"{cluster}"
     many = short_count(num_parameters(model))
     yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
-    yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_told(ranking)}:"
+    yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_shown(ranking)}:"
     yield from ("", *mesh_table(ranking), "")
     how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"
     yield f"the best step takes {three_digit_seconds(best.seconds)} ({how}), {tokens / best.seconds:,.0f} tokens/s"
@@ -247,7 +241,7 @@ def _basis(cluster: Cluster) -> str:
     return f"seconds are of {device.name} at {share}; of raypar no step was timed on such a cluster"
 
 
-def _best_told(ranking: Ranking) -> str:
+def _best_shown(ranking: Ranking) -> str:
     """Say what the table shows."""
     count = len(ranking.best)
     return "the best of each mesh" if count <= SHOWN else f"the best of each mesh, the first {SHOWN} of {count}"
@@ -285,9 +279,9 @@ def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
         for index in range(cluster.nodes)
     ]
     lines = [*placement_lines(world, place(world, nodes, ActorResources("cuda", 1.0)), nodes)]
-    yield from lines[:_NODES_TOLD]
-    if len(lines) > _NODES_TOLD:
-        yield f"... and {len(lines) - _NODES_TOLD} more nodes in the same way"
+    yield from lines[:_NODES_SHOWN]
+    if len(lines) > _NODES_SHOWN:
+        yield f"... and {len(lines) - _NODES_SHOWN} more nodes in the same way"
 
 
 def _rack(node: int, cluster: Cluster) -> str:

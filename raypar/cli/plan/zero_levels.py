@@ -14,12 +14,13 @@ from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, counts_of, kinds_of
 from raypar.planner.traffic import step_traffic
-from raypar.reporting.expert_table import expert_table
+from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, milliseconds, size
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
+_OF_LEVEL_3 = ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")
 
 
 def zero_levels_table(run: Run) -> str:
@@ -35,8 +36,8 @@ def zero_levels_table(run: Run) -> str:
         ConfigError: The run has faults.
     """
     columns = {"this run": dict(_column(run))}
-    told = world_of(run)
-    if told.mesh.shards > 1 and not told.servers:
+    world = world_of(run)
+    if world.mesh.shards > 1 and not world.servers:
         columns |= {f"zero {level}": dict(_column(_at_level(run, level))) for level in _LEVELS}
     names = dict.fromkeys(name for column in reversed(columns.values()) for name in column)  # level 3 has most kinds
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
@@ -63,18 +64,8 @@ def placed(run: Run) -> str:
 
 def _at_level(run: Run, level: Zero) -> Run:
     """Return the run at a level of ZeRO; what only level 3 has is left out of the others."""
-    if level == 3 or run.zero != 3:
-        return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None))
-    plain = Run()
-    return replace(
-        run,
-        zero=level,
-        mesh=replace(run.mesh, shard=run.mesh.shard if level else None),
-        zero_units=plain.zero_units,
-        zero_gather=plain.zero_gather,
-        zero_resident=plain.zero_resident,
-        reshard_after_forward=plain.reshard_after_forward,
-    )
+    usual = {} if level == 3 or run.zero != 3 else {name: getattr(Run(), name) for name in _OF_LEVEL_3}
+    return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None), **usual)
 
 
 def _column(run: Run) -> Rows:
@@ -88,8 +79,8 @@ def _column(run: Run) -> Rows:
     each += [(f"{other} of pp={rank}", memory) for rank, memory in enumerate(found.others)]
     rows = []
     for actor, memory in each:
-        told = kinds_of(memory) | {"peak": size(memory.peak)}
-        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in told.items()]
+        figures = kinds_of(memory) | {"peak": size(memory.peak)}
+        rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in figures.items()]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]

@@ -15,7 +15,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_picture
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
-from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
+from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import Loaded, schedule_entry, takes_costs
 from raypar.errors import ConfigError
 from raypar.paths import holds_run
@@ -34,28 +34,18 @@ _FIGURES = (
     "bubble",
     "activations held, at most",
     "versions of weights kept, at most",
-    "steps that a gradient is behind, at most",
+    "steps that a gradient is late, at most",
     "messages a rank sends in a step, at most",
 )
 
 
 @dataclass(frozen=True)
-class CompareArgs(SizeArgs):
-    """The flags of ``raypar compare``."""
+class CompareArgs(CostArgs, SizeArgs):
+    """The flags of ``raypar compare``. Durations are those of all layers of a rank."""
 
     schedules: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar=f"{SCHEDULE} ...")] = ()
     """two schedules or more: names, CSV files, or functions that generate rows. --chunks and --steps are for those of
     them that take several"""
-    f: float = 1.0
-    """duration of a forward of all layers of a rank, in any unit"""
-    b: float = 2.0
-    """duration of a full backward of them"""
-    i: float = 1.0
-    """duration of the input half of a backward"""
-    w: float = 1.0
-    """duration of the weight half of a backward"""
-    link: float = 0.0
-    """time from the end of a compute action to the arrival of its value on another rank"""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """write a page with pictures to this file"""
 
@@ -130,7 +120,10 @@ def compare(words: Sequence[str]) -> str:
     Raises:
         ConfigError: A flag or a schedule is wrong, or the file can't be written.
     """
-    what = "Compare schedules: how long they take, what they hold, keep and send, and where their rows differ."
+    what = (
+        "Compare schedules: how long they take, what they hold, keep and send, and where their rows differ. Durations "
+        "are those of all layers of a rank."
+    )
     args = parse_command(CompareArgs(), words, "compare", what)
     sides, faults = list[Side](), list[str]()
     for word in args.schedules:
@@ -141,8 +134,8 @@ def compare(words: Sequence[str]) -> str:
     if faults or (faults := list(_unused(args, sides))):
         raise ConfigError(list(dict.fromkeys(faults)))
     if args.out is None:
-        told = [f"{title}\n" + "\n".join(f"    {line}" for line in body) for title, body in _told(sides)]
-        return "\n\n".join([*_unlike(sides), _table(sides), *told])
+        paragraphs = [f"{title}\n" + "\n".join(f"    {line}" for line in body) for title, body in _paragraphs(sides)]
+        return "\n\n".join([*_unlike(sides), _table(sides), *paragraphs])
     with whole_file("--out", args.out) as write:
         write(_page(args, sides))
     return f"{len(sides)} schedules are compared in {args.out}"
@@ -215,14 +208,14 @@ def _table(sides: Sequence[Side]) -> str:
     return "\n".join(lines([*names], rows))
 
 
-def _told(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what stands below the table, each as a title and lines: of versions, and of rows that differ."""
+def _paragraphs(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the paragraphs below the table, each as a title and lines: versions of weights, and rows that differ."""
     for side in sides:
         if side.loaded.stream:
             yield f"{side.word}, {side.loaded.stream} steps", side.stale.lines()
-    for place, side in enumerate(sides[1:], start=1):
-        other = next((one for one in sides[:place] if one.sizes == side.sizes), None)
-        if other is None and side.work in {one.work for one in sides[:place]}:
+    for index, side in enumerate(sides[1:], start=1):
+        other = next((one for one in sides[:index] if one.sizes == side.sizes), None)
+        if other is None and side.work in {one.work for one in sides[:index]}:
             yield side.word, ["no schedule before it has its stages: its rows are not compared"]
         elif other is not None:
             yield f"{other.word} and {side.word}, where each rank first differs", _differences(other, side)
@@ -232,16 +225,16 @@ def _differences(one: Side, other: Side) -> list[str]:
     """Return a line for each rank: the first place where two schedules of equal sizes differ, or that none does."""
     computes = not one.loaded.lowered and not other.loaded.lowered
     both = (one.loaded, other.loaded) if computes else (one.timeline.schedule, other.timeline.schedule)
-    told = []
+    texts = []
     for rank, rows in enumerate(zip(*both, strict=True)):
         pairs = enumerate(zip_longest(*rows))
         found = next(((index, here, there) for index, (here, there) in pairs if here != there), None)
         if found is None:
-            told.append(f"rank {rank}: the same")
+            texts.append(f"rank {rank}: the same")
         else:
             index, here, there = found
-            told.append(f"rank {rank}, action {index}: {here or 'the end'} and {there or 'the end'}")
-    return told
+            texts.append(f"rank {rank}, action {index}: {here or 'the end'} and {there or 'the end'}")
+    return texts
 
 
 def _page(args: CompareArgs, sides: Sequence[Side]) -> str:
@@ -250,6 +243,8 @@ def _page(args: CompareArgs, sides: Sequence[Side]) -> str:
     unlike = [note(f"{text[0].upper()}{text[1:]}.") for text in _unlike(sides)]
     heads, kinds = ("", *(side.word for side in sides)), ("", *(NUMBER for _ in sides))
     head = section("Side by side", *unlike, html_table(heads, _rows(sides), kinds), note(f"{costs}."))
-    told = [section(name, element("ul", *(element("li", line) for line in body))) for name, body in _told(sides)]
+    paragraphs = [
+        section(name, element("ul", *(element("li", line) for line in body))) for name, body in _paragraphs(sides)
+    ]
     drawn = [section(side.word, timeline_picture(side.timeline)) for side in sides]
-    return document(title, concatenated(element("h1", title), head, *told, *drawn))
+    return document(title, concatenated(element("h1", title), head, *paragraphs, *drawn))

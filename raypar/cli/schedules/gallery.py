@@ -59,8 +59,8 @@ class GalleryArgs:
                 other: MOST_ACTIONS // (6 * size) for other, size in zip(reversed(sizes), sizes.values(), strict=True)
             }
             fixes = [f"{number} {name} at most" for name, number in most.items() if number] or ["fewer of both"]
-            told = f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw"
-            wrong.append(f"{told}: use {' or '.join(fixes)}")
+            many = f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw"
+            wrong.append(f"{many}: use {' or '.join(fixes)}")
         return [*wrong, *output_file_faults("--out", self.out)]
 
 
@@ -139,7 +139,7 @@ def _simulated(name: str, what: str, schedule: Schedule, costs: Costs, chunks: i
 
 def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} microbatches"
-    told = (
+    legend = (
         f"F {args.f:g}, I {args.i:g}, W {args.w:g} for all layers of a rank, link {args.link:g}; a backward takes "
         f"I and W. Of an asynchronous schedule the makespan is that of one of {_STEPS} steps. The bubble is the share "
         "of all ranks' time in which nothing is computed. Held is the most "
@@ -147,7 +147,7 @@ def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
     )
     rows = [(one.name, *one.cells) for one in found]
     head = section(
-        "Side by side", html_table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(told)
+        "Side by side", html_table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(legend)
     )
     drawn = [
         section(one.name, note(one.what), timeline_picture(one.timeline)) for one in found if one.timeline is not None

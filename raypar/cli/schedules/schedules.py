@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,10 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.schedules.fleet_table import fleet_figures, fleet_told
 from raypar.cli.schedules.gather_placements import RESHARDS, Reshard, placement_table, placements
-from raypar.cli.words.arguments import parse_command
-from raypar.cli.words.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
+from raypar.cli.words.arguments import Arguments, parse_command
+from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
 from raypar.planner.fleet.fleet import FleetOutcome, simulate_fleet
@@ -27,6 +28,7 @@ from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
 from raypar.schedules.drawing.text import WIDTH, outcome_summary, text
+from raypar.schedules.formatting import milliseconds
 from raypar.schedules.passes.gather_weights import GatherWhen, gather_weights
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
@@ -37,13 +39,42 @@ from raypar.schedules.versions import staleness
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
-
 _SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
 _MOST_PROVED = 10_000_000  # microbatches x stages that are proved without a run; 1,024 ranks x 4,096 take about 8 GB
 
 
+def fleet_text(found: FleetOutcome) -> str:
+    """Return the outcome in lines."""
+    days, wall = found.days, found.days.wall
+    slow = found.median / found.ideal - 1 if found.ideal else 0.0
+    lines = [
+        f"cluster: {found.actors:,} actors; a step takes {milliseconds(found.median)} (median), {slow:.1%} more than "
+        f"where nothing is slow, and {milliseconds(found.slowest)} at the most",
+        f"{found.steps:,} steps take {timedelta(seconds=round(wall))}, goodput {found.goodput:.1%}",
+    ]
+    if math.isinf(found.mtbf):
+        return "\n".join([*lines, f"no node fails; saves take {days.saving / wall if wall else 0:.1%}"])
+    parts = {"lost": days.lost, "saves": days.saving, "restarts": days.restarting}
+    shares = ", ".join(f"{name} {seconds / wall:.1%}" for name, seconds in parts.items())
+    return "\n".join(
+        [
+            *lines,
+            f"{days.failures:,} failures, one in {found.mtbf / 3600:.2f} hours: {shares}",
+            f"trained {found.trained:.1%} of the time, {found.closed_form:.1%} by Daly's formula",
+            f"a save every {found.every:,} steps, {found.interval:,.0f} s; Young {found.young:,.0f} s, "
+            f"Daly {found.daly:,.0f} s",
+        ]
+    )
+
+
+def fleet_figures(found: FleetOutcome) -> dict[str, Any]:
+    """Return the outcome as figures; what is infinite is None."""
+    figures = {**asdict(found), "trained": found.trained, "goodput": found.goodput}
+    return {name: None if isinstance(one, float) and math.isinf(one) else one for name, one in figures.items()}
+
+
 @dataclass(frozen=True)
-class PaperArgs(SizeArgs):
+class PaperArgs(SizeArgs, Arguments):
     """The flags that draw, check and simulate share."""
 
     schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=SCHEDULE)]
@@ -57,10 +88,6 @@ class PaperArgs(SizeArgs):
     """with --gather microbatch: whether weights are freed between the forward and the backward of a microbatch"""
     reduce: ReduceWhen | None = None
     """reduce gradients over replicas, once a step or once a microbatch; None: there are no replicas"""
-
-    def faults(self) -> list[str]:
-        """Return which values are out of range."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -88,19 +115,9 @@ class CheckArgs(PaperArgs):
 
 
 @dataclass(frozen=True)
-class SimulateArgs(PaperArgs):
+class SimulateArgs(CostArgs, PaperArgs):
     """The flags of ``raypar simulate``."""
 
-    f: float = 1.0
-    """duration of a forward, in any unit"""
-    b: float = 2.0
-    """duration of a full backward"""
-    i: float = 1.0
-    """duration of the input half of a backward"""
-    w: float = 1.0
-    """duration of the weight half of a backward"""
-    link: float = 0.0
-    """time from the end of a compute action to the arrival of its value on another rank"""
     unshard: float = 0.0
     """duration of a gather of a stage's weights, beside the actions; with --gather, a table compares all placements"""
     reduce_grad: float = 0.0
@@ -223,12 +240,12 @@ def measure(words: Sequence[str]) -> str:
     fleet = None if args.cluster is None else _fleet(args.cluster, schedule, costs)
     compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes) if args.gather else []
     if args.format == "text":
-        told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
-        told += f", UNSHARD {args.unshard:g}" if args.gather else ""
-        told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
-        text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
+        durations = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
+        durations += f", UNSHARD {args.unshard:g}" if args.gather else ""
+        durations += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
+        text = f"{_sizes(schedule)}\ncosts given: {durations}\n{outcome_summary(found)}"
         text = f"{text}\n\n{placement_table(compared)}" if compared else text
-        return text if fleet is None else f"{text}\n\n{fleet_told(fleet)}"
+        return text if fleet is None else f"{text}\n\n{fleet_text(fleet)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,

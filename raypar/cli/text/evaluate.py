@@ -1,4 +1,4 @@
-"""The command that evaluates: ``raypar eval`` tells loss, perplexity and bits per byte of a model on data."""
+"""The command that evaluates: ``raypar eval`` prints loss, perplexity and bits per byte of a model on data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import tyro
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.train.resuming import checkpoint_or_folder, its_run
+from raypar.cli.text.trained_model import TOKENIZER, trained_model
+from raypar.cli.train.resuming import its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.hugging_face.config_reader import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.planner.resource_needs import Rows
@@ -26,8 +25,7 @@ from raypar.reporting.loss_text import loss_text, metric_rows
 if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint
 
-_WHAT = "Tell loss, perplexity and bits per byte of a run, a checkpoint or a folder of Hugging Face on validation data."
-_TOKENIZER = "tokenizer.json"
+_WHAT = "Print loss, perplexity, bits per byte of a run, a checkpoint or a folder of Hugging Face on validation data."
 _EXAMPLES = {".jsonl", ".json", ".parquet"}
 
 
@@ -73,17 +71,17 @@ def evaluate(words: Sequence[str]) -> Rows:
 
     try:
         with launch(run, resume=found) as job:
-            told = job.evaluate(args.steps)
+            result = job.evaluate(args.steps)
     except ConfigError as error:
         named = [re.sub(r"^data\.(val_)?path: ", "", fault) for fault in error.faults]  # DATA is both of them
         raise ConfigError(list(dict.fromkeys(named if args.words[1:] else error.faults))) from error
-    unit = " nats a token" if told.loss is not None and told.perplexity is not None else ""
-    rows = [("loss", f"{loss_text(told.loss)}{unit}"), ("tokens", f"{told.tokens:,}")]
-    if told.perplexity is not None:
-        rows.append(("perplexity", f"{told.perplexity:.2f}"))
-    if told.bits_per_byte is not None:
-        rows += [("bytes", f"{told.num_bytes:,}"), ("bits per byte", f"{told.bits_per_byte:.4f}")]
-    rows += metric_rows(told.metrics)
+    unit = " nats a token" if result.loss is not None and result.perplexity is not None else ""
+    rows = [("loss", f"{loss_text(result.loss)}{unit}"), ("tokens", f"{result.tokens:,}")]
+    if result.perplexity is not None:
+        rows.append(("perplexity", f"{result.perplexity:.2f}"))
+    if result.bits_per_byte is not None:
+        rows += [("bytes", f"{result.num_bytes:,}"), ("bits per byte", f"{result.bits_per_byte:.4f}")]
+    rows += metric_rows(result.metrics)
     return rows
 
 
@@ -96,22 +94,19 @@ def evaluated(args: EvalArgs) -> tuple[Run, VerifiedCheckpoint | None]:
     Raises:
         ConfigError: There is no such model, or nothing to evaluate it on.
     """
-    source, path = args.words[0], absolute(args.words[0])
-    found = checkpoint_or_folder(source, ema=args.ema)
-    told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp}
+    source = args.words[0]
+    settings, found = trained_model(source, ema=args.ema, mesh=args.mesh, device=args.device)
     if found is None:
-        told |= {"model": HF(path), "optim": SGD(), "steps": 1}
-        data, tokenizer = None, str(path / _TOKENIZER) if (path / _TOKENIZER).exists() else None
+        file = absolute(source) / TOKENIZER
+        data, tokenizer = None, str(file) if file.exists() else None
     else:
-        trained = its_run(found)
-        kept = ("model", "optim", "seed", "precision", "expert_order", "data")
-        told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
-        data, tokenizer = trained.data, getattr(trained.data, "tokenizer", None)
+        data = its_run(found).data
+        tokenizer = getattr(data, "tokenizer", None)
     if len(args.words) == 2:
         data = _data_of(args.words[1], tokenizer, data)
     if data is None:
         raise ConfigError([f"{source!r} is a folder of Hugging Face, and has no data: raypar eval FOLDER DATA"])
-    return Run(**told | {"data": data, "micro_batch_size": args.micro_batch_size, "eval_steps": args.steps}), found
+    return Run(**settings | {"data": data, "micro_batch_size": args.micro_batch_size, "eval_steps": args.steps}), found
 
 
 def _data_of(file: str, tokenizer: str | None, like: Any) -> Text | Examples:
@@ -120,5 +115,5 @@ def _data_of(file: str, tokenizer: str | None, like: Any) -> Text | Examples:
         return replace(like, path=file, val_path=file)
     if Path(file).suffix in _EXAMPLES:
         return Examples(file, tokenizer, val_path=file)
-    home = None if tokenizer is None else Path(tokenizer)
-    return Text(file, None if home is None else str(home / _TOKENIZER if home.is_dir() else home), val_path=file)
+    path = None if tokenizer is None else Path(tokenizer)
+    return Text(file, None if path is None else str(path / TOKENIZER if path.is_dir() else path), val_path=file)

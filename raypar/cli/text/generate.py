@@ -16,14 +16,12 @@ from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Examples, Text
-from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cli.text.conversation import Conversation
-from raypar.cli.train.resuming import checkpoint_or_folder, its_run
+from raypar.cli.text.trained_model import TOKENIZER, trained_model
+from raypar.cli.train.resuming import its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.hugging_face.config_reader import HF
 from raypar.config.validate.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.text.generation import request_of
@@ -35,15 +33,46 @@ if TYPE_CHECKING:
 
 _GENERATE = "Go on with prompts, with the weights of a run, a checkpoint or a folder of Hugging Face."
 _CHAT = "Answer in a terminal, with the weights of a run, a checkpoint or a folder of Hugging Face."
-_TOKENIZER = "tokenizer.json"
 _BYTES = 256  # ids of text without a tokenizer
 
 
-class Say(Protocol):
+class Conversation:
+    """A conversation: written by the tokenizer's chat template, or else line by line.
+
+    Args:
+        tokenizer: The tokenizer.
+        room: The most tokens of a prompt. What was said first is forgotten first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+        self._tokenizer, self._template, self._room = tokenizer, tokenizer.template, room
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, line: str) -> Sequence[int]:
+        """Add what the user says, and return the token ids of the prompt."""
+        self._messages.append({"role": "user", "content": line})
+        while len(prompt := self._prompt()) > self._room and len(self._messages) > 1:
+            del self._messages[0]
+            while self._messages[0]["role"] != "user":  # the answer to it
+                del self._messages[0]
+        return prompt[-self._room :]
+
+    def answer(self, text: str) -> None:
+        """Add the answer."""
+        self._messages.append({"role": "assistant", "content": text})
+
+    def _prompt(self) -> Sequence[int]:
+        if self._template is not None:
+            return self._tokenizer.encoded(self._template.prompt(self._messages))
+        said = (message["content"] + "\n" * (message["role"] == "assistant") for message in self._messages)
+        return self._tokenizer.prompted("".join(said))
+
+
+class WriteText(Protocol):
     """Prints to standard output."""
 
     def __call__(self, text: str, end: str = "\n") -> int:
-        """Print a text and what comes behind it."""
+        """Print a text and what follows it."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +144,12 @@ class GenerateArgs(ChatArgs):
         yield from self._wrong_numbers()
 
 
-def generate(words: Sequence[str], say: Say) -> None:
+def generate(words: Sequence[str], write: WriteText) -> None:
     """Run ``raypar generate``: print every prompt with its continuation, a single one token by token.
 
     Args:
         words: The words after ``generate``.
-        say: Prints to standard output.
+        write: Prints to standard output.
 
     Raises:
         ConfigError: There are mistakes. No actor was started, or nothing was generated.
@@ -136,20 +165,20 @@ def generate(words: Sequence[str], say: Say) -> None:
         request_of(run, prompts, most, Sampling(), args.stop)  # before actors are launched for them
         with _launched(run, found) as job:
             if len(prompts) == 1:
-                say(prompts[0], end="")
-                job.generate(prompts, on=lambda _, token, text: say(text, end=""), **sampling)
-                say("")
+                write(prompts[0], end="")
+                job.generate(prompts, on=lambda _, token, text: write(text, end=""), **sampling)
+                write("")
                 return
             for number, made in enumerate(job.generate(prompts, **sampling)):
-                say(f"--- {number + 1} ---\n{prompts[number]}{made.text}")
+                write(f"--- {number + 1} ---\n{prompts[number]}{made.text}")
 
 
-def chat(words: Sequence[str], say: Say, read: Callable[[], str]) -> None:
+def chat(words: Sequence[str], write: WriteText, read: Callable[[], str]) -> None:
     """Run ``raypar chat``: answer what is typed, until the end of the input. Ctrl-C ends an answer.
 
     Args:
         words: The words after ``chat``.
-        say: Prints to standard output.
+        write: Prints to standard output.
         read: Returns the next line that is typed. Raises EOFError or KeyboardInterrupt at the end.
 
     Raises:
@@ -162,30 +191,30 @@ def chat(words: Sequence[str], say: Say, read: Callable[[], str]) -> None:
         seq = _seq(run)
         most = min(args.max_new_tokens or min(256, seq // 2), seq - 1)
         with _launched(run, found) as job:
-            say("Type, and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C here, the chat.")
+            write("Type, and Enter. Ctrl-C ends an answer; Ctrl-D, or Ctrl-C here, the chat.")
             said = Conversation(tokenizer, seq - most)
             while True:
-                say("> ", end="")
+                write("> ", end="")
                 try:
                     line = read()
                 except (EOFError, KeyboardInterrupt):
-                    say("")
+                    write("")
                     return
                 if line:
-                    said.answer(_answered(job, said.ask(line), say, args.sampling() | {"max_new_tokens": most}))
+                    said.answer(_answered(job, said.ask(line), write, args.sampling() | {"max_new_tokens": most}))
 
 
-def _answered(job: Job, prompt: Sequence[int], say: Say, sampling: Mapping[str, Any]) -> str:
+def _answered(job: Job, prompt: Sequence[int], write: WriteText, sampling: Mapping[str, Any]) -> str:
     """Print an answer token by token, and return it; what there is of it, if it is interrupted."""
     pieces = list[str]()
 
-    def told(_: int, token: int, piece: str) -> None:
+    def show(_: int, token: int, piece: str) -> None:
         pieces.append(piece)
-        say(piece, end="")
+        write(piece, end="")
 
     with suppress(KeyboardInterrupt):
-        job.generate([prompt], on=told, **sampling)
-    say("")
+        job.generate([prompt], on=show, **sampling)
+    write("")
     return "".join(pieces)
 
 
@@ -205,8 +234,8 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     """Return the run of a job that generates, the checkpoint that it begins with (None: a folder's weights), and its
     tokenizer.
 
-    The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers, in
-    the place of the text that it was trained on, which need not be here.
+    The run has the model and the weights of the source, and the mesh of the arguments. Its data are a few numbers
+    instead of the text that it was trained on, which need not be here.
 
     Args:
         source: A run folder, a checkpoint, or a folder of Hugging Face.
@@ -216,18 +245,16 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     Raises:
         ConfigError: There is no such model, or it can't generate.
     """
-    path, found, template = absolute(source), checkpoint_or_folder(source, ema=args.ema), None
-    told: dict[str, Any] = {"mesh": args.mesh, "device": args.device, "microbatches": args.mesh.pp, "steps": 1}
+    settings, found = trained_model(source, ema=args.ema, mesh=args.mesh, device=args.device)
+    template = None
     if found is None:
-        told |= {"model": HF(path), "optim": SGD()}  # which keeps nothing
-        file = path / _TOKENIZER if (path / _TOKENIZER).exists() else None
+        beside = absolute(source) / TOKENIZER
+        file = beside if beside.exists() else None
     else:
         trained = its_run(found)
-        kept = ("model", "optim", "seed", "precision", "expert_order")
-        told |= {name: getattr(trained, name) for name in kept} | {"steps": found.manifest.step + 1}
         file = _tokenizer_of(trained)
         template = trained.data.template if isinstance(trained.data, Examples) else None
-    model, wrong, file = told["model"], list[str](), args.tokenizer or file
+    model, wrong, file = settings["model"], list[str](), args.tokenizer or file
     if file is None and model.vocab > _BYTES:
         wrong.append(f"{source!r} has no tokenizer, and its model {model.vocab} token ids: give --tokenizer FILE")
     try:
@@ -237,8 +264,8 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
     if model.seq is not None:
         numbers = folder / "numbers.txt"
         numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
-        told["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
-    run = Run(micro_batch_size=1, **told)
+        settings["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
+    run = Run(micro_batch_size=1, **settings)
     if wrong := [*wrong, *generation_faults(run)]:
         raise ConfigError(wrong)
     return run, found, tokenizer
@@ -251,6 +278,6 @@ def _tokenizer_of(run: Run) -> Path | None:
         named = run.model.hf
     path = None if named is None else Path(named)
     if path is not None and path.is_dir():
-        path = path / _TOKENIZER
+        path = path / TOKENIZER
         return path if path.exists() else None
     return path

@@ -12,8 +12,7 @@ from raypar.actors.data.examples.example_sets import missing_files
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama
-from raypar.cli.train.data_conversion import convert_data
-from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, train
+from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, convert_data, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
 from raypar.cli.words.parsing import parse, values_of
@@ -27,7 +26,7 @@ _LASTING = ("steps", "eval_every", "eval_steps")
 _USAGE = "raypar sft EXAMPLES --model FOLDER"
 _HELP = f"""usage: {_USAGE} [flags]
 
-EXAMPLES is a file of examples, or files with a weight behind each: talks.jsonl 0.7 facts.jsonl 0.3.
+EXAMPLES is a file of examples, or files, each followed by its weight: talks.jsonl 0.7 facts.jsonl 0.3.
 FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
 The other flags, with the defaults of an adapted Llama:"""
 
@@ -36,8 +35,8 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     """Run ``raypar sft``.
 
     Args:
-        words: The words after ``sft``: the examples, or several with a weight behind each, ``--model`` with the folder,
-            and flags of ``raypar train``.
+        words: The words after ``sft``: the examples, or several, each followed by its weight, ``--model`` with the
+            folder, and flags of ``raypar train``.
         terminal: Whether to draw a dry run's schedule in colours.
 
     Raises:

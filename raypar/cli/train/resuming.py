@@ -19,8 +19,6 @@ from raypar.schedules.user_code import names_code
 if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint
 
-_CONFIG = "config.json"  # which a folder of Hugging Face has
-
 
 def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
@@ -53,24 +51,10 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoi
     return averaged(found) if ema else found
 
 
-def checkpoint_or_folder(source: str, *, ema: bool) -> VerifiedCheckpoint | None:
-    """Return the checkpoint that a source names, as ``checkpoint_at`` does; None for a folder of Hugging Face.
-
-    Raises:
-        ConfigError: As ``checkpoint_at``, or averages are asked of a folder of Hugging Face.
-    """
-    path = absolute(source)
-    if not (path / _CONFIG).exists():
-        return checkpoint_at(path, ema=ema, typed=source)
-    if ema:
-        raise ConfigError([f"{source!r} is a folder of Hugging Face, with one value of each weight: leave out --ema"])
-    return None
-
-
 def its_run(found: VerifiedCheckpoint) -> Run:
     """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
-    run, home = recorded_run(found.manifest.run), run_folder_of(found.path)
-    return run if home is None else replace(run, folder=str(home))
+    run, folder = recorded_run(found.manifest.run), run_folder_of(found.path)
+    return run if folder is None else replace(run, folder=str(folder))
 
 
 def resume_faults(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_sound: bool) -> list[str]:
@@ -121,13 +105,13 @@ def finished(begun: VerifiedCheckpoint, steps: int, words: Sequence[str]) -> str
         words: The words of the command.
     """
     taken = begun.manifest.step
-    saved, told = its_run(begun).steps, [*values_of("--steps", words)]
+    saved, typed = its_run(begun).steps, [*values_of("--steps", words)]
     enough = saved if saved > taken else 2 * taken
     others = shlex.join(
         [word for word, before in zip(words, ["", *words], strict=False) if not _of_steps(word, before)]
     )
     more = f"for more, raypar train {others} --steps {enough}"
-    if told:
+    if typed:
         return f"{begun.path.name} is of a run that has taken {taken} steps, and --steps is {steps}: {more}"
     return f"this run is finished: {begun.path.name} has all its {taken} steps; {more}"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import raypar
 from raypar.actors.machine.this_machine import actor_count_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
@@ -15,13 +15,10 @@ from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import unrecorded
 from raypar.job.start.launchable import check_launch
 
-if TYPE_CHECKING:
-    from raypar.parity.verify import Verdict
-
 _VERIFIED_STEPS = 5
 
 
-def run_verify(words: Sequence[str]) -> Verdict:
+def run_verify(words: Sequence[str]) -> raypar.Verdict:
     """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
 
     The run may be that of a run folder, which is only read. Raises what ``train`` raises.
@@ -30,11 +27,9 @@ def run_verify(words: Sequence[str]) -> Verdict:
     parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
     run = unrecorded(parsed.args.run())
     _check(run, parsed.wrong)
-    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
-    from raypar.parity.verify import verify as verified
-
-    return verified(run)
+    figures = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *figures)
+    return raypar.verify(run)
 
 
 def step(words: Sequence[str]) -> None:

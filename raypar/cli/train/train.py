@@ -1,27 +1,33 @@
-"""The command that trains: ``raypar train``. Its flags are the fields of Run, and some of its own."""
+"""The command that trains: ``raypar train``, its flags, dry runs, and the choice of a microbatch.
+
+Its flags are the fields of Run, and some of its own. A dry run writes nothing: tokens that the user's cache does not
+have are converted into a folder that is removed.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import tyro
 
-from raypar.actors.machine.this_machine import actor_count_faults
+from raypar.actors.data.text.text_files import is_converted
+from raypar.actors.machine.files import expanded
+from raypar.actors.machine.this_machine import actor_count_faults, starts_own_ray
 from raypar.actors.mesh.mesh import AXES
-from raypar.actors.specs.data import Examples
+from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.cli.train.auto_microbatch import chosen
-from raypar.cli.train.data_conversion import convert_data
-from raypar.cli.train.dry_run import sparing_cache
 from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, resume_faults
 from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
@@ -29,6 +35,7 @@ from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
+from raypar.config.run import check_run
 from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.config.validate.system import device_faults
@@ -39,12 +46,12 @@ from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named
 from raypar.planner.resource_needs import TOO_MUCH, Rows
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.expert_table import expert_table
 from raypar.reporting.loss_text import loss_text
-from raypar.reporting.progress import validation_told
+from raypar.reporting.progress import evaluation_line
 from raypar.reporting.report import Report
 from raypar.reporting.scale_warnings import unchanged
-from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
+from raypar.reporting.summary import closing_rows, failures_summary, plan_rows, planned_grid
+from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
@@ -54,6 +61,75 @@ if TYPE_CHECKING:
     from raypar.job.job import Job
 
 _MOST_ROOM = 1_000_000  # GiB of an actor
+
+
+@contextmanager
+def sparing_cache(run: Run) -> Iterator[Run]:
+    """Give a run that leaves the cache folder of its text as it is, if the user has named one.
+
+    A folder that can't be written stays the run's, so that its check says so.
+
+    Args:
+        run: The run.
+    """
+    text = run.data
+    if (
+        not isinstance(text, Text)
+        or not right_fields([*field_faults(run)])("data")
+        or text.cache is None
+        or not _is_writable(text.cache)
+        or is_converted(text)
+    ):
+        yield run
+        return
+    with TemporaryDirectory(prefix="raypar-") as folder:
+        yield replace(run, data=replace(text, cache=folder))
+
+
+def _is_writable(folder: str) -> bool:
+    """Return whether a folder could be made and written to."""
+    try:
+        path = expanded(folder).absolute()
+        above = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return Path(above).is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
+def chosen(run: Run, schedule: Schedule, *, wanted: bool, probes: bool, room: float = 0.0) -> tuple[Run, Schedule]:
+    """Return a run with the largest microbatch that fits, and the schedule of its step.
+
+    Args:
+        run: The run, which was checked.
+        schedule: The lowered schedule of its training step.
+        wanted: Whether the microbatch is to be chosen; otherwise both are returned as they are.
+        probes: Whether a step is measured on actors, and not forecast only.
+        room: GiB that each actor may take; 0: an equal part of what is free here.
+
+    Raises:
+        ConfigError: No microbatch fits.
+        JobError: A probe failed.
+    """
+    if not wanted:
+        return run, schedule
+    from raypar.job.microbatch import fit_microbatch, measured_peak
+
+    found = fit_microbatch(run, max(1, round(room * 2**30)) if room else None, measured_peak if probes else None)
+    for finding in found.findings:
+        logging.getLogger("raypar").info("auto-microbatch: %s", finding)
+    return found.run, check_run(found.run)["train"]
+
+
+def convert_data(run: Run) -> None:
+    """Convert the data of a run on a cluster, if RAY_ADDRESS names one; see ``convert_on_cluster``.
+
+    Args:
+        run: The run, which may have faults.
+    """
+    if not starts_own_ray():
+        from raypar.job.start.conversion import convert_on_cluster  # imports torch and Ray
+
+        convert_on_cluster(run)
 
 
 @dataclass(frozen=True)
@@ -305,7 +381,7 @@ def _trained(
         averaged = None if run.ema is None else job.evaluate(ema=True)
         for one in (evaluation, averaged):
             if one is not None:
-                logging.getLogger("raypar").info("%s", validation_told(one))
+                logging.getLogger("raypar").info("%s", evaluation_line(one))
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
@@ -319,13 +395,13 @@ def _averages(evaluation: Evaluation | None) -> Rows:
 def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: VerifiedCheckpoint | None) -> Finished:
     """Return the outcome of a run that took all its steps, with what it survived and where all of it is kept."""
     if job.failures:
-        rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
+        rows = [*rows, ("failures survived", failures_summary(reports, [failure.lost for failure in job.failures]))]
     if job.saved is not None:
         rows = [*rows, ("newest checkpoint", str(job.saved))]
     rows = [*rows, ("kept in", _kept_in(run, job.run))]
     if unchanged(run, reports) is not None:
         return Finished(rows, "the run has changed no weight (see above)")
-    return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
+    return Finished(rows, "" if job.lost is None else _lost_text(job, begun))
 
 
 def _kept_in(run: Run, of_job: Run) -> str:
@@ -361,7 +437,7 @@ def injected(
     return found, [*wrong, *never_happen(found, run, 0 if begun is None else begun.manifest.step)]
 
 
-def _told_lost(job: Job, begun: VerifiedCheckpoint | None) -> str:
+def _lost_text(job: Job, begun: VerifiedCheckpoint | None) -> str:
     """Describe a run whose last checkpoint is missing, and which began with a checkpoint or without one."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
     saved, folder = job.saved, job.run.folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import tyro
 
@@ -13,12 +13,27 @@ from raypar.errors import ConfigError
 
 
 class Arguments(Protocol):
-    """What the words of a command say: a dataclass, of which one field may be a word without a flag."""
+    """The words of a command, parsed: a dataclass, one of whose fields may be a word without a flag."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def faults(self) -> Iterable[str]:
-        """Return which values are out of range or do not go together."""
+        """Return which values are out of range or do not go together; none, if the types say it all."""
+        return ()
+
+
+class CommandOutcome(NamedTuple):
+    """Outcome of a command.
+
+    Attributes:
+        text: The text to print.
+        sound: Whether everything that was examined is sound; else the exit code says so.
+        lost: Mistakes in the words in spite of which the text was made.
+    """
+
+    text: str
+    sound: bool = True
+    lost: Sequence[str] = ()
 
 
 A = TypeVar("A", bound=Arguments)
@@ -38,13 +53,13 @@ def parse_command(blank: A, words: Sequence[str], command: str, what: str, missi
         ConfigError: There are mistakes. The error lists all of them.
     """
     sound, wrong = read_flags(type(blank), words, blank)
-    told, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
+    faults, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
     absent = bool(missing) and not HELP & set(words) and (not sound or sound[0].startswith("--"))
     if absent and known.issuperset(fault.path for fault in wrong):  # else it may be the value of an unknown flag
-        told.append(missing)
+        faults.append(missing)
     args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}", description=what)
-    if told := [*told, *args.faults()]:
-        raise ConfigError(told)
+    if faults := [*faults, *args.faults()]:
+        raise ConfigError(faults)
     return args
 
 

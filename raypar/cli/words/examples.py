@@ -1,4 +1,4 @@
-"""The examples that words of a command name: one path, or several with a weight behind each."""
+"""The examples that words of a command name: one path, or several, each followed by its weight."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def named_examples(words: Sequence[str], usage: str) -> tuple[str | dict[str, fl
     pairs = [*zip_longest(words[::2], words[1::2], fillvalue="")]
     paths = [path for path, _ in pairs]
     faults = [
-        f"{path!r} has the weight {told!r}, and it must be a number above 0, as in talks.jsonl 0.7 facts.jsonl 0.3"
-        for path, told in pairs
-        if not _is_weight(told)
+        f"{path!r} has the weight {weight!r}, and it must be a number above 0, as in talks.jsonl 0.7 facts.jsonl 0.3"
+        for path, weight in pairs
+        if not _is_weight(weight)
     ]
     if faults and len(files := [word for word in words if Path(word).is_file()]) == len(words):
         faults = [f"{len(files)} files have no weights: give a pattern in quotes, {pattern_of(files)}, or weights"]
     faults += [f"{path!r} is named twice: give it one weight" for path in {*paths} if paths.count(path) > 1]
-    return {} if faults else {path: float(told) for path, told in pairs}, faults
+    return {} if faults else {path: float(weight) for path, weight in pairs}, faults
 
 
 def _is_weight(word: str) -> bool:

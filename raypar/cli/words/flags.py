@@ -24,9 +24,9 @@ _MANY = {int: "whole numbers", float: "numbers"}
 _PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '1 0'"}  # by the type of the value
 _SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
 _FIELD = re.compile(r"([a-z_]*(?:\.[a-z_]+)*)((?:\.\d+)?)")  # a field, and the number of an item in it
-_ELSEWHERE = {  # what other programs call flags, and what is here in its place
+_ELSEWHERE = {  # flags of other programs, and what raypar has instead
     "epochs": "a run has --steps; the dry run says how many passes over the data they are",
-    "gpus": "actors are the product of --mesh.pp, --mesh.dp, --mesh.cp and --mesh.tp, each with a device of its own",
+    "gpus": "actors are the product of --mesh.pp, --mesh.dp, --mesh.cp and --mesh.tp, each with its own device",
 }
 _FILES = {"data.path", "data.val_path"}  # of which a pattern without quotes gives several
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
@@ -41,7 +41,7 @@ class _Flag:
         path: Its field, such as ``mesh.pp``.
         values: The words that belong to it.
         hint: The type of its field; None if there is no such field.
-        surplus: A word behind a switch that looks like a value for it.
+        surplus: A word after a switch that looks like a value for it.
     """
 
     typed: str
@@ -70,7 +70,7 @@ def read_flags(
         kind: The class whose fields the flags are; one of them may have a ``metavar``, and is a word without a flag, or
             several if it is a tuple.
         words: The words of a command line.
-        default: Its values before the flags; they tell which classes nested fields have.
+        default: Its values before the flags, which give the classes of nested fields.
         wrong: Faults that are known already. Flags of these fields are left out without another fault.
 
     Returns:
@@ -89,14 +89,14 @@ def read_flags(
             continue
         before = flag
         if flag.path not in known:
-            told = list(_faults_of(kind, flag, default))
-            faults += [FieldFault(flag.path, text, of_type=True) for text in told]
-            sound += [] if told else flag.words()
+            wrong_here = list(_faults_of(kind, flag, default))
+            faults += [FieldFault(flag.path, text, of_type=True) for text in wrong_here]
+            sound += [] if wrong_here else flag.words()
     faults += [FieldFault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
-    name, told_as = _alone(kind)
+    name, metavar = _alone(kind)
     most = _most_words(get_type_hints(kind)[name]) if name else 0
     for word in alone[most:]:
-        fix = f"only one {told_as} is read" if name else "all that is read are flags"
+        fix = f"only one {metavar} is read" if name else "all that is read are flags"
         faults.append(FieldFault(name, f"{word!r} is a word too many: {fix}", of_type=True))
     return [*alone[:most], *sound], faults
 
@@ -108,7 +108,7 @@ def _unquoted(typed: str, files: Sequence[str]) -> str:
 
 
 def named_as_typed(faults: Iterable[str], words: Sequence[str]) -> list[str]:
-    """Return faults of fields, with the flags that were typed in place of the fields that they begin with.
+    """Return faults of fields, each beginning with the flag that was typed instead of the field.
 
     Args:
         faults: Sentences, such as "steps is 0: it must be at least 1".

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _USAGE, _LINE = 46, 70  # characters of the columns
@@ -13,18 +13,20 @@ class Command(NamedTuple):
     """A command, or one of its uses.
 
     Attributes:
-        run: Runs it with the words after its name, and returns the exit code.
+        function: The function that runs it, below raypar.cli; it takes the words after the command's name.
         line: What it does, for help.
         level: The least level of the log messages that are printed; None: logging is as Python has it.
         has_actors: Whether it starts actors, which SIGTERM ends as Ctrl-C does.
         has_steps: Whether it is about a run: a mistake in it says that no step was taken.
+        is_styled: Whether its text has colours if it is printed to a terminal.
     """
 
-    run: Callable[[list[str]], int]
+    function: str
     line: str
     level: int | None = None
     has_actors: bool = False
     has_steps: bool = False
+    is_styled: bool = False
 
 
 def help_text(table: Mapping[str, Mapping[str, Command]]) -> str:
@@ -75,6 +77,6 @@ exit codes:
   4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   5    the cluster has no room for the actors, or had none in time: the same command may succeed later
   6    the gradients became infinite or NaN
-  130  stopped with Ctrl-C, behind a checkpoint if there is a folder; the actors are gone
+  130  stopped with Ctrl-C, after a checkpoint if there is a folder; the actors are gone
   143  ended by SIGTERM, as with Ctrl-C; a second one ends the run at once
 """

@@ -1,10 +1,10 @@
-"""Parse the words of a command that trains: the run they start from, and the flags that change it."""
+"""Parse the words of a command that trains: the run they start from, and the flags and tables that change it."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,10 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import tyro
 
-from raypar.actors.specs.model import Layers
+from raypar.actors.specs.lora import Lora
+from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, Transformer
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import read_flags
-from raypar.cli.words.model_tables import read_tables
 from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault
 from raypar.config.hugging_face.config_reader import HF
@@ -25,6 +26,33 @@ from raypar.errors import ConfigError
 from raypar.paths import RUN, holds_run
 
 A = TypeVar("A", bound=Run)
+_TABLES: Mapping[str, Callable[[], Any]] = {"moe": MoE, "rope_scaling": RopeScaling, "lora": Lora}
+
+
+def read_tables(model: GPT | Llama | Layers, words: Sequence[str]) -> tuple[GPT | Llama | Layers, list[str]]:
+    """Read which tables a model has: ``--model.moe none`` takes its experts away, a flag of their fields gives it some.
+
+    Args:
+        model: The model that flags change.
+        words: The words of a command line.
+
+    Returns:
+        The model with its tables, and the words that are left for the parser.
+    """
+    left = list(words)
+    for field, make in _TABLES.items():
+        before, flag = len(left), f"--model.{field.replace('_', '-')}"
+        for at in range(len(left) - 1, -1, -1):
+            given = [word.lower().replace("_", "-") for word in left[at : at + 2]]
+            if given[0] == f"{flag}=none" or given == [flag, "none"]:
+                del left[at : at + (1 if "=" in given[0] else 2)]
+        if isinstance(model, Transformer):
+            table = None if len(left) < before else getattr(model, field)
+            if table is None and any(word.replace("_", "-").startswith(f"{flag}.") for word in left):
+                table = make()
+            changes: dict[str, Any] = {field: table}
+            model = replace(model, **changes)
+    return model, left
 
 
 @dataclass(frozen=True)
@@ -130,7 +158,7 @@ def _of_depth(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]
     """Return the run of the depth that words name, with the data of the run that it replaces; and faults."""
     for one in values_of("--depth", words):
         if not re.fullmatch(r"-?\d+", one) or int(one) == 0:
-            continue  # no number, which is told with the other flags; or none is wanted
+            continue  # no number, which is reported with the other flags; or none is wanted
         given = {"dp": [*values_of("--mesh.dp", words)], "vocab": [*values_of("--model.vocab", words)]}
         numbers = {name: int(values[-1]) for name, values in given.items() if values and values[-1].isdigit()}
         try:

@@ -37,6 +37,22 @@ class SizeArgs:
     """skip connections, pairs of stages as 0-3 1-2: the first one gives something to the second one, too"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostArgs:
+    """The flags for the durations of actions: of a stage for simulate, of all layers of a rank for compare."""
+
+    f: float = 1.0
+    """duration of a forward, in any unit"""
+    b: float = 2.0
+    """duration of a full backward"""
+    i: float = 1.0
+    """duration of the input half of a backward"""
+    w: float = 1.0
+    """duration of the weight half of a backward"""
+    link: float = 0.0
+    """time from the end of a compute action to the arrival of its value on another rank"""
+
+
 def cost_faults(costs: Mapping[str, float]) -> list[str]:
     """Return which durations, or other figures that are added up, are out of range, by the names of their flags."""
     return [

@@ -33,8 +33,7 @@ from raypar.paths import absolute, checkpoints_in, step_folder_name
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
-from raypar.reporting.step_times import StepTimes
-from raypar.reporting.stragglers import Stragglers
+from raypar.reporting.step_times import StepTimes, Stragglers
 
 T = TypeVar("T")
 

@@ -61,7 +61,7 @@ class Mark:
 
     @property
     def sign(self) -> Markup:
-        """The sign that stands for it."""
+        """Its sign on the axis."""
         return element("span", _SIGNS[self.kind], class_=self.kind)
 
 
@@ -90,10 +90,10 @@ def line_chart(
         return element("p", "No figures.", class_="note")
     steps = [x for line in lines for x, _ in line.points]
     low, high = min(values + [0.0] * zero), max(values)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     first, last = min(steps), max(steps)
     first = min(first, 1.0) if 2 * first < last else first  # a run that begins late has its axis begin there
-    frame = _Frame(first, last, low - (0.0 if zero else room), high + room)
+    frame = _Frame(first, last, low - (0.0 if zero else margin), high + margin)
     marks = [mark for mark in marks if frame.first <= mark.step <= frame.last]
     drawn = element(
         "svg",
@@ -186,17 +186,17 @@ def _signs(frame: _Frame, marks: Sequence[Mark]) -> Iterator[Markup]:
 
 
 def _legend(lines: Sequence[ChartLine]) -> Markup:
-    told = [element("span", element("span", element("i"), class_=line.style), line.name) for line in lines]
-    return element("div", *told, class_="key") if told else Markup()
+    names = [element("span", element("span", element("i"), class_=line.style), line.name) for line in lines]
+    return element("div", *names, class_="key") if names else Markup()
 
 
 def _line(line: ChartLine, frame: _Frame) -> Iterator[Markup]:
     for stretch in _stretches(line.points):
-        places = [(frame.x(x), frame.y(y)) for x, y in _thinned(stretch)]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        pixels = [(frame.x(x), frame.y(y)) for x, y in _thinned(stretch)]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels)
         yield element("path", d=path, class_=f"line {line.style}")
         if len(line.points) <= 30 or len(stretch) == 1:  # round dots however the plot is stretched: lines of no length
-            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in places)
+            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in pixels)
             yield element("path", d=dots, class_=f"dot {line.style}")
 
 
@@ -217,7 +217,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """Reduce points to what can be seen: the lowest and the highest of each of _FINEST parts, in their order."""
     if len(points) <= 2 * _FINEST:
         return list(points)
-    edges = [round(place * len(points) / _FINEST) for place in range(_FINEST + 1)]
+    edges = [round(part * len(points) / _FINEST) for part in range(_FINEST + 1)]
     kept: list[Point] = []
     for start, end in pairwise(edges):
         by_value = sorted(points[start:end], key=lambda point: point[1])
@@ -230,11 +230,11 @@ def _columns(lines: Sequence[ChartLine], frame: _Frame, spelled: Callable[[float
     found = [dict(line.points) for line in lines]
     steps = sorted({step for values in found for step in values})
     few = {step for values in found if len(values) <= _COLUMNS for step in values}
-    shown = sorted(few | {steps[place * len(steps) // _COLUMNS] for place in range(_COLUMNS)})
+    shown = sorted(few | {steps[part * len(steps) // _COLUMNS] for part in range(_COLUMNS)})
     middles = [frame.x(before) / 2 + frame.x(after) / 2 for before, after in pairwise(shown)]
     for step, start, end in zip(shown, [0.0, *middles], [*middles, float(WIDTH)], strict=True):
-        told = ", ".join(
+        figures = ", ".join(
             f"{line.name} {spelled(values[step])}" for line, values in zip(lines, found, strict=True) if step in values
         )
-        tip = element("title", f"step {step:,.0f}: {told}")
+        tip = element("title", f"step {step:,.0f}: {figures}")
         yield element("rect", tip, x=f"{start:.1f}", y=0, width=f"{end - start:.1f}", height=HEIGHT, class_="hit")

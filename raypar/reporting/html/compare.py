@@ -11,7 +11,7 @@ from raypar.config.toml import flat
 from raypar.reporting.html.charts import ChartLine, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
-from raypar.reporting.html.loss_scale import SCALE, scale_powers
+from raypar.reporting.html.half_precision import SCALE, scale_powers
 from raypar.reporting.html.markup import COLORS, VALUE, concatenated, document, element, html_table, note, section
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
@@ -54,8 +54,8 @@ def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int 
     """
     names = [past.folder.name for past in pasts]
     runs = [
-        _One(name if names.count(name) == 1 else str(past.folder), past, History.of(past), COLORS[place % len(COLORS)])
-        for place, (name, past) in enumerate(zip(names, pasts, strict=True))
+        _One(name if names.count(name) == 1 else str(past.folder), past, History.of(past), COLORS[index % len(COLORS)])
+        for index, (name, past) in enumerate(zip(names, pasts, strict=True))
     ]
     title = f"{len(runs)} raypar runs"
     body = concatenated(
@@ -75,9 +75,9 @@ def _which(runs: Sequence[_One], every: int | None) -> Markup:
     models = {str(sorted(flat(one.past.config.get("model", {})).items())) for one in runs}
     data = {str(sorted(flat(one.past.config.get("data", {})).items())) for one in runs}
     differ = [name for name, found in (("models", models), ("data", data)) if len(found) > 1]
-    told = f"They have different {' and '.join(differ)}: a lower loss need not be a better run." if differ else ""
+    text = f"They have different {' and '.join(differ)}: a lower loss need not be a better run." if differ else ""
     shown = html_table(["run", "what", "folder", "state"], rows, ["", "", VALUE, ""])
-    return section("Runs", shown, *([note(told)] if told else []))
+    return section("Runs", shown, *([note(text)] if text else []))
 
 
 def _settings(runs: Sequence[_One]) -> Markup:

@@ -127,8 +127,8 @@ def _reason(session: _Session, where: str) -> str:
 
 def _failed_after(past: Past, session: _Session) -> int | None:
     """Return the steps taken before the failure that ended a job, if failures.jsonl has it; else None."""
-    told = session.errors[-1] if session.errors else ""
-    ends = [one for one in past.failures if one["is_end"] and told.startswith(one["reason"])]
+    error = session.errors[-1] if session.errors else ""
+    ends = [one for one in past.failures if one["is_end"] and error.startswith(one["reason"])]
     return next((one["step"] - 1 for one in ends if one["step"] > session.last), None)
 
 

@@ -21,15 +21,15 @@ _MOST_CELLS = 12_000  # of all maps together: a page of some MB
 _FEWEST_COLUMNS = 12
 _LAYERS = 6  # maps that are open
 
-_LOAD_TOLD = (
+_LOAD_NOTE = (
     "The choices of the expert that most tokens have chosen, over the mean of its layer, in the layer where that is "
     "largest: 1 is even. Choices that were dropped count too."
 )
-_MAPS_TOLD = (
+_MAPS_NOTE = (
     "Choices of each expert by step, over the mean of its layer. Point at a cell for its figures; of steps that share "
     "a column, it shows the one with the most."
 )
-_AUX_TOLD = "As they are in the objective of a step, summed over the layers; the loss above is without them."
+_AUX_NOTE = "As they are in the objective of a step, summed over the layers; the loss above is without them."
 
 Lines = dict[int, dict[str, dict[str, Any]]]  # by step and layer: the counts
 
@@ -42,7 +42,7 @@ def experts(history: History, marks: Sequence[Mark]) -> list[Markup]:
     if load:
         lines = [ChartLine("smoothed", smoothed(load)), ChartLine("every step", load, faint=True)]
         parts.append(
-            section("Load of experts: max/mean", line_chart(lines, significant, marks=marks), note(_LOAD_TOLD))
+            section("Load of experts: max/mean", line_chart(lines, significant, marks=marks), note(_LOAD_NOTE))
         )
     dropped = history.points("dropped")
     if any(value for _, value in dropped):
@@ -64,12 +64,12 @@ def _losses(history: History, kinds: Sequence[str], marks: Sequence[Mark]) -> It
         ChartLine(
             kind,
             smoothed([(line["step"] + 1, line["aux"][kind]) for line in history.steps if kind in (line["aux"] or {})]),
-            COLORS[place % len(COLORS)],
+            COLORS[index % len(COLORS)],
         )
-        for place, kind in enumerate(kinds)
+        for index, kind in enumerate(kinds)
     ]
     yield line_chart(lines, significant, zero=True, marks=marks, named=True)
-    yield note(f"Smoothed. {_AUX_TOLD}")
+    yield note(f"Smoothed. {_AUX_NOTE}")
 
 
 def _maps(history: History) -> Iterator[Markup]:
@@ -95,10 +95,10 @@ def _maps(history: History) -> Iterator[Markup]:
     first, rest = pairs[: _LAYERS // 2], pairs[_LAYERS // 2 :]
     more = [element("details", element("summary", f"{len(drawn) - _LAYERS} more layers"), *rest)] if rest else []
     left = len(counts) - len(shown)
-    told = f" Left out: the {left:,} layers whose load is the most even." if left else ""
+    left_out = f" Left out: the {left:,} layers whose load is the most even." if left else ""
     key = element("div", element("span", element("b", "load"), shades("one", _EVEN)), class_="key shades")
     drops = _drops(lines, counts)
-    yield section("Load of each expert", *first, *more, key, note(_MAPS_TOLD + told), *drops)
+    yield section("Load of each expert", *first, *more, key, note(_MAPS_NOTE + left_out), *drops)
 
 
 def _map(layer: str, count: int, lines: Lines, uneven: float, columns: int) -> Markup:

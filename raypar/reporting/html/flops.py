@@ -1,10 +1,11 @@
-"""Model FLOPs: what a model's step computes, whatever the layout adds to it, and its share of what a device could."""
+"""Model FLOPs: the FLOPs of a model's step in any layout, and the peak FLOP/s of devices by their data sheets."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -12,9 +13,19 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama, RopeScaling
 from raypar.actors.specs.moe import MoE
+from raypar.planner.hardware.data_sheets import DEVICES
 from raypar.schedules.float_sum import float_sum
 
 _KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
+DeviceName = Literal["v100", "t4", "a10", "a100", "l4", "l40s", "rtx4090", "h100-pcie", "h100", "h200", "b200"]
+_OTHERS: Mapping[str, float] = {  # of which no plan needs more than this
+    "v100": 125e12,  # fp16, as it has no bf16; so has the T4
+    "t4": 65e12,
+    "a10": 125e12,
+    "l40s": 362e12,
+    "rtx4090": 165e12,
+    "h100-pcie": 756e12,
+}
 
 
 def flops_per_token(config: dict[str, Any]) -> float | None:
@@ -59,3 +70,16 @@ def _known(kind: type[Any], table: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _reader(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
+
+
+def peak_of(peak: float | DeviceName | None) -> float | None:
+    """Return peak FLOP/s, of a device or as they are; None for None.
+
+    Args:
+        peak: Name of a device, or FLOP/s.
+
+    Source: NVIDIA's data sheets.
+    """
+    if not isinstance(peak, str):
+        return peak
+    return DEVICES[peak].half if peak in DEVICES else _OTHERS[peak]

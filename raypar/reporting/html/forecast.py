@@ -31,10 +31,10 @@ def forecast(past: Past, history: History) -> Markup:
         return section(_TITLE, note("The folder has no prediction: its run was written by a raypar that made none."))
     rows = [[one.name, one.measured, one.predicted, one.error] for one in comparisons(found, history)]
     listed = html_table(["", "measured", "predicted", "error"], rows, ["", NUMBER, NUMBER, NUMBER])
-    told = [f"Predicted {found.source}{f', of the steps after step {found.since:,}' if found.since else ''}."]
-    told += [f"{found.better[0].upper()}{found.better[1:]}."] if found.better else []
-    told.append("Measured: the median of the steps, and the most memory of an actor.")
-    return section(_TITLE, listed, note(" ".join(told)), *_laid_over(past, found))
+    sentences = [f"Predicted {found.source}{f', of the steps after step {found.since:,}' if found.since else ''}."]
+    sentences += [f"{found.better[0].upper()}{found.better[1:]}."] if found.better else []
+    sentences.append("Measured: the median of the steps, and the most memory of an actor.")
+    return section(_TITLE, listed, note(" ".join(sentences)), *_laid_over(past, found))
 
 
 def _laid_over(past: Past, forecast: Forecast) -> Sequence[Markup]:

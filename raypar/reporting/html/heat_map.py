@@ -65,10 +65,10 @@ def heat_map(
         The map.
     """
     steps = list(cells)
-    edges = [round(place * len(steps) / most_columns) for place in range(most_columns + 1)]
+    edges = [round(part * len(steps) / most_columns) for part in range(most_columns + 1)]
     columns = [[step] for step in steps] if len(steps) <= most_columns else [steps[a:b] for a, b in pairwise(edges)]
     height = max(0.35, min(_ROW, _MOST_HEIGHT / len(rows)))
-    apart = math.ceil(0.9 / height)  # names of rows are written where there is room
+    apart = math.ceil(0.9 / height)  # names of rows are written where they fit
     names = [
         element("span", name, title=name, style=f"top: {row * height:.2f}rem")
         for row, name in enumerate(rows)

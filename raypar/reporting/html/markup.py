@@ -23,12 +23,12 @@ def element(name: str, *inside: str, **attributes: object) -> Markup:
     Returns:
         The element.
     """
-    told = [
+    spelled = [
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), value)
         for key, value in attributes.items()
         if value is not None
     ]
-    return Markup("<{}{}>{}</{}>").format(name, concatenated(*told), concatenated(*inside), name)
+    return Markup("<{}{}>{}</{}>").format(name, concatenated(*spelled), concatenated(*inside), name)
 
 
 def concatenated(*parts: str) -> Markup:

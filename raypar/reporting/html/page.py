@@ -18,9 +18,8 @@ from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
 from raypar.reporting.html.forecast import forecast
-from raypar.reporting.html.loss_scale import loss_scale
+from raypar.reporting.html.half_precision import loss_scale, overflow
 from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
-from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import amount, duration, percentage, size
@@ -40,8 +39,8 @@ def losses(history: History, marks: Sequence[Mark]) -> Markup:
     if history.evaluations:
         lines.append(ChartLine("validation", history.validation(), "two"))
     drawn = line_chart(lines, significant, marks=marks)
-    told = note("Smoothed: an exponential moving average over a twentieth of the steps, at least 5.")
-    return section("Loss", drawn, told) if history.steps else section("Loss", note(_NONE))
+    text = note("Smoothed: an exponential moving average over a twentieth of the steps, at least 5.")
+    return section("Loss", drawn, text) if history.steps else section("Loss", note(_NONE))
 
 
 def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
@@ -58,8 +57,8 @@ def progress(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw what was seen and, where the loss is a cross-entropy of tokens, the perplexity over steps."""
     seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
     if not history.has_perplexity:
-        told = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
-        return _pair(seen, section("Perplexity", note(told)))
+        text = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
+        return _pair(seen, section("Perplexity", note(text)))
     lines = [ChartLine("train, smoothed", [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))])]
     if history.evaluations:
         lines.append(ChartLine("validation", [(step, exp(loss)) for step, loss in history.validation()], "two"))
@@ -69,12 +68,12 @@ def progress(history: History, marks: Sequence[Mark]) -> Markup:
 def speed(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw the throughput and the bubble over steps, without those taken by hand, whose times say nothing."""
     name, by_hand = f"{history.unit}/s", history.by_hand
-    told = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
+    text = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
     points = history.throughput()
     daily = [note(f"{amount(_DAY * median(value for _, value in points))} {history.unit} a day.")] if points else []
     return _pair(
-        section(name.capitalize(), _curve(history, name, points, significant, marks), *daily, *told),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), percentage, marks), note(_BUBBLE), *told),
+        section(name.capitalize(), _curve(history, name, points, significant, marks), *daily, *text),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), percentage, marks), note(_BUBBLE), *text),
     )
 
 
@@ -84,17 +83,17 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
     if not flops:
         title, why = "Model FLOPs", "Left out: the FLOPs of the user's own layers are not known."
         return section(title, note(why))
-    told = (
+    text = (
         f"Median of an actor: {rate(middle(flops))}. Only what the model needs counts: a forward, and twice as much in "
         "the backward; nothing that is recomputed."
     )
     if peak is None:
         why = "Utilisation is left out: the peak of the device is not known. raypar report --peak gives it, in FLOP/s."
         drawn = _curve(history, "FLOP/s", flops, amount, marks)
-        return section("Model FLOP/s of an actor", drawn, note(f"{told} {why}"))
+        return section("Model FLOP/s of an actor", drawn, note(f"{text} {why}"))
     used: Points = [(step, value / peak) for step, value in flops]
     drawn = _curve(history, "utilisation", used, percentage, marks)
-    return section("Model FLOPs utilisation", drawn, note(f"{told} The device's peak is {rate(peak)}."))
+    return section("Model FLOPs utilisation", drawn, note(f"{text} The device's peak is {rate(peak)}."))
 
 
 def steps(past: Past) -> Markup:
@@ -106,12 +105,12 @@ def steps(past: Past) -> Markup:
     prediction = from_steps(measured, [])
     overlay = Overlay(measured, prediction.timeline, prediction.source)
     which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
-    told = note(
+    text = note(
         f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "
         "that the schedule does not ask for. Its bubble counts the step's whole time on every rank, and is so larger "
         "than the curve's. Point at a box for its times; raypar trace writes them for Perfetto."
     )
-    return section(title, element("div", Markup(overlay.svg()), class_="wide"), told)
+    return section(title, element("div", Markup(overlay.svg()), class_="wide"), text)
 
 
 def memory(history: History) -> Markup:
@@ -128,8 +127,8 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for counted in past.ledger.values():
         for kind, counts in counted.items():
-            for place, value in enumerate(counts):
-                sums[kind][place] += value or 0
+            for index, value in enumerate(counts):
+                sums[kind][index] += value or 0
     if not sums:
         return section("Messages", note("Nothing was moved between actors, or it was not written."))
     timed = any(counts.seconds is not None for counted in past.ledger.values() for counts in counted.values())
@@ -138,13 +137,13 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
         [kind, f"{calls:,.0f}", size(moved, tenths=True), duration(seconds) if timed else "not known"]
         for kind, (calls, moved, seconds) in ordered
     ]
-    told = (
+    text = (
         "Sums over all actors. Seconds are those in which an actor started an op or waited for it, late peers included."
         if timed
         else "Sums over all actors. This folder is of a raypar that did not write the seconds."
     )
     if resumed := [mark.step for mark in marks if mark.kind == "resume"]:
-        told += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
+        text += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
     shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
     whole = html_table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
@@ -160,7 +159,7 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     ]
     by_actor = html_table(["actor", "axis and op", "calls", "bytes", "seconds"], each, ["", "", NUMBER, NUMBER, NUMBER])
     detail = element("details", element("summary", "By actor"), by_actor)
-    return section("Messages", shown, whole, note(told), detail)
+    return section("Messages", shown, whole, note(text), detail)
 
 
 def checkpoint_list(past: Past) -> Markup:
@@ -181,7 +180,7 @@ def checkpoint_list(past: Past) -> Markup:
 
 
 def events(marks: Sequence[Mark]) -> Markup:
-    """List what the marks stand for; nothing if there are none."""
+    """List the meaning of the marks; nothing if there are none."""
     rows = [[mark.sign, f"{mark.step:,.0f}", mark.text] for mark in marks]
     return (
         section("What happened", html_table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""]))
@@ -211,20 +210,20 @@ def failures(past: Past, history: History) -> Markup:
     listed = html_table(heads, rows, [NUMBER, "", "", "", "", NUMBER])
     if (effective := history.effective(past.failures)) is None:
         return section("Failures", listed)
-    told = note(
+    text = note(
         f"Effective training time (ETTR): {percentage(effective)}, "
         "the time of the steps that were kept, over that and what "
         "the failures that the run survived have cost: the step under way, the steps taken again, and the recovery."
     )
-    return section("Failures", listed, told)
+    return section("Failures", listed, text)
 
 
 def _died(death: dict[str, Any] | None) -> str:
     """Say in a few words how a process died."""
     if death is None:
         return ""
-    told = death["cause"] or "not known here"
-    return f"{told}, in {death['last_action']}" if death["last_action"] else told
+    text = death["cause"] or "not known here"
+    return f"{text}, in {death['last_action']}" if death["last_action"] else text
 
 
 def provenance_list(past: Past) -> Markup:
@@ -245,8 +244,8 @@ def configuration(past: Past) -> Markup:
         [key, element("mark", str(value)) if key not in usual or usual[key] != value else str(value)]
         for key, value in flat(past.config).items()
     ]
-    told = note(concatenated(element("mark", "marked"), ": not the default."))
-    return section("Configuration", html_table(["setting", "value"], rows, ["", VALUE]), told)
+    text = note(concatenated(element("mark", "marked"), ": not the default."))
+    return section("Configuration", html_table(["setting", "value"], rows, ["", VALUE]), text)
 
 
 def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, every: int | None = None) -> str:
@@ -297,10 +296,10 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
 def state(past: Past, every: int | None) -> str:
     """Say whether the run goes on and, on a page that is served, whether the page follows it."""
     if past.under_way:
-        told = "The run goes on" if past.metrics else "The run has not taken a step yet"
-        return f"{told}." if every is None else f"{told}; this page loads itself every {every} seconds."
-    told = f"The run {ending(past) or 'has ended'}".removesuffix(".")
-    return f"{told}." if every is None else f"{told}; this page does not refresh any more."
+        text = "The run goes on" if past.metrics else "The run has not taken a step yet"
+        return f"{text}." if every is None else f"{text}; this page loads itself every {every} seconds."
+    text = f"The run {ending(past) or 'has ended'}".removesuffix(".")
+    return f"{text}." if every is None else f"{text}; this page does not refresh any more."
 
 
 def unread(faults: Sequence[str]) -> Markup:

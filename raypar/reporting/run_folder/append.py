@@ -63,8 +63,7 @@ class Lines:
             line: The line, which ends with a newline.
 
         Raises:
-            OSError: If it can't be written; what was written of it is removed. Or something else is in its place: the
-                line comes with the next one for which there is room again.
+            OSError: If it can't be written; what was written of it is removed. Or something else is at its path.
         """
         if self._file is None:
             return False
@@ -83,7 +82,7 @@ class Lines:
         with suppress(FileNotFoundError):
             if os.path.samestat(self._path.lstat(), os.fstat(old)):
                 return False
-            raise OSError(errno.EEXIST, f"something else is in the place of {self._path.name}")
+            raise OSError(errno.EEXIST, f"something else is at {self._path.name}")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new, at = os.open(self._path, _FLAGS | os.O_EXCL, 0o666), 0
         try:

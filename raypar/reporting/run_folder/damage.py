@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from raypar.config.fields import short_repr
 
 T = TypeVar("T")
-MOST_TOLD = 10  # largest number of faults that are reported of one file
+MOST_FAULTS = 10  # largest number of faults that are reported of one file
 
 
 class DamagedError(Exception):
@@ -35,9 +35,9 @@ def json_of(raw: bytes, kind: Callable[..., T]) -> T:
     try:
         found: T = _reader(kind).validate_json(raw, strict=True)
     except ValidationError as error:
-        told = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:MOST_TOLD]]
+        errors = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:MOST_FAULTS]]
         raise DamagedError(
-            *(f"has {at or 'a text'}: {short_repr(one['input'])}: {one['msg']}" for at, one in told)
+            *(f"has {at or 'a text'}: {short_repr(one['input'])}: {one['msg']}" for at, one in errors)
         ) from error
     return found
 

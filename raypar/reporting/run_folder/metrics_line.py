@@ -122,7 +122,7 @@ def metrics_line(line: Mapping[str, Any]) -> str:
 
 
 def figures_of(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a parsed line with floats in the place of the words for NaN and infinity."""
+    """Return a parsed line with floats instead of the words for NaN and infinity."""
     return _mapped(line, lambda value: _WORDS.get(value, value) if isinstance(value, str) else value)
 
 

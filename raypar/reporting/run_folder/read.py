@@ -33,7 +33,7 @@ from raypar.paths import (
     absolute,
     holds_run,
 )
-from raypar.reporting.run_folder.damage import MOST_TOLD, DamagedError, json_of
+from raypar.reporting.run_folder.damage import MOST_FAULTS, DamagedError, json_of
 from raypar.reporting.run_folder.failure_line import FailureLine
 from raypar.reporting.run_folder.forecast import Forecast, forecast_in
 from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine, figures_of
@@ -189,23 +189,18 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
     none_measured: Latest = None, []
     step, timelines = part(TIMELINE, lambda raw: _measured(raw, schedule), none_measured)
-    metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
-    ledger: Ledger = part(LEDGER, lambda raw: json_of(raw, Ledger), {})
-    log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
-    provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
-    failures: list[dict[str, Any]] = part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), [])
     past = Past(
         folder,
         config,
-        metrics,
+        part(METRICS, _metrics, list[dict[str, Any]]()),
         schedule,
         step,
         timelines,
-        ledger,
-        log=log,
-        provenance=provenance,
+        part(LEDGER, lambda raw: json_of(raw, Ledger), Ledger()),
+        log=part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), list[str]()),
+        provenance=part(PROVENANCE, _provenance, dict[str, str]()),
         under_way=going,
-        failures=failures,
+        failures=part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), list[dict[str, Any]]()),
         forecast=part(FORECAST, lambda raw: forecast_in(raw, schedule), None),
         checkpoints=_checkpoints(folder, faults),
     )
@@ -217,8 +212,8 @@ def _no_run(folder: Path) -> str:
     if "\0" not in str(folder) and not folder.exists():
         return f"{str(folder)!r} is no run folder: there is nothing; give one that raypar train has written"
     if "\0" not in str(folder) and folder.is_file():
-        home = folder.parent if holds_run(folder.parent) else None
-        return f"{str(folder)!r} is no run folder, but a file: give {'a folder' if home is None else repr(str(home))}"
+        parent = repr(str(folder.parent)) if holds_run(folder.parent) else "a folder"
+        return f"{str(folder)!r} is no run folder, but a file: give {parent}"
     return f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"
 
 
@@ -257,8 +252,8 @@ def _provenance(raw: bytes) -> dict[str, str]:
     resumes = [one for one in again if isinstance(one, dict)] if isinstance(again, list) else []
     found = {name: _spelled(value) for name, value in first.items() if value is not None}
     for number, one in enumerate(resumes, 1):
-        told = {name: _spelled(value) for name, value in one.items() if value is not None}
-        found |= {f"{name}, resumed {number}": value for name, value in told.items() if found.get(name) != value}
+        then = {name: _spelled(value) for name, value in one.items() if value is not None}
+        found |= {f"{name}, resumed {number}": value for name, value in then.items() if found.get(name) != value}
     return found
 
 
@@ -309,7 +304,7 @@ def _lines(raw: bytes, schema_of: Callable[[dict[str, Any]], type]) -> list[dict
             lines.append(figures_of(plain))
         except DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]
-            if len(faults) >= MOST_TOLD:
+            if len(faults) >= MOST_FAULTS:
                 break
     if faults:
         raise DamagedError(*faults, sound=lines)

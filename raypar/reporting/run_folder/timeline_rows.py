@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast
 
-from raypar.reporting.run_folder.damage import MOST_TOLD, DamagedError
+from raypar.reporting.run_folder.damage import MOST_FAULTS, DamagedError
 from raypar.reporting.run_folder.metrics_line import Figure, Number
 from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
@@ -45,7 +45,7 @@ def timeline_of(rows: Sequence[Row], schedule: Schedule, *, measured: bool) -> T
         events.append(Event(rank, actor, action, start, end, size, bucket))
     faults += (f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule))
     if faults:
-        raise DamagedError(*faults[:MOST_TOLD])
+        raise DamagedError(*faults[:MOST_FAULTS])
     return Timeline(_as_measured(schedule, events), tuple(events), measured)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from raypar.schedules.torch_csv import to_csv
 log = logging.getLogger("raypar")
 
 _HEAD = (
-    "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n"
+    "# The run with all its defaults, for raypar train; functions are written by their names, and need Python.\n"
     "# Its folder: {}\n\n"
 )
 
@@ -90,8 +90,7 @@ class Folder:
         """
         path = self._path
 
-        def write() -> None:
-            """Write the run's files anew."""
+        with self._warned_once():
             self._plan(schedule, forecast)
             _write(path / METRICS, metrics_until(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
@@ -102,19 +101,14 @@ class Folder:
             self._configure(run)
             sync_folder(path)
 
-        self._try(write)
-
     def move(self, schedule: Schedule, run: Run | None = None, forecast: Forecast | None = None) -> None:
         """Write the schedule with which the run goes on in another layout, what is predicted of its steps, and the run,
         if it is another one now."""
 
-        def write() -> None:
-            """Write the files anew."""
+        with self._warned_once():
             self._plan(schedule, forecast)
             if run is not None:
                 self._configure(run)
-
-        self._try(write)
 
     def _configure(self, run: Run) -> None:
         """Write the run's configuration anew."""
@@ -142,8 +136,7 @@ class Folder:
         if (metrics := self._metrics) is None:
             return
 
-        def add() -> None:
-            """Append the line; what was removed comes again."""
+        with self._warned_once():
             if not metrics.add(metrics_line(line)):
                 return
             log.warning("%s was removed, and is made again, without what only it had", self._path)
@@ -151,20 +144,15 @@ class Folder:
                 if not (self._path / name).exists():
                     _write(self._path / name, text)
 
-        self._try(add)
-
     def failed(self, failure: Mapping[str, Any]) -> None:
         """Append a line to the failures, with the time of now. The file is made with the first one."""
 
-        def add() -> None:
-            """Append the line."""
+        with self._warned_once():
             lines = Lines(self._path / FAILURES)
             try:
                 lines.add(metrics_line({"at": datetime.now().astimezone().isoformat(timespec="seconds"), **failure}))
             finally:
                 lines.close()
-
-        self._try(add)
 
     def measured(
         self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], LedgerEntry]]
@@ -182,12 +170,9 @@ class Folder:
             for actor, table in ledger.items()
         }
 
-        def write() -> None:
-            """Replace the timelines and the ledger."""
+        with self._warned_once():
             _write(self._path / TIMELINE, json.dumps({"step": step, "steps_taken": step + 1, "timelines": rows}))
             _write(self._path / LEDGER, json.dumps(moved))
-
-        self._try(write)
 
     def close(self) -> None:
         """Close the files and release the lock."""
@@ -196,10 +181,11 @@ class Folder:
         if self._metrics is not None:
             self._metrics.close()
 
-    def _try(self, write: Callable[[], None]) -> None:
-        """Write, and log a warning the first time that it fails."""
+    @contextmanager
+    def _warned_once(self) -> Iterator[None]:
+        """Write in the block, and log a warning the first time that it fails."""
         try:
-            write()
+            yield
             if self._warned:
                 self._warned = False
                 log.warning("%s can be written again", self._path)

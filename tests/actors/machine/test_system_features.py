@@ -26,7 +26,7 @@ PLATFORM = {
     "actors/machine/device.py",  # the unit of getrusage
     "raypar/config/validate/system.py",  # these say which system it is
     "raypar/doctor/leftovers.py",
-    "raypar/doctor/node_facts.py",
+    "raypar/doctor/machines.py",
 }
 
 

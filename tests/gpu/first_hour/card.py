@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from raypar.planner.hardware.data_sheets import DEVICES
-from raypar.reporting.device_peaks import DeviceName, peak_of
+from raypar.reporting.html.flops import DeviceName, peak_of
 
 NO_CARD = "none (CPU)"
 # What torch calls a card -> its name in raypar's tables of peaks; the first that is found counts.

@@ -374,7 +374,7 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     assert code == 0, err
     assert out.startswith("rank 0  0F0 0F1 2F0")
     assert "layers of each stage:  2 2 2 2" in out
-    assert out.endswith("no actor was started\nraypar plan tells bytes and seconds, and compares levels of ZeRO\n")
+    assert out.endswith("no actor was started\nraypar plan shows bytes and seconds, and compares levels of ZeRO\n")
     assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
 
 

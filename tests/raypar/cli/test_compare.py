@@ -31,7 +31,7 @@ def test_each_figure_is_that_of_the_schedule():
             "bubble": f"{timeline.bubble:.1%}",
             "activations held, at most": f"{max(timeline.in_flight) * share:g}",
             "versions of weights kept, at most": "2" if schedule.stream else "1",
-            "steps that a gradient is behind, at most": "1" if schedule.stream else "0",
+            "steps that a gradient is late, at most": "1" if schedule.stream else "0",
             "messages a rank sends in a step, at most": "16" if share < 1 else "8",
         }
     assert "pipedream, 5 steps\n    " + "\n    ".join(staleness(schedules[1]).lines()) in below

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
-from raypar.cli.text.conversation import Conversation
+from raypar.cli.text.generate import Conversation
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

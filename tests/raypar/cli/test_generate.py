@@ -71,7 +71,7 @@ def test_a_chat_goes_on_with_all_that_was_said(saved, kept_actors):
 
 
 def test_a_model_with_more_ids_than_bytes_needs_a_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr("raypar.cli.text.generate.HF", lambda path: rp.Llama(vocab=300))
+    monkeypatch.setattr("raypar.cli.text.trained_model.HF", lambda path: rp.Llama(vocab=300))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(rp.ConfigError, match="has no tokenizer, and its model 300 token ids: give --tokenizer FILE"):
         run_on(str(tmp_path), ChatArgs(), tmp_path)

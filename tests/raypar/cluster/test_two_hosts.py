@@ -103,7 +103,7 @@ def test_the_doctor_examines_every_node_and_finds_the_head_open(found):
     assert its["level"] == "ok" and "uses eth0 (lo 127.0.0.1, " in its["text"]
     assert "eth0 10.77.0.2" in its["text"] and "astray0 192.168.9.1" in its["text"]
     dangers = [one["text"] for one in found["doctor"] if one["level"] == "danger" and "head" in one["text"]]
-    assert dangers == ["whoever reaches the head 10.77.0.1:6379 can run code there, without a token"]
+    assert dangers == ["anyone who reaches the head 10.77.0.1:6379 can run code there, without a token"]
     assert found["code"] == 1
     assert sum(one["subject"] == "versions" and one["level"] == "ok" for one in found["doctor"]) == 2
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.cli.words.model_tables import read_tables
+from raypar.cli.words.parsing import read_tables
 from raypar.config.toml import load_run, parse_toml, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 

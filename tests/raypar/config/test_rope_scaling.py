@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import raypar as rp
-from raypar.cli.words.model_tables import read_tables
+from raypar.cli.words.parsing import read_tables
 from raypar.config.toml import load_run, parse_toml, plain_of, run_of, toml_of
 
 

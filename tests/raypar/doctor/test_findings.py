@@ -27,8 +27,7 @@ from raypar.doctor.exposure import exposure_findings, is_loopback
 from raypar.doctor.finding import Finding, as_dicts, is_sound
 from raypar.doctor.group_times import times_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, sweep
-from raypar.doctor.machines import machine_findings, token_findings
-from raypar.doctor.node_facts import facts_teller
+from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 
 NODE = Node("id1", "n1", "10.0.0.1", {"CPU": 8.0}, {"CPU": 8.0})
 FACTS = {
@@ -104,7 +103,7 @@ def test_this_machine_tells_its_facts(monkeypatch, tmp_path):
     token.write_text("secret")
     token.chmod(0o640)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    facts = facts_teller()()
+    facts = facts_collector()()
     assert facts.keys() == FACTS.keys()
     assert facts["interfaces"]["lo"]["address"] == "127.0.0.1"
     assert facts["shm"]["total"] >= facts["shm"]["free"] > 0
@@ -156,7 +155,7 @@ def dashboard():
             200,
             False,
             "danger",
-            "takes jobs from whoever reaches it, without a token: start the head ",
+            "takes jobs from anyone who reaches it, without a token: start the head ",
         ),
         (401, False, "note", "is open to the network, and demands the token: what it sends is not encrypted"),
         (200, True, "ok", "is reached from the head alone"),
@@ -179,7 +178,12 @@ def test_a_dashboard_that_does_not_answer_and_none(monkeypatch):
 @pytest.mark.parametrize(
     ("head", "accepts", "level", "says"),
     [
-        ("10.0.0.1:6379", True, "danger", "whoever reaches the head 10.0.0.1:6379 can run code there, without a token"),
+        (
+            "10.0.0.1:6379",
+            True,
+            "danger",
+            "anyone who reaches the head 10.0.0.1:6379 can run code there, without a token",
+        ),
         ("10.0.0.1:6379", False, "ok", "demands the token"),
         ("10.0.0.1:6379", None, "note", "does not say"),
         ("127.0.0.1:6379", True, "ok", "is reached from its machine alone"),
@@ -219,7 +223,7 @@ def test_a_mac_is_not_sick_for_what_it_lacks():
     facts = {"system": "darwin", "interfaces": {}, "shm": {"total": 0, "free": 0}}
     assert [level for level, _, _ in found_on(facts, node_with(address="127.0.0.1"), alone=True)] == ["ok"] * 4
     told = "".join(text for _, _, text in found_on(facts))
-    assert "which interfaces it has is asked on Linux alone, and this is darwin" in told
+    assert "which interfaces it has is known on Linux alone, and this is darwin" in told
     assert "object store is in files, as darwin has no /dev/shm" in told
     assert [level for level, _, _ in found_on({**facts, "system": "linux"})].count("ok") == 2  # Linux has both
 
@@ -384,7 +388,7 @@ def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_f
     monkeypatch.setattr(examination, "connected", started)
     monkeypatch.setattr(examination, "cluster_findings", lambda *_: [])
     told = {NODE.id: versions_collector()()}, {NODE.id: FACTS}
-    monkeypatch.setattr(examination, "asked", lambda nodes, teller: told["facts" in teller.__qualname__])
+    monkeypatch.setattr(examination, "facts_of", lambda nodes, collector: told["facts" in collector.__qualname__])
     found = [*examination.examined(sweeps=False, times=False)]
     assert [one.text for one in found if one.subject == "token"] == ["this machine has no token file"]
     assert any(one.subject == "network" for one in found)

@@ -114,7 +114,7 @@ def test_reports_evaluation_and_looking_inside(job):
     assert all(report.overlap is None if served else 0 <= report.overlap <= 1 for report in reports)
     closing = dict(closing_rows(job.run, job.schedule, reports, after, 1.0, 2.0, {}))
     assert ("reduction hidden" in closing) != served, "with servers the weights are waited for too"
-    assert served or closing["reduction hidden"].endswith("% behind compute (median)")
+    assert served or closing["reduction hidden"].endswith("% under compute (median)")
     norms = torch.stack([torch.linalg.vector_norm(job.grad(name)) for name in job.parameters])
     clipped = min(reports[-1].grad_norm, job.run.clip)
     assert float(torch.linalg.vector_norm(norms)) == pytest.approx(clipped, rel=1e-4)

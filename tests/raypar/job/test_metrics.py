@@ -13,7 +13,7 @@ from torch import nn
 import raypar as rp
 from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.html.page import page
-from raypar.reporting.progress import validation_told
+from raypar.reporting.progress import evaluation_line
 from raypar.reporting.run_folder.read import read
 from raypar.reporting.trackers.tracker import scalars
 from tests.support.own_layers import cross_entropy
@@ -120,7 +120,7 @@ def test_without_targets_there_are_none():
     found, _ = evaluated(replace(RUN, data=rp.Batches(batch, empty)))
     assert found.loss is None
     assert dict(found.metrics) == dict.fromkeys(METRICS)
-    assert validation_told(found).endswith(", accuracy no targets, large outputs no targets, rows no targets")
+    assert evaluation_line(found).endswith(", accuracy no targets, large outputs no targets, rows no targets")
 
 
 def test_trackers_get_them():

@@ -14,7 +14,7 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.data.tokenizers.tokenizer import bytes_of_ids
 from raypar.job.steps.evaluation import Evaluations, target_bytes
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.progress import validation_told
+from raypar.reporting.progress import evaluation_line
 from tests.support.examples import made_tokenizer
 
 TEXT = "".join(f"Größe und Maß: 3 × {n} = {3 * n} – naïve café, 東京 and 🚀. " for n in range(60))
@@ -133,7 +133,7 @@ def zeros(folder):
 def test_evaluations_tell_them():
     one = Evaluation(3, math.log(2), 80, 0.1, num_bytes=160)
     assert one.bits_per_byte == pytest.approx(0.5)
-    assert validation_told(one) == "after step 3: validation loss 0.6931, perplexity 2.00, 0.500 bits per byte"
+    assert evaluation_line(one) == "after step 3: validation loss 0.6931, perplexity 2.00, 0.500 bits per byte"
     assert one.to_dict()["bits_per_byte"] == pytest.approx(0.5) and "0.5 bits per byte" in repr(one).replace(
         "0.50", "0.5"
     )

@@ -14,7 +14,7 @@ from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.figures import History
 from raypar.reporting.html.page import page
-from raypar.reporting.progress import _figures, validation_told
+from raypar.reporting.progress import _figures, evaluation_line
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import read
@@ -64,7 +64,7 @@ def test_it_is_said_once(folder, caplog):
 
 def test_it_is_no_number_on_a_line():
     assert "skipped  loss none, for no target counts  grad 0.000" in _figures(MISSING, "tokens")
-    assert validation_told(NONE) == "after step 2: validation loss none, for no target counts"
+    assert evaluation_line(NONE) == "after step 2: validation loss none, for no target counts"
     assert "loss=" not in repr(MISSING)
     assert "none, for no target counts" in MISSING._repr_html_()
     assert "none, for no target counts" in NONE._repr_html_()

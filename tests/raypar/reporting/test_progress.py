@@ -11,7 +11,7 @@ from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
-from raypar.reporting.summary import steps_told
+from raypar.reporting.summary import steps_text
 
 REPORT = Report(0, 2.53591, 0.12345, 1e-3, 256, 2503.4, 1500.0, 0.147, None, (2, 1), (558 << 20, 515 << 20))
 
@@ -62,5 +62,5 @@ def test_a_line_is_short(lines):
 
 
 def test_steps_beyond_a_runs_own_are_told_as_such():
-    assert steps_told(3, 4) == "3 of 4 steps taken"
-    assert steps_told(102, 4) == "102 steps taken, 98 more than the run's 4"
+    assert steps_text(3, 4) == "3 of 4 steps taken"
+    assert steps_text(102, 4) == "102 steps taken, 98 more than the run's 4"

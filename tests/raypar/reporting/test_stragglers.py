@@ -14,8 +14,8 @@ from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Located, Progress, Span
-from raypar.reporting.actor_table import Whereabouts, actor_of
-from raypar.reporting.stragglers import Stragglers, _medians_of_others
+from raypar.reporting.step_times import Stragglers, _medians_of_others
+from raypar.reporting.tables.actor_table import Whereabouts, actor_of
 from raypar.schedules.action import Action, Op
 
 

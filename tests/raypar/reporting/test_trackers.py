@@ -160,7 +160,7 @@ def test_one_that_fails_is_a_warning_and_told_no_more(monkeypatch, caplog, tmp_p
     monkeypatch.setitem(sys.modules, "mlflow", mlflow := Calls(wrong))
     monkeypatch.setitem(sys.modules, "wandb", wandb := Calls())
     told(track=("mlflow", "wandb"), folder=str(tmp_path / "run"))
-    said = "mlflow is told no more of this run (no luck with api_key=*** for https://***@host/x)"
+    said = "mlflow gets no more of this run (no luck with api_key=*** for https://***@host/x)"
     assert [record.getMessage() for record in caplog.records] == [said]
     assert sum(call[0] == "log_metrics" for call in mlflow.calls) == {"start_run": 0, "log_metrics": 1}.get(wrong, 2)
     assert len(wandb.calls) == 4, "the other one is told all"

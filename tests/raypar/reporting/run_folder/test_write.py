@@ -232,7 +232,7 @@ def test_a_folder_in_the_place_of_the_metrics_is_reported_once_until_it_is_gone(
     path.mkdir()
     for step in (1, 2):
         folder.write(report(step))
-    assert len([message for message in caplog.messages if "something else is in the place of metrics" in message]) == 1
+    assert len([message for message in caplog.messages if "something else is at metrics" in message]) == 1
     path.rmdir()
     folder.write(report(3))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]

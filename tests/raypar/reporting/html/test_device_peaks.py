@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from raypar.planner.hardware.data_sheets import DEVICES
-from raypar.reporting.device_peaks import DeviceName, peak_of
+from raypar.reporting.html.flops import DeviceName, peak_of
 
 
 def test_every_name_has_a_peak():

@@ -15,7 +15,7 @@ from raypar.planner import resource_needs as needs
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of, memory_faults
 from raypar.planner.traffic import step_traffic
-from raypar.reporting.memory_table import memory_table
+from raypar.reporting.tables.memory_table import memory_table
 from tests.support.team import Team
 
 

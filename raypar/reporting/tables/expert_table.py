@@ -11,7 +11,7 @@ from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
-from raypar.schedules.formatting import text_table
+from raypar.schedules.formatting import consecutive, text_table
 
 _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
 
@@ -98,13 +98,7 @@ def _orders(run: Run) -> tuple[dict[str, Order], int]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Write numbers, those that follow each other as a range."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive(numbers))
 
 
 def _set(members: Iterable[int]) -> str:

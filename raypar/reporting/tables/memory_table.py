@@ -15,7 +15,7 @@ from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.resource_needs import counts_of
-from raypar.reporting.totals import unknown_actor
+from raypar.reporting.tables.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, size
 from raypar.schedules.schedule import Schedule
@@ -44,7 +44,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
 
     ``activations`` are the rest of the peak: activations, messages, and what comes and goes within an action. What is
     ``offloaded`` to host memory or to files is not a part of the peak, nor is the ``cache`` of keys and values while a
-    text is generated, behind the step that was measured. A REPL and a notebook show a table, whose cells
+    text is generated, after the step that was measured. A REPL and a notebook show a table, whose cells
     are the formula and the measurement.
     """
 

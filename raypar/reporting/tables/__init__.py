@@ -1,0 +1,1 @@
+"""Tables of a job for a REPL or a notebook: actors, experts, memory and communication."""
