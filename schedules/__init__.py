@@ -25,11 +25,11 @@ from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.split_backward import split_backward
+from raypar.schedules.reading.torch_csv import from_csv, to_csv
 from raypar.schedules.schedule import Drawer, Schedule, ScheduleError, register_drawer
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
-from raypar.schedules.torch_csv import from_csv, to_csv
 
 __all__ = [
     "CATALOG",

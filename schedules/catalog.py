@@ -23,10 +23,10 @@ from raypar.schedules.generators import (
 from raypar.schedules.generators.entry import Entry, Sizes, exception_phrase, qualified_name
 from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.passes.replicate import replicate
+from raypar.schedules.reading.user_code import installed, names_code
+from raypar.schedules.reading.user_code import user_entry as entry_of_code
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
-from raypar.schedules.user_code import installed, names_code
-from raypar.schedules.user_code import user_entry as entry_of_code
 
 G = TypeVar("G", bound=Callable[..., Any])
 

@@ -429,7 +429,7 @@ MAY_IMPORT = {
         "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
         "raypar/config raypar/config/validate raypar/job raypar/job/recover raypar/job/start raypar/job/text "
         "raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
-        "raypar/reporting/tables schedules schedules/drawing"
+        "raypar/reporting/tables schedules schedules/drawing schedules/reading"
     ),
     "raypar/cli/words": (
         "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face schedules "
@@ -449,7 +449,7 @@ MAY_IMPORT = {
         "actors/mesh actors/models actors/models/own actors/specs raypar raypar/config/hugging_face "
         "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
         "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
-        "schedules/passes schedules/simulation"
+        "schedules/passes schedules/reading schedules/simulation"
     ),
     "raypar/config/hugging_face": (
         "actors actors/hugging_face actors/models/own actors/specs raypar raypar/config schedules"
@@ -556,18 +556,22 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "
-        "schedules schedules/checking schedules/passes"
+        "schedules schedules/checking schedules/passes schedules/reading"
     ),
     "raypar/reporting/tables": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
         "raypar/planner/memory schedules schedules/drawing"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
-    "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
+    "schedules": (
+        "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/reading "
+        "schedules/simulation"
+    ),
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
-    "schedules/drawing": "schedules schedules/simulation",
+    "schedules/drawing": "schedules schedules/reading schedules/simulation",
     "schedules/generators": "schedules schedules/simulation",
     "schedules/passes": "schedules schedules/simulation",
+    "schedules/reading": "schedules schedules/generators schedules/passes",
     "schedules/simulation": "schedules",
 }
 TOLD_NOTHING = (

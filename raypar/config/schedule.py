@@ -25,9 +25,9 @@ from raypar.schedules.passes.skip_connections import Skips, no_skips, with_skips
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.passes.token_slices import with_slices
 from raypar.schedules.passes.without_flush import without_flush
+from raypar.schedules.reading.torch_csv import from_csv
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
-from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
 Pass = Callable[[Schedule], Schedule]

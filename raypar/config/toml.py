@@ -39,8 +39,8 @@ from raypar.config.recipes import recipe
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import did_you_mean
+from raypar.schedules.reading.torch_csv import to_csv
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.torch_csv import to_csv
 
 
 def flat(table: Mapping[str, Any], below: str = "") -> dict[str, Any]:

@@ -13,10 +13,10 @@ from uuid import uuid4
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
+from raypar.schedules.reading.torch_csv import to_csv
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import UNIT, simulate
 from raypar.schedules.timeline import Timeline
-from raypar.schedules.torch_csv import to_csv
 
 
 def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:

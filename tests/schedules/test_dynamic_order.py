@@ -14,10 +14,10 @@ from raypar.schedules.checking.check import check
 from raypar.schedules.dynamic_order import DynamicOrder
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.split_backward import split_backward
+from raypar.schedules.reading.torch_csv import from_csv, to_csv
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
-from raypar.schedules.torch_csv import from_csv, to_csv
 
 WINDOW = 2
 

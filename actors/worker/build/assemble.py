@@ -111,7 +111,9 @@ def _stages_of(
     first: int,
 ) -> dict[int, Stage]:
     """Return the actor's stages by number. ``first`` is the first stage of the model that learns."""
-    plan, model, modules, weights = layers.plan, layers.model, layers.modules, layers.weights
+    plan = layers.plan
+    model = layers.model
+    modules, weights = layers.modules, layers.weights
     run, train, is_expert = plan.run, plan.programs["train"], plan.world.is_expert(plan.rank)
     skips, halved, shared = [*stage_skips(model.skips, parts)], _halved(plan), _shared(modules.values())
     return {

@@ -14,7 +14,7 @@ from raypar.cli.words.parsing import values_of
 from raypar.config.toml import recorded_run
 from raypar.errors import ConfigError
 from raypar.paths import CHECKPOINTS, absolute, holds_run, run_folder_of
-from raypar.schedules.user_code import names_code
+from raypar.schedules.reading.user_code import names_code
 
 if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint

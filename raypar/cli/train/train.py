@@ -53,8 +53,8 @@ from raypar.reporting.scale_warnings import unchanged
 from raypar.reporting.summary import closing_rows, failures_summary, plan_rows, planned_grid
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.reading.user_code import names_code
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint

@@ -40,9 +40,9 @@ from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Num
 from raypar.reporting.run_folder.timeline_rows import Rows, timeline_of
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
+from raypar.schedules.reading.torch_csv import from_csv
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.timeline import Timeline
-from raypar.schedules.torch_csv import from_csv
 
 T = TypeVar("T")
 Latest = tuple[int | None, list[Timeline]]

@@ -34,9 +34,9 @@ from raypar.reporting.run_folder.forecast import Forecast, forecast_text
 from raypar.reporting.run_folder.metrics_line import metrics_line
 from raypar.reporting.run_folder.provenance import renewed
 from raypar.reporting.run_folder.timeline_rows import rows_of
+from raypar.schedules.reading.torch_csv import to_csv
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
-from raypar.schedules.torch_csv import to_csv
 
 log = logging.getLogger("raypar")
 

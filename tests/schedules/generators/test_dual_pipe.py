@@ -6,7 +6,7 @@ import pytest
 
 from raypar.schedules import Costs, ScheduleError, build, check, lower, simulate
 from raypar.schedules.action import Action, Op
-from raypar.schedules.torch_csv import from_csv, to_csv
+from raypar.schedules.reading.torch_csv import from_csv, to_csv
 
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (2, 4, 6, 8, 14, 20)]
 

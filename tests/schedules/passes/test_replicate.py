@@ -12,10 +12,10 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.passes.replicate import replicate
+from raypar.schedules.reading.torch_csv import from_csv, to_csv
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
-from raypar.schedules.torch_csv import from_csv, to_csv
 from raypar.schedules.versions import staleness
 
 WHOLE = {Op.STEP, Op.USE}

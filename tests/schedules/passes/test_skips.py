@@ -9,7 +9,7 @@ from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.passes.replicate import replicate
 from raypar.schedules.passes.skip_connections import with_skips
-from raypar.schedules.torch_csv import from_csv, to_csv
+from raypar.schedules.reading.torch_csv import from_csv, to_csv
 from tests.support.event_check import unsound
 from tests.support.schedules import spelled
 
